@@ -1,0 +1,423 @@
+// The only file that knows Python: reads torch tensors (through DLPack's C exchange, so nothing of torch is linked),
+// checks what memory safety needs, and calls the kernels. Each op is there twice: `rms_norm(...)` runs it,
+// `bind_rms_norm(...)` checks it once and returns a Call that runs it again and again, on the same tensors or on
+// others of the same layout.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "isa.h"
+#include "pool.h"
+
+namespace nb = nanobind;
+using namespace infini;
+
+namespace {
+
+// ---- tensors -------------------------------------------------------------------------------------------------------
+
+// The start of DLPack 1.x's DLPackExchangeAPI; its address is torch.Tensor.__dlpack_c_exchange_api__
+struct ExchangeApi {
+    struct { uint32_t major, minor; } version;
+    void* previous;
+    void* allocate;
+    void* to_managed;
+    void* from_managed;
+    int (*view)(void* object, nb::dlpack::dltensor* out);
+    void* stream;
+};
+
+struct TorchTypes {
+    PyTypeObject *tensor = nullptr, *parameter = nullptr;
+    const ExchangeApi* api = nullptr;
+} g_torch;
+
+constexpr int kDlpackCpu = 1;
+
+bool read_dtype(nb::dlpack::dtype found, DType* dtype) {
+    struct { int code, bits; DType dtype; } const known[] = {
+        {2, 32, DType::f32}, {2, 64, DType::f64}, {2, 16, DType::f16}, {4, 16, DType::bf16},
+        {0, 8, DType::i8},   {0, 16, DType::i16}, {0, 32, DType::i32}, {0, 64, DType::i64},
+        {1, 8, DType::u8},   {1, 16, DType::u16}, {1, 32, DType::u32}, {1, 64, DType::u64}};
+    for (const auto& k : known)
+        if (k.code == found.code && k.bits == found.bits && found.lanes == 1) return *dtype = k.dtype, true;
+    return false;
+}
+
+bool read_exchange(nb::handle h, Tensor* t) {
+    nb::dlpack::dltensor d;
+    if (g_torch.api->view(h.ptr(), &d) != 0) return PyErr_Clear(), false;
+    if (d.device.device_type != kDlpackCpu || d.ndim > kMaxDims || !read_dtype(d.dtype, &t->dtype)) return false;
+    t->data = static_cast<char*>(d.data) + d.byte_offset;
+    t->ndim = d.ndim;
+    for (int i = 0; i < d.ndim; ++i) t->shape[i] = d.shape[i], t->stride[i] = d.strides[i];
+    return true;
+}
+
+// The same by attribute, for a torch that has no exchange API (before 2.10)
+bool read_attributes(nb::handle h, Tensor* t) {
+    static const char* const names[] = {"torch.float32", "torch.float64", "torch.float16", "torch.bfloat16",
+                                        "torch.int8",    "torch.int16",   "torch.int32",   "torch.int64",
+                                        "torch.uint8",   "torch.uint16",  "torch.uint32",  "torch.uint64"};
+    if (!nb::cast<bool>(h.attr("is_cpu"))) return false;
+    const nb::object dtype_object = h.attr("dtype"), size = h.attr("shape"), steps = h.attr("stride")();
+    const std::string dtype = nb::str(dtype_object).c_str();
+    int index = 0;
+    while (index < 12 && dtype != names[index]) ++index;
+    const nb::tuple shape(size), stride(steps);
+    if (index == 12 || shape.size() > kMaxDims) return false;
+    t->dtype = static_cast<DType>(index);
+    t->data = reinterpret_cast<void*>(nb::cast<uintptr_t>(h.attr("data_ptr")()));
+    t->ndim = static_cast<int>(shape.size());
+    for (int i = 0; i < t->ndim; ++i) t->shape[i] = nb::cast<int64_t>(shape[i]), t->stride[i] = nb::cast<int64_t>(stride[i]);
+    return true;
+}
+
+// Subclasses other than Parameter (fake, wrapped, quantised tensors) have no memory of their own to read.
+bool read(nb::handle h, Tensor* t) {
+    if (Py_TYPE(h.ptr()) != g_torch.tensor && !PyObject_TypeCheck(h.ptr(), g_torch.parameter)) return false;
+    if (!(g_torch.api ? read_exchange(h, t) : read_attributes(h, t))) return false;
+    for (int i = 0; i < t->ndim; ++i)
+        if (t->shape[i] == 1) t->stride[i] = 1;  // never stepped over
+    return t->data || num_elements(*t) == 0;
+}
+
+std::string shape_of(const Tensor& t) {
+    std::string text = "(";
+    for (int i = 0; i < t.ndim; ++i) text += (i ? ", " : "") + std::to_string(t.shape[i]);
+    return text + ")";
+}
+
+[[noreturn]] void refuse(const std::string& message) { throw nb::value_error(message.c_str()); }
+
+void require(bool holds, const char* rule) {
+    if (!holds) refuse(rule);
+}
+
+Tensor tensor(nb::handle h) {
+    Tensor t;
+    if (!read(h, &t)) throw nb::type_error("expected a plain CPU tensor of a numeric dtype with at most 6 dimensions");
+    return t;
+}
+
+bool is_float(DType d) { return d == DType::f32 || d == DType::f16 || d == DType::bf16; }
+bool is_index(DType d) { return d != DType::f64 && !is_float(d); }
+bool same_shape(const Tensor& a, const Tensor& b) {
+    bool same = a.ndim == b.ndim;
+    for (int i = 0; same && i < a.ndim; ++i) same = a.shape[i] == b.shape[i];
+    return same;
+}
+bool is_contiguous(const Tensor& t) {
+    int64_t expected = 1;
+    for (int i = t.ndim - 1; i >= 0; expected *= t.shape[i--])
+        if (t.shape[i] != 1 && t.stride[i] != expected) return num_elements(t) == 0;
+    return true;
+}
+bool has_rows(const Tensor& t) { return t.ndim == 0 || t.stride[t.ndim - 1] == 1 || num_elements(t) == 0; }
+
+struct Span { const char *begin, *end; };
+
+Span span(const Tensor& t) {
+    int64_t last = 0;
+    for (int i = 0; i < t.ndim; ++i) last += (t.shape[i] - 1) * t.stride[i];
+    const char* begin = static_cast<const char*>(t.data);
+    return {begin, num_elements(t) ? begin + (last + 1) * item_size(t.dtype) : begin};
+}
+
+bool is_same_view(const Tensor& a, const Tensor& b) {
+    bool same = a.data == b.data && a.dtype == b.dtype && same_shape(a, b);
+    for (int i = 0; same && i < a.ndim; ++i) same = a.stride[i] == b.stride[i];
+    return same;
+}
+
+// Writing y while x is read element by element is safe: they are one view, or lie apart
+bool may_write(const Tensor& y, const Tensor& x) {
+    const Span a = span(y), b = span(x);
+    return a.end <= b.begin || b.end <= a.begin || is_same_view(y, x);
+}
+
+bool overlaps_itself(const Tensor& t) {  // conservative: strides must nest
+    for (int i = 0; i < t.ndim; ++i)
+        for (int j = 0; j < t.ndim; ++j) {
+            if (t.shape[i] <= 1 || i == j || t.stride[j] > t.stride[i]) continue;
+            if (t.shape[j] > 1 && t.stride[i] < t.stride[j] * t.shape[j] && (t.stride[i] != t.stride[j] || i < j)) return true;
+        }
+    for (int i = 0; i < t.ndim; ++i)
+        if (t.shape[i] > 1 && t.stride[i] <= 0) return true;
+    return false;
+}
+
+// Can the row kernels take these? One floating dtype, rows contiguous, out None or safe to write.
+bool accepts_rows(nb::handle out, const nb::args& inputs) {
+    Tensor x[4], y;
+    const size_t count = inputs.size();
+    for (size_t i = 0; i < count; ++i)
+        if (i == 4 || !read(inputs[i], &x[i]) || !is_float(x[i].dtype) || x[i].dtype != x[0].dtype || !has_rows(x[i])) return false;
+    if (out.is_none()) return true;
+    if (!read(out, &y) || y.dtype != x[0].dtype || !has_rows(y) || overlaps_itself(y)) return false;
+    for (size_t i = 0; i < count; ++i)
+        if (!may_write(y, x[i])) return false;
+    return true;
+}
+
+// May `out` be written while the inputs are read?
+bool may_write_all(nb::handle out, const nb::args& inputs) {
+    Tensor x, y;
+    if (!read(out, &y) || !has_rows(y) || overlaps_itself(y)) return false;
+    for (nb::handle input : inputs)
+        if (!read(input, &x) || !may_write(y, x)) return false;
+    return true;
+}
+
+void check_rows(const Tensor& y, const Tensor& x) {
+    require(is_float(x.dtype) && x.dtype == y.dtype, "expected float32, float16 or bfloat16, the same in and out");
+    if (!same_shape(x, y)) refuse("out has shape " + shape_of(y) + ", but the input has " + shape_of(x));
+    require(x.ndim >= 1 && has_rows(x) && has_rows(y), "expected the last dimension to be contiguous");
+}
+
+void check_vector(const Tensor& v, const Tensor& x) {
+    require(v.dtype == x.dtype, "expected the weight in the dtype of the input");
+    require(is_contiguous(v) && num_elements(v) == x.shape[x.ndim - 1], "expected a contiguous weight as long as a row");
+}
+
+// ---- arguments of each op: checked, unpacked -----------------------------------------------------------------------
+
+RmsNorm make_rms_norm(nb::handle y, nb::handle x, nb::handle weight, double eps) {
+    const RmsNorm a{tensor(y), tensor(x), tensor(weight), static_cast<float>(eps)};
+    check_rows(a.y, a.x);
+    check_vector(a.weight, a.x);
+    return a;
+}
+
+AddRmsNorm make_add_rms_norm(nb::handle y, nb::handle sum, nb::handle x, nb::handle residual, nb::handle weight, double eps) {
+    const AddRmsNorm a{tensor(y), tensor(sum), tensor(x), tensor(residual), tensor(weight), static_cast<float>(eps)};
+    check_rows(a.y, a.x);
+    check_rows(a.sum, a.x);
+    check_rows(a.residual, a.x);
+    check_vector(a.weight, a.x);
+    return a;
+}
+
+LayerNorm make_layer_norm(nb::handle y, nb::handle x, nb::handle weight, nb::handle bias, double eps) {
+    const bool has_affine = !weight.is_none();
+    LayerNorm a{tensor(y), tensor(x), {}, {}, eps, has_affine};
+    check_rows(a.y, a.x);
+    if (!has_affine) return a;
+    check_vector(a.weight = tensor(weight), a.x);
+    check_vector(a.bias = tensor(bias), a.x);
+    return a;
+}
+
+Tensor with_batch(Tensor t) {  // [seq, heads, d] -> [1, seq, heads, d]
+    if (t.ndim != 3) return t;
+    for (int i = 3; i > 0; --i) t.shape[i] = t.shape[i - 1], t.stride[i] = t.stride[i - 1];
+    t.shape[0] = 1, t.stride[0] = 0, t.ndim = 4;
+    return t;
+}
+
+Rope make_rope(nb::handle y, nb::handle x, nb::handle positions, nb::handle sin, nb::handle cos, bool interleaved) {
+    const Rope a{with_batch(tensor(y)), with_batch(tensor(x)), tensor(positions), tensor(sin), tensor(cos), interleaved};
+    require(a.x.ndim == 4 && same_shape(a.x, a.y), "rope: x and y need one shape, [seq, heads, d] or [batch, seq, heads, d]");
+    require(is_float(a.x.dtype) || a.x.dtype == DType::f64, "rope: x needs a floating dtype");
+    require(a.x.dtype == a.y.dtype && a.x.dtype == a.sin.dtype && a.x.dtype == a.cos.dtype, "rope: x, y, sin, cos need one dtype");
+    require(has_rows(a.x) && has_rows(a.y), "rope: the last dimension of x and y must be contiguous");
+    require(a.sin.ndim == 2 && same_shape(a.sin, a.cos) && is_contiguous(a.sin) && is_contiguous(a.cos),
+            "rope: sin and cos must be contiguous [length, d/2] tables of one shape");
+    require(a.x.shape[3] == 2 * a.sin.shape[1], "rope: head size must be twice the width of the tables");
+    require(is_index(a.positions.dtype) && is_contiguous(a.positions), "rope: positions must be contiguous integers");
+    const int64_t wanted = a.positions.ndim == 2 ? a.x.shape[0] * a.x.shape[1] : a.x.shape[1];
+    require((a.positions.ndim == 1 || a.positions.ndim == 2) && num_elements(a.positions) == wanted,
+            "rope: positions must be [seq] or [batch, seq]");
+    return a;
+}
+
+Unary make_unary(nb::handle y, nb::handle x) {
+    const Unary a{tensor(y), tensor(x)};
+    check_rows(a.y, a.x);
+    return a;
+}
+
+Binary make_binary(nb::handle y, nb::handle first, nb::handle second) {
+    const Binary a{tensor(y), tensor(first), tensor(second)};
+    check_rows(a.y, a.a);
+    check_rows(a.y, a.b);
+    return a;
+}
+
+Softmax make_softmax(nb::handle y, nb::handle x) {
+    const Unary a = make_unary(y, x);
+    return {a.y, a.x, false};
+}
+
+Softmax make_causal_softmax(nb::handle y, nb::handle x) {
+    const Unary a = make_unary(y, x);
+    require(a.x.ndim >= 2 && a.x.shape[a.x.ndim - 2] <= a.x.shape[a.x.ndim - 1], "causal_softmax: needs [..., s, t] with s <= t");
+    return {a.y, a.x, true};
+}
+
+Embedding make_embedding(nb::handle y, nb::handle ids, nb::handle weight) {
+    const Embedding a{tensor(y), tensor(ids), tensor(weight)};
+    require(is_index(a.ids.dtype) && is_contiguous(a.ids), "embedding: ids must be contiguous integers");
+    require(a.weight.ndim == 2 && has_rows(a.weight), "embedding: weight must be [num_embeddings, embedding_dim]");
+    require(a.y.dtype == a.weight.dtype && is_contiguous(a.y) && num_elements(a.y) == num_elements(a.ids) * a.weight.shape[1],
+            "embedding: out must be contiguous, of the weight's dtype, with one row an id");
+    return a;
+}
+
+RandomSample make_random_sample(nb::handle y, nb::handle logits, nb::handle workspace, double random_val, double topp,
+                                int64_t topk, double temperature) {
+    const RandomSample a{tensor(y), tensor(logits), tensor(workspace), random_val, topp, temperature, topk};
+    require(a.logits.ndim == 1 && a.logits.shape[0] > 0 && is_float(a.logits.dtype) && has_rows(a.logits),
+            "random_sample: logits must be one contiguous row of floats");
+    require(num_elements(a.y) == 1 && (a.y.dtype == DType::i64 || a.y.dtype == DType::i32), "random_sample: out must be one int64 or int32");
+    require(a.logits.shape[0] < (int64_t{1} << 31), "random_sample: too many logits");
+    require(a.workspace.dtype == DType::i32 && is_contiguous(a.workspace) && num_elements(a.workspace) >= 2 * a.logits.shape[0],
+            "random_sample: workspace needs two int32 a logit");
+    return a;
+}
+
+// ---- what a kernel found wrong -------------------------------------------------------------------------------------
+
+template <class Args>
+void report(const Args&, int64_t) {}
+
+void report_index(const char* what, const Tensor& indices, int64_t at, int64_t limit) {
+    const int64_t found = index_at(indices.data, indices.dtype, at);
+    const std::string value = indices.dtype == DType::u64 ? std::to_string(static_cast<uint64_t>(found)) : std::to_string(found);
+    throw nb::index_error((std::string(what) + " " + value + " (element " + std::to_string(at) + ") is outside [0, " +
+                           std::to_string(limit) + ")").c_str());
+}
+
+void report(const Rope& a, int64_t at) { report_index("rope: position", a.positions, at, a.sin.shape[0]); }
+void report(const Embedding& a, int64_t at) { report_index("embedding: id", a.ids, at, a.weight.shape[0]); }
+void report(const RandomSample& a, int64_t at) {
+    if (at == a.logits.shape[0]) refuse("random_sample: every logit is -inf, so there is no token to take");
+    refuse("random_sample: logit " + std::to_string(at) + " is NaN or +inf; expected finite values or -inf");
+}
+
+// ---- calls ---------------------------------------------------------------------------------------------------------
+
+template <class Args>
+void run_kernel(int64_t (*kernel)(const Args&), const Args& args) {
+    int64_t status;
+    {
+        nb::gil_scoped_release release;
+        status = kernel(args);
+    }
+    if (status != kOk) report(args, status);
+}
+
+struct Call {
+    std::vector<nb::object> owners;  // None where an optional tensor is absent
+    std::vector<Tensor> layouts;
+    std::function<void(const std::vector<void*>&)> run;
+
+    void operator()(const nb::args& given) const {
+        if (given.size() != 0 && given.size() != owners.size())
+            throw nb::type_error(("expected no tensors, or " + std::to_string(owners.size())).c_str());
+        std::vector<void*> data(owners.size());
+        for (size_t i = 0; i < owners.size(); ++i)
+            if (!owners[i].is_none()) data[i] = same_layout(given.size() ? nb::handle(given[i]) : nb::handle(owners[i]), i);
+        run(data);
+    }
+
+    void* same_layout(nb::handle h, size_t i) const {
+        Tensor t = tensor(h);
+        void* data = t.data;
+        t.data = layouts[i].data;
+        if (!is_same_view(t, layouts[i]))
+            refuse("tensor " + std::to_string(i) + " differs in dtype, shape or strides from the one this call was made for");
+        return data;
+    }
+
+    void add(nb::handle h) {
+        owners.push_back(nb::borrow(h));
+        layouts.push_back(h.is_none() ? Tensor{} : tensor(h));
+    }
+    template <class Scalar>
+    void add(Scalar) {}
+};
+
+// Args starts with its tensors, in the order of the handles among P.
+template <class Args, class... P>
+Call bind_call(int64_t (*kernel)(const Args&), Args (*make)(P...), P... p) {
+    Call call;
+    (call.add(p), ...);
+    call.run = [kernel, args = make(p...)](const std::vector<void*>& data) {
+        Args local = args;  // two threads may run one call
+        auto* tensors = reinterpret_cast<Tensor*>(&local);
+        for (size_t i = 0; i < data.size(); ++i) tensors[i].data = data[i];
+        for (size_t i = 1; i < data.size(); ++i)
+            if (data[i] && !may_write(tensors[0], tensors[i])) refuse("the output overlaps tensor " + std::to_string(i) + " in part");
+        run_kernel(kernel, local);
+    };
+    return call;
+}
+
+template <class P>
+auto any_object() { return nb::arg().none(); }  // None reaches our own checks and their messages
+
+template <class Args, class... P>
+void def_op(nb::module_& m, const char* name, Args (*make)(P...), int64_t (*Kernels::*member)(const Args&)) {
+    const auto run = [=](P... p) { run_kernel(active_level().kernels->*member, make(p...)); };
+    const auto bind = [=](P... p) { return bind_call(active_level().kernels->*member, make, p...); };
+    m.def(name, run, any_object<P>()...);
+    m.def((std::string("bind_") + name).c_str(), bind, any_object<P>()...);
+}
+
+void use_torch(nb::handle tensor_type, nb::handle parameter_type, bool use_exchange) {
+    g_torch.tensor = reinterpret_cast<PyTypeObject*>(tensor_type.ptr());
+    g_torch.parameter = reinterpret_cast<PyTypeObject*>(parameter_type.ptr());
+    g_torch.api = nullptr;
+    if (!use_exchange || !nb::hasattr(tensor_type, "__dlpack_c_exchange_api__")) return;
+    nb::object capsule = tensor_type.attr("__dlpack_c_exchange_api__");
+    auto* api = static_cast<const ExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+    if (!api) return PyErr_Clear();
+    if (api->version.major == 1 && api->view) g_torch.api = api;
+}
+
+nb::list level_names() {
+    nb::list names;
+    for (int i = 0; i < kNumLevels; ++i)
+        if (kLevels[i].is_supported()) names.append(kLevels[i].name);
+    return names;
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+    nb::class_<Call>(m, "Call").def("__call__", [](const Call& call, nb::args tensors) { call(tensors); });
+    m.def("use_torch", &use_torch);
+    m.def("accepts_rows", [](nb::handle out, nb::args inputs) { return accepts_rows(out, inputs); },
+          nb::arg().none(), nb::arg());
+    m.def("may_write", [](nb::handle out, nb::args inputs) { return may_write_all(out, inputs); });
+    m.def("num_threads", &num_threads);
+    m.def("set_num_threads", [](int count) {
+        require(count >= 1 && count <= 1024, "set_num_threads: expected 1 to 1024");
+        nb::gil_scoped_release release;
+        set_num_threads(count);
+    });
+    m.def("isa_levels", &level_names);
+    m.def("isa", [] { return std::string(active_level().name); });
+    m.def("set_isa", [](const std::string& name) {
+        if (!set_level(name.c_str())) refuse("no instruction-set level '" + name + "' on this CPU");
+    });
+
+    def_op(m, "rms_norm", make_rms_norm, &Kernels::rms_norm);
+    def_op(m, "add_rms_norm", make_add_rms_norm, &Kernels::add_rms_norm);
+    def_op(m, "layer_norm", make_layer_norm, &Kernels::layer_norm);
+    def_op(m, "rope", make_rope, &Kernels::rope);
+    def_op(m, "silu", make_unary, &Kernels::silu);
+    def_op(m, "gelu", make_unary, &Kernels::gelu);
+    def_op(m, "gelu_tanh", make_unary, &Kernels::gelu_tanh);
+    def_op(m, "gelu_fast", make_unary, &Kernels::gelu_fast);
+    def_op(m, "swiglu", make_binary, &Kernels::swiglu);
+    def_op(m, "softmax", make_softmax, &Kernels::softmax);
+    def_op(m, "causal_softmax", make_causal_softmax, &Kernels::softmax);
+    def_op(m, "embedding", make_embedding, &Kernels::embedding);
+    def_op(m, "random_sample", make_random_sample, &Kernels::random_sample);
+}

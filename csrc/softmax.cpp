@@ -1,0 +1,64 @@
+// y[r] = exp(x[r] - max(x[r])) / sum(exp(x[r] - max(x[r]))), the row read by one thread; y may be x.
+// Causal: x is [..., s, t]; row i sees the first t - s + i + 1 columns and the others become 0.
+#include "kernels.h"
+#include "rows.h"
+
+namespace infini::INFINI_LEVEL {
+namespace {
+
+constexpr float kLowest = -__builtin_inff();
+
+template <class T>
+float row_max(const T* x, int64_t n) {
+    vf m0 = splat(kLowest), m1 = m0;
+    int64_t i = 0;
+    for (; i + 2 * W <= n; i += 2 * W) {
+        m0 = max(m0, load(x + i));
+        m1 = max(m1, load(x + i + W));
+    }
+    for (; i + W <= n; i += W) m0 = max(m0, load(x + i));
+    if (i < n) m1 = max(m1, load_n(x + i, n - i, kLowest));
+    return max(max(m0, m1));
+}
+
+// A half-precision row is exponentiated twice rather than rounded twice.
+template <class T>
+void softmax_row(T* y, const T* x, int64_t n) {
+    const vf top = splat(row_max(x, n));
+    vf total{};
+    int64_t i = 0;
+    for (; i + W <= n; i += W) {
+        const vf e = exp(load(x + i) - top);
+        if constexpr (sizeof(T) == sizeof(float)) store(y + i, e);
+        total += e;
+    }
+    if (i < n) {
+        const vf e = exp(load_n(x + i, n - i, kLowest) - top);
+        if constexpr (sizeof(T) == sizeof(float)) store_n(y + i, e, n - i);
+        total += e;
+    }
+    const vf inverse = splat(1.0f / sum(total));
+    if constexpr (sizeof(T) == sizeof(float)) map([&](vf e) { return e * inverse; }, n, y, y);
+    else map([&](vf v) { return exp(v - top) * inverse; }, n, y, x);
+}
+
+}  // namespace
+
+int64_t softmax(const Softmax& a) {
+    with_type(a.x.dtype, [&](auto type) {
+        using T = decltype(type);
+        const Rows y{a.y}, x{a.x};
+        const int64_t length = x.length(), queries = a.causal ? a.x.shape[a.x.ndim - 2] : 1;
+        for_rows(a.x, [&](int64_t begin, int64_t end) {
+            for (int64_t r = begin; r < end; ++r) {
+                const int64_t visible = a.causal ? length - queries + r % queries + 1 : length;
+                T* row = y.at<T>(r);
+                softmax_row(row, x.at<T>(r), visible);
+                memset(static_cast<void*>(row + visible), 0, (length - visible) * sizeof(T));
+            }
+        });
+    });
+    return kOk;
+}
+
+}  // namespace infini::INFINI_LEVEL

@@ -1,0 +1,23 @@
+// This level's column of the table that isa.cpp chooses from.
+#include "kernels.h"
+
+namespace infini::INFINI_LEVEL {
+
+int64_t rms_norm(const RmsNorm&);
+int64_t add_rms_norm(const AddRmsNorm&);
+int64_t layer_norm(const LayerNorm&);
+int64_t rope(const Rope&);
+int64_t silu(const Unary&);
+int64_t gelu(const Unary&);
+int64_t gelu_tanh(const Unary&);
+int64_t gelu_fast(const Unary&);
+int64_t swiglu(const Binary&);
+int64_t softmax(const Softmax&);
+int64_t embedding(const Embedding&);
+int64_t random_sample(const RandomSample&);
+
+extern const Kernels kKernels;
+const Kernels kKernels = {rms_norm, add_rms_norm, layer_norm, rope,    silu,      gelu,
+                          gelu_tanh, gelu_fast,   swiglu,     softmax, embedding, random_sample};
+
+}  // namespace infini::INFINI_LEVEL

@@ -1,0 +1,44 @@
+// What a kernel sees of a tensor: a pointer, a dtype, sizes and strides (counted in elements).
+#pragma once
+#include <cstdint>
+
+namespace infini {
+
+enum class DType : uint8_t { f32, f64, f16, bf16, i8, i16, i32, i64, u8, u16, u32, u64 };
+
+constexpr int kMaxDims = 6;
+
+struct Tensor {
+    void* data;
+    int64_t shape[kMaxDims];
+    int64_t stride[kMaxDims];
+    int32_t ndim;
+    DType dtype;
+};
+
+static inline int64_t item_size(DType dtype) {
+    constexpr int64_t sizes[] = {4, 8, 2, 2, 1, 2, 4, 8, 1, 2, 4, 8};
+    return sizes[static_cast<int>(dtype)];
+}
+
+static inline int64_t num_elements(const Tensor& t) {
+    int64_t count = 1;
+    for (int i = 0; i < t.ndim; ++i) count *= t.shape[i];
+    return count;
+}
+
+// The i-th integer of a contiguous index array of any integer dtype. A uint64 beyond int64 comes back negative,
+// which every bounds check refuses.
+static inline int64_t index_at(const void* data, DType dtype, int64_t i) {
+    switch (dtype) {
+        case DType::i8: return static_cast<const int8_t*>(data)[i];
+        case DType::i16: return static_cast<const int16_t*>(data)[i];
+        case DType::i32: return static_cast<const int32_t*>(data)[i];
+        case DType::u8: return static_cast<const uint8_t*>(data)[i];
+        case DType::u16: return static_cast<const uint16_t*>(data)[i];
+        case DType::u32: return static_cast<const uint32_t*>(data)[i];
+        default: return static_cast<const int64_t*>(data)[i];
+    }
+}
+
+}  // namespace infini

@@ -1,0 +1,33 @@
+"""Layers. Each is a torch.nn.Module whose parameters carry the names of PyTorch and Hugging Face checkpoints.
+
+A module is used by one thread at a time; different modules may run in different threads.
+"""
+
+from infinicore.nn import functional
+from infinicore.nn.activation import GELU, SiLU, Softmax
+from infinicore.nn.embedding import Embedding, PositionalEmbedding
+from infinicore.nn.linear import ColumnParallelLinear, Linear, RowParallelLinear
+from infinicore.nn.module import Module, ModuleList, Parameter
+from infinicore.nn.norm import LayerNorm, RMSNorm
+from infinicore.nn.rbe import MLPBlock, RBELinear
+from infinicore.nn.rope import RoPE
+
+__all__ = [
+    "ColumnParallelLinear",
+    "Embedding",
+    "GELU",
+    "LayerNorm",
+    "Linear",
+    "MLPBlock",
+    "Module",
+    "ModuleList",
+    "Parameter",
+    "PositionalEmbedding",
+    "RBELinear",
+    "RMSNorm",
+    "RoPE",
+    "RowParallelLinear",
+    "SiLU",
+    "Softmax",
+    "functional",
+]

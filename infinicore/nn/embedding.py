@@ -1,0 +1,117 @@
+"""Embedding of tokens, and of positions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from infinicore.nn import functional as F
+from infinicore.nn.module import Module, Parameter
+
+Ids = Tensor | Sequence[int] | Sequence[Sequence[int]]
+
+
+class Embedding(Module):
+    """A table of rows looked up by id: [*] -> [*, embedding_dim]. Lists of ids, also nested, do too."""
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if num_embeddings < 1 or embedding_dim < 1:
+            raise ValueError(
+                f"Embedding: sizes must be positive, but are {num_embeddings} and {embedding_dim}"
+            )
+        if padding_idx is not None and not 0 <= padding_idx < num_embeddings:
+            raise ValueError(f"Embedding: padding_idx {padding_idx} is outside [0, {num_embeddings})")
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.padding_idx = padding_idx
+        std = math.sqrt(2.0 / (num_embeddings + embedding_dim))
+        weight = torch.empty(num_embeddings, embedding_dim, dtype=dtype, device=device).normal_(0, std)
+        if padding_idx is not None:
+            weight[padding_idx] = 0
+        self.weight = Parameter(weight)
+
+    def forward(self, indices: Ids) -> Tensor:
+        return F.embedding(ids_tensor(indices, self.weight.device), self.weight)
+
+    def extra_repr(self) -> str:
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"num_embeddings={self.num_embeddings}, embedding_dim={self.embedding_dim}{padding}"
+
+
+def ids_tensor(indices: Ids, device: torch.device) -> Tensor:
+    """Ids as a tensor; an empty or ragged list is refused rather than padded."""
+    if isinstance(indices, Tensor):
+        return indices
+    if not isinstance(indices, Sequence) or isinstance(indices, str):
+        raise TypeError(
+            f"Embedding: ids must be a tensor or lists of integers, but are {type(indices).__name__}"
+        )
+    rows = [list(row) for row in indices if isinstance(row, Sequence)]
+    if not indices or (rows and len(rows) != len(indices)):
+        raise ValueError("Embedding: ids must be a non-empty list of integers, or of lists of integers")
+    for i, row in enumerate(rows):
+        if len(row) != len(rows[0]):
+            raise ValueError(
+                f"Embedding: sequence {i} has length {len(row)}, but sequence 0 has {len(rows[0])}"
+            )
+    items = [item for row in rows for item in row] if rows else list(indices)
+    if any(not isinstance(item, int) or isinstance(item, bool) for item in items):
+        raise TypeError("Embedding: ids must be integers")
+    return torch.tensor(rows or items, dtype=torch.int64, device=device)
+
+
+class PositionalEmbedding(Module):
+    """A row for each position, learned or `sinusoidal`: forward(seq_len, offset) -> [seq_len, embed_dim]"""
+
+    def __init__(
+        self,
+        max_len: int,
+        embed_dim: int,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if max_len < 1 or embed_dim < 1:
+            raise ValueError(
+                f"PositionalEmbedding: sizes must be positive, but are {max_len} and {embed_dim}"
+            )
+        self.max_len = max_len
+        self.embed_dim = embed_dim
+        self.weight = Parameter(torch.empty(max_len, embed_dim, dtype=dtype, device=device).normal_(0, 0.02))
+
+    @classmethod
+    def sinusoidal(
+        cls,
+        max_len: int,
+        embed_dim: int,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> PositionalEmbedding:
+        """sin at even and cos at odd columns i of position / 10000^(2 floor(i/2) / embed_dim)"""
+        module = cls(max_len, embed_dim, dtype, device)
+        column = torch.arange(embed_dim, dtype=torch.float64)
+        frequency = 10000.0 ** (-2.0 * (column // 2) / embed_dim)
+        angle = torch.arange(max_len, dtype=torch.float64)[:, None] * frequency  # [max_len, embed_dim]
+        module.weight.load(torch.where(column % 2 == 0, angle.sin(), angle.cos()))
+        return module
+
+    def forward(self, seq_len: int, offset: int = 0) -> Tensor:
+        if seq_len < 0 or offset < 0 or offset + seq_len > self.max_len:
+            raise ValueError(
+                f"PositionalEmbedding: {offset} + {seq_len} positions exceed max_len {self.max_len}, or are negative"
+            )
+        return self.weight[offset : offset + seq_len]
+
+    def extra_repr(self) -> str:
+        return f"max_len={self.max_len}, embed_dim={self.embed_dim}"

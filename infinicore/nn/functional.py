@@ -1,0 +1,366 @@
+"""Every public function: its signature, its argument checks, one call into ops.
+
+`out=` takes a tensor of the result's shape, dtype and device, is returned, and may be an input.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from infinicore import ops
+from infinicore.ops import RopeAlgo
+from infinicore.ops.descriptor import RopeInfo, check_range
+
+__all__ = [
+    "RopeAlgo",
+    "add_rms_norm",
+    "causal_softmax",
+    "embedding",
+    "gelu",
+    "layer_norm",
+    "linear",
+    "random_sample",
+    "rms_norm",
+    "rope",
+    "silu",
+    "softmax",
+    "swiglu",
+]
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def causal_softmax(input: Tensor, out: Tensor | None = None) -> Tensor:
+    """Softmax over the columns each query may see: of [..., S, T], row i sees columns up to T - S + i."""
+    check_float("causal_softmax", "input", input)
+    if input.dim() < 2 or input.shape[-2] > input.shape[-1]:
+        shape = tuple(input.shape)
+        raise ValueError(f"causal_softmax: input must be [..., S, T] with S <= T, but has shape {shape}")
+    check_out("causal_softmax", out, input, input.shape)
+    return ops.causal_softmax(input, out=out)
+
+
+def embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The rows of weight that input names: [*] -> [*, E]. The options mean what they mean in torch."""
+    check_ids("embedding", input, weight)
+    check_out("embedding", out, weight, (*input.shape, weight.shape[1]))
+    if padding_idx is not None or max_norm is not None or scale_grad_by_freq or sparse:
+        rows = torch.nn.functional.embedding(
+            check_id_range(input, weight).long(),
+            weight,
+            padding_idx,
+            max_norm,
+            norm_type,
+            scale_grad_by_freq,
+            sparse,
+        )
+        return rows if out is None else out.copy_(rows)
+    if not weight.is_cpu or (torch.is_grad_enabled() and weight.requires_grad):
+        check_id_range(input, weight)
+    return ops.embedding(input.contiguous(), weight, out=out)
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+    """input @ weight.T + bias: [*, in], [out, in], [out] -> [*, out]"""
+    check_float("linear", "input", input)
+    if weight.dim() != 2 or input.dim() < 1 or input.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"linear: input {tuple(input.shape)} does not fit weight {tuple(weight.shape)}; "
+            "expected [*, in] and [out, in]"
+        )
+    check_same("linear", input, weight=weight)
+    if bias is not None:
+        check_same("linear", input, bias=bias)
+        check_shape("linear", "bias", bias, weight.shape[:1])
+    check_out("linear", out, input, (*input.shape[:-1], weight.shape[0]))
+    return ops.linear(input, weight, bias, out=out)
+
+
+def random_sample(
+    logits: Tensor,
+    random_val: float,
+    topp: float,
+    topk: int,
+    temperature: float,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The token that random_val in [0, 1) draws from softmax(logits / temperature) cut to topk, then topp.
+
+    logits [V] -> [] int64. topk 0 keeps all; temperature 0 takes the largest logit, the first of equal ones.
+    """
+    check_float("random_sample", "logits", logits)
+    if logits.dim() != 1 or len(logits) == 0:
+        raise ValueError(f"random_sample: logits must be [vocabulary], but have shape {tuple(logits.shape)}")
+    check_sampling(float(random_val), float(topp), topk, float(temperature))
+    if out is not None and (
+        out.dim() != 0 or out.dtype not in (torch.int64, torch.int32) or out.device != logits.device
+    ):
+        raise ValueError(
+            f"random_sample: out must be one int64 or int32, but is {out.dtype} {tuple(out.shape)}"
+        )
+    if not logits.is_cpu or logits.dtype == torch.float64:
+        check_logits(logits)
+    return ops.random_sample(
+        logits.detach().contiguous(), float(random_val), float(topp), topk, float(temperature), out=out
+    )
+
+
+def rms_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor,
+    eps: float = 1e-5,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """input / sqrt(mean(input^2) + eps) * weight over the last dimensions, which normalized_shape names."""
+    check_float("rms_norm", "input", input)
+    check_normalized("rms_norm", input, normalized_shape, weight)
+    check_eps("rms_norm", eps)
+    check_out("rms_norm", out, input, input.shape)
+    if weight.dim() == 1:
+        return ops.rms_norm(input, weight, eps, out=out)
+    return unflattened(ops.rms_norm(flattened(input, weight.dim()), weight.reshape(-1), eps), input, out)
+
+
+def add_rms_norm(
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor,
+    eps: float = 1e-5,
+    *,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm(input + residual), input + residual), in one pass over the rows."""
+    check_float("add_rms_norm", "input", input)
+    check_same("add_rms_norm", input, residual=residual)
+    check_shape("add_rms_norm", "residual", residual, input.shape)
+    check_normalized("add_rms_norm", input, normalized_shape, weight)
+    check_eps("add_rms_norm", eps)
+    if weight.dim() != 1:
+        raise ValueError(
+            f"add_rms_norm: normalized_shape must name one dimension, but is {tuple(normalized_shape)}"
+        )
+    if out is not None:
+        y, total = out
+        check_out("add_rms_norm", y, input, input.shape)
+        check_out("add_rms_norm", total, input, input.shape)
+    return ops.add_rms_norm(input, residual, weight, eps, out=out)
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """(input - mean) / sqrt(var + eps) * weight + bias over the last dimensions, the sums in float64."""
+    check_float("layer_norm", "input", input)
+    check_normalized("layer_norm", input, normalized_shape, weight)
+    check_normalized("layer_norm", input, normalized_shape, bias, "bias")
+    check_eps("layer_norm", eps)
+    check_out("layer_norm", out, input, input.shape)
+    if len(normalized_shape) == 1:
+        return ops.layer_norm(input, weight, bias, eps, out=out)
+    w = None if weight is None else weight.reshape(-1)
+    b = None if bias is None else bias.reshape(-1)
+    return unflattened(ops.layer_norm(flattened(input, len(normalized_shape)), w, b, eps), input, out)
+
+
+def rope(
+    x: Tensor,
+    pos_ids: Tensor,
+    sin_table: Tensor,
+    cos_table: Tensor,
+    algo: RopeAlgo = RopeAlgo.GPT_NEOX,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Rotate the pairs of each head of x by the angle of its position.
+
+    x [(B,) S, H, D], pos_ids [S] or [B, S], tables [length, D/2] -> as x
+    """
+    info = RopeInfo.create(x if out is None else out, x, pos_ids, sin_table, cos_table, algo)
+    is_interleaved = algo is RopeAlgo.GPT_J
+    positions = pos_ids.contiguous()
+    if ops.rope.pick(x, positions, sin_table, cos_table, is_interleaved, out=out) is None:
+        check_range(pos_ids, info.table_len)
+    return ops.rope(x, positions, sin_table, cos_table, is_interleaved, out=out)
+
+
+def silu(input: Tensor, inplace: bool = False, *, out: Tensor | None = None) -> Tensor:
+    """input * sigmoid(input); inplace writes over the input."""
+    if inplace and out is not None:
+        raise ValueError("silu: inplace=True and out= exclude each other; pass one of them")
+    check_float("silu", "input", input)
+    check_out("silu", out, input, input.shape)
+    return ops.silu(input, out=input if inplace else out)
+
+
+def swiglu(input: Tensor, other: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """silu(input) * other"""
+    check_float("swiglu", "input", input)
+    check_same("swiglu", input, other=other)
+    check_shape("swiglu", "other", other, input.shape)
+    check_out("swiglu", out, input, input.shape)
+    return ops.swiglu(input, other, out=out)
+
+
+def gelu(input: Tensor, approximate: str = "none", *, out: Tensor | None = None) -> Tensor:
+    """input * Phi(input): exactly ("none"), in its tanh form, or as input * sigmoid(1.702 input) ("fast")"""
+    check_float("gelu", "input", input)
+    if approximate not in ("none", "tanh", "fast"):
+        raise ValueError(f"gelu: approximate must be 'none', 'tanh' or 'fast', but is {approximate!r}")
+    check_out("gelu", out, input, input.shape)
+    return ops.gelu(input, approximate, out=out)
+
+
+def softmax(input: Tensor, dim: int = -1, *, out: Tensor | None = None) -> Tensor:
+    """exp(input) / sum(exp(input)) over dim"""
+    check_float("softmax", "input", input)
+    if not -input.dim() <= dim < input.dim():
+        raise IndexError(f"softmax: dim {dim} is out of range for an input with {input.dim()} dimensions")
+    check_out("softmax", out, input, input.shape)
+    if dim % input.dim() == input.dim() - 1:
+        return ops.softmax(input, out=out)
+    result = ops.softmax(input.transpose(dim, -1).contiguous()).transpose(dim, -1)
+    return result.contiguous() if out is None else out.copy_(result)
+
+
+# ---- checks: each names the function, the argument, what was found and what was wanted ----
+
+
+class ShapeError(ValueError, AssertionError):
+    """A shape that does not fit; also an AssertionError, which callers of the seeds' interface catch."""
+
+
+def check_float(function: str, name: str, tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{function}: {name} must be a tensor, but is {type(tensor).__name__}")
+    if tensor.dtype not in FLOATS:
+        raise TypeError(
+            f"{function}: {name} must be float16, bfloat16, float32 or float64, but is {tensor.dtype}"
+        )
+
+
+def check_same(function: str, like: Tensor, **tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        check_float(function, name, tensor)
+        if tensor.dtype != like.dtype or tensor.device != like.device:
+            raise TypeError(
+                f"{function}: {name} is {tensor.dtype} on {tensor.device}, "
+                f"but the input is {like.dtype} on {like.device}"
+            )
+
+
+def check_shape(function: str, name: str, tensor: Tensor, wanted: Sequence[int]) -> None:
+    if tensor.shape != torch.Size(wanted):
+        raise ValueError(f"{function}: {name} has shape {tuple(tensor.shape)}, but {tuple(wanted)} is wanted")
+
+
+def check_out(function: str, out: Tensor | None, like: Tensor, shape: Sequence[int]) -> None:
+    if out is None:
+        return
+    check_same(function, like, out=out)
+    check_shape(function, "out", out, shape)
+
+
+def check_normalized(
+    function: str, input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, name: str = "weight"
+) -> None:
+    wanted = tuple(normalized_shape)
+    if (
+        len(wanted) == 0
+        or input.dim() < len(wanted)
+        or tuple(input.shape[input.dim() - len(wanted) :]) != wanted
+    ):
+        raise ShapeError(
+            f"{function}: input shape {tuple(input.shape)} does not end in normalized_shape {wanted}"
+        )
+    if weight is None:
+        return
+    check_same(function, input, **{name: weight})
+    if tuple(weight.shape) != wanted:
+        raise ShapeError(
+            f"{function}: {name} has shape {tuple(weight.shape)}, but normalized_shape is {wanted}"
+        )
+
+
+def check_eps(function: str, eps: float) -> None:
+    if not (math.isfinite(eps) and eps >= 0):
+        raise ValueError(f"{function}: eps must be finite and not negative, but is {eps!r}")
+
+
+def check_ids(function: str, ids: Tensor, weight: Tensor) -> None:
+    if (
+        not isinstance(ids, Tensor)
+        or ids.dtype.is_floating_point
+        or ids.dtype.is_complex
+        or ids.dtype == torch.bool
+    ):
+        found = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+        raise TypeError(f"{function}: input must be a tensor of integers, but is {found}")
+    check_float(function, "weight", weight)
+    if weight.dim() != 2:
+        raise ValueError(
+            f"{function}: weight must be [num_embeddings, embedding_dim], but has {tuple(weight.shape)}"
+        )
+    if ids.device != weight.device:
+        raise ValueError(f"{function}: input is on {ids.device}, but weight is on {weight.device}")
+
+
+def check_id_range(ids: Tensor, weight: Tensor) -> Tensor:
+    """For kernels that do not check ids themselves."""
+    signed = ids.long()
+    is_bad = (signed < 0) | (signed >= weight.shape[0])
+    if bool(is_bad.any()):
+        raise IndexError(f"embedding: id {int(signed[is_bad][0])} is outside [0, {weight.shape[0]})")
+    return ids
+
+
+def check_sampling(random_val: float, topp: float, topk: int, temperature: float) -> None:
+    if not 0 <= random_val < 1:
+        raise ValueError(f"random_sample: random_val must be in [0, 1), but is {random_val!r}")
+    if not 0 <= topp <= 1:
+        raise ValueError(f"random_sample: topp must be in [0, 1], but is {topp!r}")
+    if not isinstance(topk, int) or isinstance(topk, bool) or topk < 0:
+        raise ValueError(f"random_sample: topk must be 0 (off) or a positive count, but is {topk!r}")
+    if not (math.isfinite(temperature) and temperature >= 0):
+        raise ValueError(
+            f"random_sample: temperature must be finite and not negative, but is {temperature!r}"
+        )
+
+
+def check_logits(logits: Tensor) -> None:
+    """For kernels that do not check logits themselves."""
+    if bool((logits.isnan() | (logits == torch.inf)).any()):
+        raise ValueError("random_sample: logits hold NaN or +inf; expected finite values or -inf")
+    if bool((logits == -torch.inf).all()):
+        raise ValueError("random_sample: every logit is -inf, so there is no token to take")
+
+
+def flattened(x: Tensor, num_dims: int) -> Tensor:
+    return x.flatten(x.dim() - num_dims)
+
+
+def unflattened(result: Tensor, like: Tensor, out: Tensor | None) -> Tensor:
+    return result.reshape(like.shape) if out is None else out.copy_(result.reshape(like.shape))

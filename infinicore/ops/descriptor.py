@@ -1,0 +1,170 @@
+"""RopeDescriptor: rotary embedding validated once, run many times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from infinicore import _native
+from infinicore.ops import reference
+from infinicore.ops.native import INDEX_DTYPES, ROPE_DTYPES
+
+
+class RopeAlgo(Enum):
+    """How the elements of a head are paired: (2i, 2i + 1), or (i, i + d/2)."""
+
+    GPT_J = 0
+    GPT_NEOX = 1
+
+
+@dataclass(frozen=True)
+class RopeInfo:
+    """What a rotary embedding of these tensors needs to know; strides count elements."""
+
+    data_type: torch.dtype
+    pos_type: torch.dtype
+    batch: int
+    seqlen: int
+    nhead: int
+    dhead: int
+    table_len: int
+    table_dim: int
+    x_stride_batch: int
+    x_stride_seqlen: int
+    x_stride_nhead: int
+    y_stride_batch: int
+    y_stride_seqlen: int
+    y_stride_nhead: int
+    has_batch_dim: bool
+    pos_has_batch_dim: bool
+    algo: RopeAlgo
+
+    @classmethod
+    def create(cls, y: Tensor, x: Tensor, pos: Tensor, sin: Tensor, cos: Tensor, algo: RopeAlgo) -> RopeInfo:
+        """Check every rule; a tensor that breaks one is named in the error."""
+        check_tensors(y=y, x=x, pos=pos, sin=sin, cos=cos)
+        if not isinstance(algo, RopeAlgo):
+            raise TypeError(f"rope: algo must be a RopeAlgo, but is {algo!r}")
+        check_heads(y, x)
+        check_tables(x, sin, cos)
+        check_positions(x, pos)
+        x_stride, y_stride = batched_strides(x), batched_strides(y)
+        return cls(
+            data_type=x.dtype,
+            pos_type=pos.dtype,
+            batch=x.shape[0] if x.dim() == 4 else 1,
+            seqlen=x.shape[-3],
+            nhead=x.shape[-2],
+            dhead=x.shape[-1],
+            table_len=sin.shape[0],
+            table_dim=sin.shape[1],
+            x_stride_batch=x_stride[0],
+            x_stride_seqlen=x_stride[1],
+            x_stride_nhead=x_stride[2],
+            y_stride_batch=y_stride[0],
+            y_stride_seqlen=y_stride[1],
+            y_stride_nhead=y_stride[2],
+            has_batch_dim=x.dim() == 4,
+            pos_has_batch_dim=pos.dim() == 2,
+            algo=algo,
+        )
+
+
+class RopeDescriptor:
+    """A rotary embedding for tensors of one layout: `create` validates, `calculate` runs."""
+
+    workspace_size = 0
+
+    def __init__(self, info: RopeInfo, run: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]) -> None:
+        self.info = info
+        self._run = run
+
+    @classmethod
+    def create(
+        cls, y: Tensor, x: Tensor, pos: Tensor, sin: Tensor, cos: Tensor, algo: RopeAlgo = RopeAlgo.GPT_NEOX
+    ) -> RopeDescriptor:
+        info = RopeInfo.create(y, x, pos, sin, cos, algo)
+        is_interleaved = algo is RopeAlgo.GPT_J
+        if reference.rope.pick(x, pos, sin, cos, is_interleaved, out=y):
+            return cls(info, _native.bind_rope(y, x, pos, sin, cos, is_interleaved))
+        return cls(info, lambda *tensors: run_reference(info, *tensors))
+
+    def calculate(self, y: Tensor, x: Tensor, pos: Tensor, sin: Tensor, cos: Tensor) -> None:
+        """y = rope(x). The tensors must be laid out as those the descriptor was created for; y may be x."""
+        self._run(y, x, pos, sin, cos)
+
+
+def run_reference(info: RopeInfo, y: Tensor, x: Tensor, pos: Tensor, sin: Tensor, cos: Tensor) -> None:
+    if (found := RopeInfo.create(y, x, pos, sin, cos, info.algo)) != info:
+        wanted = {name: value for name, value in vars(info).items() if value != getattr(found, name)}
+        raise ValueError(f"rope: the tensors differ from those of the descriptor, which has {wanted}")
+    check_range(pos, info.table_len)
+    y.copy_(reference.rope.reference(x, pos, sin, cos, info.algo is RopeAlgo.GPT_J))
+
+
+def check_range(pos: Tensor, table_len: int) -> None:
+    """For kernels that do not check positions themselves."""
+    signed = pos.long()
+    is_bad = (signed < 0) | (signed >= table_len)
+    if bool(is_bad.any()):
+        raise IndexError(f"rope: position {int(signed[is_bad][0])} is outside [0, {table_len})")
+
+
+def check_tensors(**tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"rope: {name} must be a tensor, but is {type(tensor).__name__}")
+    for name, tensor in tensors.items():
+        if tensor.device != tensors["x"].device:
+            raise ValueError(f"rope: {name} is on {tensor.device}, but x is on {tensors['x'].device}")
+
+
+def check_heads(y: Tensor, x: Tensor) -> None:
+    if x.dtype not in ROPE_DTYPES:
+        raise TypeError(f"rope: x must be float16, bfloat16, float32 or float64, but is {x.dtype}")
+    if y.dtype != x.dtype:
+        raise TypeError(f"rope: y is {y.dtype}, but x is {x.dtype}")
+    if x.dim() not in (3, 4):
+        raise ValueError(
+            f"rope: x must be [seq, heads, dim] or [batch, seq, heads, dim], but has shape {tuple(x.shape)}"
+        )
+    if y.shape != x.shape:
+        raise ValueError(f"rope: y has shape {tuple(y.shape)}, but x has {tuple(x.shape)}")
+    for name, tensor in (("x", x), ("y", y)):
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(
+                f"rope: the last dimension of {name} must have stride 1, but has {tensor.stride(-1)}"
+            )
+
+
+def check_tables(x: Tensor, sin: Tensor, cos: Tensor) -> None:
+    for name, table in (("sin", sin), ("cos", cos)):
+        if table.dim() != 2:
+            raise ValueError(f"rope: {name} must be [length, dim / 2], but has shape {tuple(table.shape)}")
+        if table.dtype != x.dtype:
+            raise TypeError(f"rope: {name} is {table.dtype}, but x is {x.dtype}")
+        if not table.is_contiguous():
+            raise ValueError(f"rope: {name} must be contiguous, but has strides {table.stride()}")
+    if sin.shape != cos.shape:
+        raise ValueError(f"rope: sin has shape {tuple(sin.shape)}, but cos has {tuple(cos.shape)}")
+    if x.shape[-1] != 2 * sin.shape[1]:
+        raise ValueError(f"rope: x has head size {x.shape[-1]}, but sin and cos are for {2 * sin.shape[1]}")
+
+
+def check_positions(x: Tensor, pos: Tensor) -> None:
+    if pos.dtype not in INDEX_DTYPES:
+        raise TypeError(f"rope: pos must be integers, but is {pos.dtype}")
+    batch, seqlen = (x.shape[0] if x.dim() == 4 else 1), x.shape[-3]
+    if pos.dim() not in (1, 2) or tuple(pos.shape) != ((seqlen,) if pos.dim() == 1 else (batch, seqlen)):
+        raise ValueError(
+            f"rope: pos must be [{seqlen}] or [{batch}, {seqlen}], but has shape {tuple(pos.shape)}"
+        )
+
+
+def batched_strides(t: Tensor) -> tuple[int, int, int]:
+    strides = t.stride()
+    return (strides[0], strides[1], strides[2]) if t.dim() == 4 else (0, strides[0], strides[1])

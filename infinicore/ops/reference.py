@@ -1,0 +1,257 @@
+"""What every op means, in plain torch, with the inputs it is tested on.
+
+A reference is pure, runs on every device, and is differentiable where its kernel is not. Half types are
+computed in float32 and rounded once, except where a docstring says that the models round twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infinicore.ops.registry import Tolerance, op
+
+# R rows, E row length, S sequence, H heads, D head size, T keys, V vocabulary
+ODD_SIZES = (1, 7, 17, 31, 33, 127, 1023)
+Samples = Iterator[tuple[Any, ...]]
+
+
+def random(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    """Normal values that depend on the shape alone, so that a failing case can be run again."""
+    generator = torch.Generator().manual_seed(sum((i + 1) * size for i, size in enumerate(shape)))
+    return (torch.randn(*shape, generator=generator) * scale).to(dtype)
+
+
+def wide(x: Tensor) -> Tensor:
+    """x in the precision it is computed in: float32 for half types, its own otherwise."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def row_samples(dtype: torch.dtype) -> Samples:
+    for size in ODD_SIZES:
+        yield (random(3, size, dtype=dtype, scale=3.0),)
+    yield (random(2, 3, 5, 65, dtype=dtype),)
+    yield (random(40, 1025, dtype=dtype),)  # enough for two threads
+    yield (random(0, 8, dtype=dtype),)
+    yield (random(3, 0, dtype=dtype),)
+
+
+def pair_samples(dtype: torch.dtype) -> Samples:
+    for (x,) in row_samples(dtype):
+        yield x, random(*x.shape, dtype=dtype).flip(0)
+
+
+def rms_norm_samples(dtype: torch.dtype) -> Samples:
+    for (x,) in row_samples(dtype):
+        yield x, random(x.shape[-1], dtype=dtype), 1e-5
+
+
+@op(rms_norm_samples)
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension.
+
+    As in LLaMA, the normalised value is rounded to the dtype of x before it is multiplied by the weight.
+    """
+    v = wide(x)
+    normalized = (v * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    return (normalized * weight).to(x.dtype)
+
+
+def add_rms_norm_samples(dtype: torch.dtype) -> Samples:
+    for x, residual in pair_samples(dtype):
+        yield x, residual, random(x.shape[-1], dtype=dtype), 1e-6
+
+
+@op(add_rms_norm_samples)
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual), x + residual)"""
+    total = x + residual
+    return rms_norm.reference(total, weight, eps), total
+
+
+def layer_norm_samples(dtype: torch.dtype) -> Samples:
+    for (x,) in row_samples(dtype):
+        size = x.shape[-1]
+        yield x + 10, random(size, dtype=dtype), random(size, dtype=dtype).flip(0), 1e-5
+        yield x, None, None, 1e-5
+
+
+@op(layer_norm_samples)
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension, the moments in float64."""
+    v = x.double()
+    centered = v - v.mean(-1, keepdim=True)
+    normalized = centered / (centered.square().mean(-1, keepdim=True) + eps).sqrt()
+    if weight is not None:
+        normalized = normalized * weight.double()
+    return (normalized if bias is None else normalized + bias.double()).to(x.dtype)
+
+
+def rope_tables(half: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    angles = torch.arange(9.0)[:, None] * torch.logspace(0, -2, half)
+    return angles.sin().to(dtype), angles.cos().to(dtype)
+
+
+def rope_samples(dtype: torch.dtype) -> Samples:
+    positions = torch.tensor([8, 0, 3, 3, 1])
+    per_batch = torch.stack([positions, positions.flip(0)]).to(torch.uint8)
+    for half in (1, 3, 4, 16, 17, 64):
+        tables = rope_tables(half, dtype)
+        for is_interleaved in (False, True):
+            yield random(5, 3, 2 * half, dtype=dtype), positions, *tables, is_interleaved
+            yield random(2, 5, 4, 2 * half, dtype=dtype), positions.int(), *tables, is_interleaved
+            yield random(2, 5, 1, 2 * half, dtype=dtype), per_batch, *tables, is_interleaved
+    yield random(0, 3, 8, dtype=dtype), torch.empty(0, dtype=torch.int64), *rope_tables(4, dtype), False
+    yield random(2, 256, 8, 64, dtype=dtype), torch.arange(256) % 9, *rope_tables(32, dtype), True
+
+
+@op(rope_samples)
+def rope(x: Tensor, positions: Tensor, sin: Tensor, cos: Tensor, is_interleaved: bool) -> Tensor:
+    """Rotate the pairs of each head by the angle of its position.
+
+    x [(B,) S, H, D], positions [S] or [B, S], sin and cos [length, D/2] -> as x
+    """
+    index = positions.long()
+    s, c = wide(sin)[index].unsqueeze(-2), wide(cos)[index].unsqueeze(-2)  # [(B,) S, 1, D/2]
+    v = wide(x)
+    if is_interleaved:
+        x0, x1 = v[..., 0::2], v[..., 1::2]
+    else:
+        x0, x1 = v.chunk(2, dim=-1)
+    y0, y1 = x0 * c - x1 * s, x0 * s + x1 * c
+    y = torch.stack([y0, y1], dim=-1).flatten(-2) if is_interleaved else torch.cat([y0, y1], dim=-1)
+    return y.to(x.dtype)
+
+
+@op(row_samples)
+def silu(x: Tensor) -> Tensor:
+    """x * sigmoid(x)"""
+    v = wide(x)
+    return (v * torch.sigmoid(v)).to(x.dtype)
+
+
+def gelu_samples(dtype: torch.dtype) -> Samples:
+    for approximate in ("none", "tanh", "fast"):
+        for (x,) in row_samples(dtype):
+            yield x, approximate
+
+
+@op(gelu_samples)
+def gelu(x: Tensor, approximate: str) -> Tensor:
+    """x * Phi(x), exactly ("none"), with tanh, or as x * sigmoid(1.702 x) ("fast")"""
+    v = wide(x)
+    if approximate == "fast":
+        return (v * torch.sigmoid(1.702 * v)).to(x.dtype)
+    return torch.nn.functional.gelu(v, approximate=approximate).to(x.dtype)
+
+
+@op(pair_samples)
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up"""
+    g = wide(gate)
+    return (g * torch.sigmoid(g) * wide(up)).to(gate.dtype)
+
+
+@op(row_samples)
+def softmax(x: Tensor) -> Tensor:
+    """exp(x) / sum(exp(x)) over the last dimension"""
+    return torch.softmax(wide(x), dim=-1).to(x.dtype)
+
+
+def causal_softmax_samples(dtype: torch.dtype) -> Samples:
+    for shape in (
+        (1, 1),
+        (7, 7),
+        (3, 17),
+        (2, 33, 127),
+        (2, 3, 5, 31),
+        (1, 1023),
+        (4, 64, 200),
+        (0, 4),
+        (2, 0, 3),
+    ):
+        yield (random(*shape, dtype=dtype, scale=3.0),)
+
+
+@op(causal_softmax_samples)
+def causal_softmax(x: Tensor) -> Tensor:
+    """softmax over the columns a query may see: row i of [..., S, T] sees columns up to T - S + i."""
+    num_queries, num_keys = x.shape[-2:]
+    visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=x.device).tril(
+        num_keys - num_queries
+    )
+    return torch.softmax(wide(x).masked_fill(~visible, -torch.inf), dim=-1).to(x.dtype)
+
+
+def embedding_samples(dtype: torch.dtype) -> Samples:
+    for size in ODD_SIZES:
+        yield torch.tensor([[4, 0], [2, 4]]), random(5, size, dtype=dtype)
+    yield torch.tensor(3), random(5, 8, dtype=dtype)
+    yield torch.empty(0, 3, dtype=torch.int64), random(5, 8, dtype=dtype)
+    yield torch.arange(300, dtype=torch.int32) % 50, random(50, 512, dtype=dtype)
+
+
+@op(embedding_samples, {dtype: Tolerance(0, 0) for dtype in (torch.float32, torch.float16, torch.bfloat16)})
+def embedding(ids: Tensor, weight: Tensor) -> Tensor:
+    """The rows of weight that ids name: [*] -> [*, E]"""
+    return torch.nn.functional.embedding(ids.long(), weight)
+
+
+def linear_samples(dtype: torch.dtype) -> Samples:
+    for size in ODD_SIZES:
+        yield random(3, size, dtype=dtype), random(5, size, dtype=dtype), random(5, dtype=dtype)
+    yield random(2, 3, 8, dtype=dtype), random(4, 8, dtype=dtype), None
+
+
+@op(linear_samples)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x @ weight.T + bias"""
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def random_sample_samples(dtype: torch.dtype) -> Samples:
+    logits = random(1000, dtype=dtype, scale=2.0)
+    for random_val in (0.0, 0.3, 0.999):
+        for topp, topk, temperature in (
+            (1.0, 0, 1.0),
+            (0.9, 50, 0.8),
+            (0.3, 0, 2.0),
+            (1.0, 7, 0.5),
+            (1.0, 0, 0.0),
+        ):
+            yield logits, random_val, topp, topk, temperature
+    yield torch.zeros(8, dtype=dtype), 0.5, 0.5, 0, 1.0  # exact ties: four kept, the third taken
+    yield torch.zeros(1, dtype=dtype), 0.9, 0.1, 1, 1.0
+    yield torch.tensor([-torch.inf, 1.0, -torch.inf], dtype=dtype), 0.99, 1.0, 0, 1.0
+
+
+@op(
+    random_sample_samples,
+    {dtype: Tolerance(0, 0) for dtype in (torch.float32, torch.float16, torch.bfloat16)},
+)
+def random_sample(logits: Tensor, random_val: float, topp: float, topk: int, temperature: float) -> Tensor:
+    """The token drawn by random_val from softmax(logits / temperature) cut to topk, then to topp of the rest.
+
+    Tokens stand in falling order of weight, equal ones by id; the smallest set that reaches topp is kept.
+    """
+    weights, order = falling_weights(logits, temperature or 1.0)
+    if temperature == 0:
+        return order[0].clone()
+    num_kept = topk if 0 < topk < len(weights) else len(weights)
+    weights = weights[:num_kept]
+    if topp < 1:
+        is_short = weights.cumsum(0) < topp * weights.sum()
+        weights = weights[: int(is_short.sum()) + 1]
+    passed = weights.cumsum(0) > random_val * weights.sum()
+    last = int((weights > 0).sum()) - 1
+    rank = int(passed.int().argmax()) if passed.any() else last
+    return order[min(rank, last)].clone()
+
+
+def falling_weights(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Unnormalised probabilities in float64, largest first, and the token of each."""
+    scaled = logits.double() / temperature
+    return torch.sort((scaled - scaled.max()).exp(), descending=True, stable=True)

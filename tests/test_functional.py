@@ -1,0 +1,270 @@
+"""nn.functional against torch and Hugging Face, its edges, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from infinicore.nn import functional as F
+from infinicore.nn.functional import RopeAlgo
+
+TOLERANCE = {
+    torch.float64: {"rtol": 1e-9, "atol": 1e-9},
+    torch.float32: {"rtol": 2e-6, "atol": 2e-6},
+    torch.float16: {"rtol": 2e-3, "atol": 1e-4},
+    torch.bfloat16: {"rtol": 1.6e-2, "atol": 1e-3},
+}
+DTYPES = list(TOLERANCE)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_activations_and_softmax_match_torch(dtype: torch.dtype) -> None:
+    x, y = random(3, 50, dtype=dtype), random(3, 50, dtype=dtype, seed=1)
+    for found, wanted in (
+        (F.silu(x), torch.nn.functional.silu(x)),
+        (F.swiglu(x, y), torch.nn.functional.silu(x.double()).mul(y.double()).to(dtype)),
+        (F.gelu(x), torch.nn.functional.gelu(x)),
+        (F.gelu(x, "tanh"), torch.nn.functional.gelu(x, approximate="tanh")),
+        (F.gelu(x, "fast"), (x.double() * torch.sigmoid(1.702 * x.double())).to(dtype)),
+        (F.softmax(x), torch.softmax(x, -1)),
+        (F.softmax(x, 0), torch.softmax(x, 0)),
+        (F.layer_norm(x, [50]), torch.nn.functional.layer_norm(x, [50])),
+        (F.rms_norm(x, [50], y[0], eps=1e-5), torch.nn.functional.rms_norm(x, [50], y[0], eps=1e-5)),
+    ):
+        torch.testing.assert_close(found, wanted, **TOLERANCE[dtype])
+
+
+def test_norms_take_a_shape_of_several_dimensions() -> None:
+    x, weight, bias = random(2, 3, 4, 5), random(4, 5, seed=1), random(4, 5, seed=2)
+    wanted = torch.nn.functional.layer_norm(x, [4, 5], weight, bias)
+    torch.testing.assert_close(F.layer_norm(x, [4, 5], weight, bias), wanted)
+    torch.testing.assert_close(F.rms_norm(x, [4, 5], weight), torch.nn.functional.rms_norm(x, [4, 5], weight, 1e-5))
+    out = torch.empty_like(x)
+    assert F.layer_norm(x, [4, 5], weight, bias, out=out) is out
+    torch.testing.assert_close(out, wanted)
+
+
+def test_rms_norm_in_bfloat16_has_the_bits_of_transformers_llama() -> None:
+    x, weight = random(7, 576, dtype=torch.bfloat16), random(576, dtype=torch.bfloat16, seed=1)
+    v = x.float()
+    wanted = weight * (v * torch.rsqrt(v.pow(2).mean(-1, keepdim=True) + 1e-5)).to(torch.bfloat16)
+    differing = (F.rms_norm(x, [576], weight) != wanted).sum()
+    assert differing <= 2  # a sum in another order may move a value over a rounding edge
+
+
+def test_add_rms_norm_returns_the_norm_and_the_sum() -> None:
+    x, residual, weight = random(3, 40), random(3, 40, seed=1), random(40, seed=2)
+    y, total = F.add_rms_norm(x, residual, [40], weight)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(y, F.rms_norm(x + residual, [40], weight))
+    out = (torch.empty_like(x), residual)  # the residual stream updated where it lies
+    assert F.add_rms_norm(x, residual, [40], weight, out=out) == out
+    assert torch.equal(residual, total) and torch.equal(out[0], y)
+    both = (x, x)  # one tensor for two results cannot hold both; the second is what stays
+    F.add_rms_norm(x.clone(), residual, [40], weight, out=both)
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (2, 3, 5), (2, 3, 4, 9)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_causal_softmax_hides_later_columns_and_sums_to_one(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = random(*shape, dtype=dtype)
+    y = F.causal_softmax(x)
+    num_queries, num_keys = shape[-2:]
+    hidden = torch.ones(num_queries, num_keys).triu(num_keys - num_queries + 1).bool()
+    assert (y[..., hidden] == 0).all()
+    torch.testing.assert_close(y.double().sum(-1), torch.ones(shape[:-1], dtype=torch.float64), rtol=1e-2, atol=1e-2)
+
+
+def test_linear_matches_torch_and_fills_out() -> None:
+    x, weight, bias = random(2, 3, 8), random(5, 8, seed=1), random(5, seed=2)
+    out = torch.empty(2, 3, 5)
+    assert F.linear(x, weight, bias, out=out) is out
+    torch.testing.assert_close(out, torch.nn.functional.linear(x, weight, bias))
+
+
+def test_silu_in_place_writes_over_its_input_and_excludes_out() -> None:
+    x = random(3, 4)
+    wanted = F.silu(x)
+    assert F.silu(x, inplace=True) is x
+    assert torch.equal(x, wanted)
+    with pytest.raises(ValueError, match="exclude each other"):
+        F.silu(x, inplace=True, out=x)
+
+
+def test_swiglu_gates_with_its_first_argument() -> None:
+    a, b = random(3, 4), random(3, 4, seed=1)
+    torch.testing.assert_close(F.swiglu(a, b), a * torch.sigmoid(a) * b)
+    assert not torch.allclose(F.swiglu(a, b), a * b * torch.sigmoid(b))  # the order other kernels use
+
+
+def test_embedding_options_mean_what_they_mean_in_torch() -> None:
+    ids, weight = torch.tensor([[1, 2], [0, 1]]), random(4, 6)
+    for options in ({"padding_idx": 1}, {"max_norm": 0.5}, {"sparse": True}, {"scale_grad_by_freq": True}):
+        wanted = torch.nn.functional.embedding(ids, weight.clone(), **options)
+        assert torch.equal(F.embedding(ids, weight.clone(), **options), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16])
+def test_embedding_takes_ids_of_any_integer_type_and_layout(dtype: torch.dtype) -> None:
+    ids, weight = torch.tensor([[1, 2, 3], [0, 3, 1]]).to(dtype), random(4, 6)
+    assert torch.equal(F.embedding(ids, weight), weight[ids.long()])
+    assert torch.equal(F.embedding(ids.t(), weight), weight[ids.long().t()])
+
+
+def test_embedding_names_the_id_and_the_range() -> None:
+    for bad in (-1, 4, 2**40):
+        with pytest.raises(IndexError, match=rf"{bad}.*\[0, 4\)"):
+            F.embedding(torch.tensor([0, bad]), random(4, 6))
+        with pytest.raises(IndexError, match=rf"{bad}.*\[0, 4\)"):
+            F.embedding(torch.tensor([0, bad]), random(4, 6).requires_grad_())
+
+
+# ---- random_sample ----
+
+
+def draw(logits: Tensor, u: float = 0.5, topp: float = 1.0, topk: int = 0, temperature: float = 1.0) -> int:
+    return int(F.random_sample(logits, u, topp, topk, temperature))
+
+
+def test_zero_of_anything_or_topk_one_takes_the_first_largest_logit() -> None:
+    logits = torch.tensor([1.0, 5.0, 2.0, 5.0])
+    assert draw(logits, u=0.0) == draw(logits, topp=0.0) == draw(logits, topk=1) == draw(logits, temperature=0.0) == 1
+
+
+def test_sampling_follows_the_distribution() -> None:
+    probabilities = torch.tensor([0.1, 0.4, 0.2, 0.3])
+    counts = torch.zeros(4)
+    for i in range(1000):
+        counts[draw(probabilities.log(), u=(i + 0.5) / 1000)] += 1
+    torch.testing.assert_close(counts / 1000, probabilities, atol=2e-3, rtol=0)
+
+
+def test_topp_keeps_the_smallest_set_that_reaches_it() -> None:
+    logits = torch.zeros(10)  # ten equal weights: 0.3 is reached by exactly three
+    assert {draw(logits, u=i / 100, topp=0.3) for i in range(100)} == {0, 1, 2}
+    logits = torch.tensor([0.5, 0.3, 0.2]).log()
+    assert {draw(logits, u=i / 100, topp=0.6) for i in range(100)} == {0, 1}
+
+
+def test_topk_keeps_the_lowest_ids_among_equals_and_topp_counts_what_topk_left() -> None:
+    assert {draw(torch.zeros(10), u=i / 100, topk=4) for i in range(100)} == {0, 1, 2, 3}
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+    # of the two that topk leaves, the first holds 4/7: not 0.6, so both stay
+    assert {draw(logits, u=i / 100, topk=2, topp=0.6) for i in range(100)} == {0, 1}
+    assert {draw(logits, u=i / 100, topk=2, topp=0.55) for i in range(100)} == {0}
+
+
+def test_sampling_never_takes_a_masked_token() -> None:
+    logits = torch.full((500,), -math.inf)
+    logits[[3, 77, 401]] = torch.tensor([1.0, 0.0, 2.0])
+    largest = 1 - 2**-53
+    assert {draw(logits, u=u) for u in (0.0, 0.5, 0.7, 0.9, 0.99, largest)} == {3, 77, 401}
+
+
+def test_extreme_temperatures_stay_finite() -> None:
+    logits = random(1000) * 50
+    assert draw(logits, u=0.999, temperature=1e-30) == int(logits.argmax())
+    assert 0 <= draw(logits, u=0.999, temperature=1e30) < 1000
+
+
+@pytest.mark.parametrize("size", [1, 8193, 10000, 151936])
+def test_sampled_tokens_lie_inside_odd_vocabularies(size: int) -> None:
+    logits = random(size)
+    assert all(0 <= draw(logits, u=u, temperature=t) < size for u in (0, 0.5, 0.9999999) for t in (0.1, 1, 100))
+
+
+def test_sampling_refuses_what_has_no_meaning() -> None:
+    good = torch.zeros(4)
+    for bad in ({"u": 1.0}, {"u": -0.1}, {"u": math.nan}, {"topp": 1.5}, {"topp": math.nan}, {"topk": -1}, {"topk": 1.5},
+                {"temperature": -1.0}, {"temperature": math.inf}, {"temperature": math.nan}):  # fmt: skip
+        with pytest.raises(ValueError):
+            draw(good, **bad)
+    for logits in (torch.tensor([0.0, math.nan]), torch.tensor([0.0, math.inf]), torch.full((3,), -math.inf)):
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            with pytest.raises(ValueError):
+                draw(logits.to(dtype))
+    for shape in ((0,), (), (2, 3)):
+        with pytest.raises(ValueError):
+            draw(torch.zeros(shape))
+
+
+def test_sample_fills_out() -> None:
+    for dtype in (torch.int64, torch.int32):
+        out = torch.empty((), dtype=dtype)
+        assert F.random_sample(torch.tensor([0.0, 9.0]), 0.2, 1.0, 0, 1.0, out=out) is out
+        assert out.item() == 1
+    with pytest.raises(ValueError):
+        F.random_sample(torch.zeros(3), 0.2, 1.0, 0, 1.0, out=torch.empty(1, dtype=torch.int64))
+
+
+# ---- what every function refuses ----
+
+X = torch.randn(3, 4)
+
+
+@pytest.mark.parametrize(
+    "call, error",
+    [
+        (lambda: F.silu([1.0]), TypeError),
+        (lambda: F.silu(torch.tensor([1])), TypeError),
+        (lambda: F.silu(X, out=torch.empty(3, 5)), ValueError),
+        (lambda: F.silu(X, out=torch.empty(3, 4, dtype=torch.float16)), TypeError),
+        (lambda: F.silu(X, out=torch.empty(3, 4, device="meta")), TypeError),
+        (lambda: F.gelu(X, "quick"), ValueError),
+        (lambda: F.softmax(X, 2), IndexError),
+        (lambda: F.softmax(X, -3), IndexError),
+        (lambda: F.swiglu(X, torch.randn(4)), ValueError),
+        (lambda: F.swiglu(X, X.double()), TypeError),
+        (lambda: F.causal_softmax(torch.randn(4)), ValueError),
+        (lambda: F.causal_softmax(torch.randn(4, 3)), ValueError),
+        (lambda: F.linear(X, torch.randn(5, 3)), ValueError),
+        (lambda: F.linear(X, torch.randn(5, 4), torch.randn(4)), ValueError),
+        (lambda: F.linear(X, torch.randn(5, 4).half()), TypeError),
+        (lambda: F.rms_norm(X, [3], torch.ones(3)), AssertionError),
+        (lambda: F.rms_norm(X, [4], torch.ones(3)), AssertionError),
+        (lambda: F.rms_norm(X, [4], torch.ones(3)), ValueError),
+        (lambda: F.rms_norm(X, [4], torch.ones(4), eps=-1.0), ValueError),
+        (lambda: F.layer_norm(X, [2, 3, 4], torch.ones(2, 3, 4)), ValueError),
+        (lambda: F.embedding(torch.tensor([1.0]), X), TypeError),
+        (lambda: F.embedding(torch.tensor([1]), torch.ones(4)), ValueError),
+        (lambda: F.add_rms_norm(X, torch.randn(3, 5), [4], torch.ones(4)), ValueError),
+    ],
+)  # fmt: skip
+def test_bad_arguments_are_refused(call: object, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        call()  # type: ignore[operator]
+
+
+def test_messages_name_function_argument_found_and_wanted() -> None:
+    with pytest.raises(ValueError, match=r"silu: out has shape \(3, 5\), but \(3, 4\) is wanted"):
+        F.silu(X, out=torch.empty(3, 5))
+    with pytest.raises(ValueError, match=r"rms_norm: weight has shape \(3,\), but normalized_shape is \(4,\)"):
+        F.rms_norm(X, [4], torch.ones(3))
+
+
+def test_functions_run_on_tensors_without_memory() -> None:
+    """Meta tensors go to the reference, so shapes can be worked out without data."""
+    assert F.silu(torch.empty(2, 3, device="meta")).shape == (2, 3)
+
+
+def test_gradients_flow_through_every_function_that_has_one() -> None:
+    x, weight = random(3, 8).double().requires_grad_(), random(8, seed=1).double().requires_grad_()
+    sin, cos = torch.rand(5, 4).double(), torch.rand(5, 4).double()
+    for function in (
+        F.silu,
+        F.gelu,
+        F.softmax,
+        lambda x: F.rms_norm(x, [8], weight),
+        lambda x: F.layer_norm(x, [8], weight, weight),
+        lambda x: F.swiglu(x, x.flip(0)),
+        lambda x: F.causal_softmax(x),
+        lambda x: F.rope(x.view(3, 1, 8), torch.arange(3), sin, cos, RopeAlgo.GPT_J),
+    ):
+        assert torch.autograd.gradcheck(function, (x,))

@@ -1,0 +1,228 @@
+"""Every kernel equals its reference: on the op's own samples, at every level, however the inputs lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import infinicore
+from infinicore import _native, ops
+from infinicore.ops.registry import OPS, Op
+
+HALF_AND_SINGLE = (torch.float32, torch.float16, torch.bfloat16)
+DTYPES = {"rope": (*HALF_AND_SINGLE, torch.float64)}
+NATIVE_OPS = [op for op in OPS.values() if "native" in op.kernels]
+# The outputs of these have the layout of an input, so they may be written over it.
+ELEMENTWISE = ("rms_norm", "layer_norm", "rope", "silu", "gelu", "swiglu", "softmax", "causal_softmax")
+
+
+@pytest.fixture(params=_native.isa_levels())
+def level(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = _native.isa()
+    _native.set_isa(request.param)
+    yield request.param
+    _native.set_isa(before)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = infinicore.get_num_threads()
+    infinicore.set_num_threads(2)
+    yield
+    infinicore.set_num_threads(before)
+
+
+def cases() -> list[tuple[Op, torch.dtype]]:
+    return [(op, dtype) for op in NATIVE_OPS for dtype in DTYPES.get(op.name, HALF_AND_SINGLE)]
+
+
+def case_id(value: object) -> str:
+    return value.name if isinstance(value, Op) else str(value).removeprefix("torch.")
+
+
+def padded(t: object) -> object:
+    """The same values as a window of something wider, so that no leading dimension is contiguous."""
+    if not isinstance(t, Tensor) or t.dim() < 2 or not t.is_floating_point():
+        return t
+    wide = t.new_full((*t.shape[:-2], t.shape[-2] + 1, t.shape[-1] + 5), float("nan"))
+    window = wide[..., :-1, :-5]
+    return window.copy_(t)
+
+
+def as_tuple(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def assert_close(op: Op, found: Tensor | tuple[Tensor, ...], wanted: Tensor | tuple[Tensor, ...]) -> None:
+    for f, w in zip(as_tuple(found), as_tuple(wanted), strict=True):
+        tolerance = op.tolerances.get(f.dtype)
+        bars = {"rtol": tolerance.rtol, "atol": tolerance.atol} if tolerance else {"rtol": 0, "atol": 0}
+        torch.testing.assert_close(f, w, equal_nan=True, **bars)
+
+
+def assert_same_bits(found: Tensor | tuple[Tensor, ...], wanted: Tensor | tuple[Tensor, ...]) -> None:
+    for f, w in zip(as_tuple(found), as_tuple(wanted), strict=True):
+        assert torch.equal(f, w)
+
+
+@pytest.mark.parametrize("op, dtype", cases(), ids=case_id)
+def test_native_kernel_matches_the_reference(op: Op, dtype: torch.dtype, level: str) -> None:
+    for args in op.samples(dtype):
+        assert op.pick(*args) is op.kernels["native"], f"the kernel refuses {args}"
+        assert_close(op, op(*args), op.reference(*args))
+
+
+@pytest.mark.parametrize("op, dtype", cases(), ids=case_id)
+def test_strided_inputs_give_the_bits_of_contiguous_ones(op: Op, dtype: torch.dtype, level: str) -> None:
+    for args in op.samples(dtype):
+        num_strided = 1 if op.name == "rope" else len(args)  # the tables of rope must be contiguous
+        strided = (*map(padded, args[:num_strided]), *args[num_strided:])
+        assert op.pick(*strided) is op.kernels["native"]
+        assert_same_bits(op(*strided), op(*args))
+
+
+@pytest.mark.parametrize("op, dtype", cases(), ids=case_id)
+def test_one_and_two_threads_give_the_same_bits(op: Op, dtype: torch.dtype, two_threads: None) -> None:
+    for args in op.samples(dtype):
+        on_two = op(*args)
+        infinicore.set_num_threads(1)
+        on_one = op(*args)
+        infinicore.set_num_threads(2)
+        assert_same_bits(on_two, on_one)
+
+
+@pytest.mark.parametrize("op, dtype", [c for c in cases() if c[0].name in ELEMENTWISE], ids=case_id)
+def test_output_may_be_the_input(op: Op, dtype: torch.dtype, level: str) -> None:
+    for args in op.samples(dtype):
+        x = args[0].clone()
+        result = op(x, *args[1:], out=x)
+        assert result is x
+        assert_same_bits(x, op(*args))
+
+
+@pytest.mark.parametrize("op, dtype", [c for c in cases() if c[0].name in ELEMENTWISE], ids=case_id)
+def test_output_may_overlap_the_input_in_part(op: Op, dtype: torch.dtype) -> None:
+    for args in op.samples(dtype):
+        if args[0].numel() == 0 or args[0].dim() > 3:
+            continue
+        shape = args[0].shape
+        memory = torch.zeros(args[0].numel() + shape[-1], dtype=dtype)
+        x, out = memory[: -shape[-1]].view(shape), memory[shape[-1] :].view(shape)
+        x.copy_(args[0])
+        assert_close(op, op(x, *args[1:], out=out), op.reference(*args))
+
+
+@pytest.mark.parametrize("op, dtype", cases(), ids=case_id)
+def test_a_resolved_call_gives_the_bits_of_a_plain_one(op: Op, dtype: torch.dtype) -> None:
+    for args in op.samples(dtype):
+        wanted = op(*args)
+        out = tuple(torch.full_like(w, 3) for w in as_tuple(wanted))
+        call = op.resolve(*args, out=out if isinstance(wanted, tuple) else out[0])
+        for _ in range(2):
+            call()
+            assert_same_bits(out, wanted)
+
+
+@pytest.mark.parametrize("op", NATIVE_OPS, ids=case_id)
+def test_inputs_that_need_a_gradient_take_the_differentiable_reference(op: Op) -> None:
+    args = [
+        a.requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() else a
+        for a in next(iter(op.samples(torch.float32)))
+    ]
+    if op.name == "random_sample":
+        return
+    result = as_tuple(op(*args))[0]
+    assert result.requires_grad
+    with torch.no_grad():
+        assert not as_tuple(op(*args))[0].requires_grad
+
+
+def test_every_op_has_samples_and_tolerances_and_every_sample_runs() -> None:
+    for op in OPS.values():
+        dtypes = DTYPES.get(op.name, HALF_AND_SINGLE)
+        assert all(dtype in op.tolerances for dtype in dtypes), op.name
+        assert all(list(op.samples(dtype)) for dtype in dtypes), op.name
+
+
+def test_every_native_function_belongs_to_an_op() -> None:
+    bound = {name.removeprefix("bind_") for name in dir(_native) if name.startswith("bind_")}
+    assert bound == {op.name for op in NATIVE_OPS} | {"gelu_tanh", "gelu_fast"}
+
+
+def test_kernels_without_a_fast_tensor_exchange_read_attributes_instead() -> None:
+    x = torch.randn(3, 4, 5)[:, 1:]
+    wanted = ops.silu(x)
+    _native.use_torch(torch.Tensor, torch.nn.Parameter, False)
+    try:
+        assert_same_bits(ops.silu(x), wanted)
+    finally:
+        _native.use_torch(torch.Tensor, torch.nn.Parameter, True)
+
+
+def test_native_functions_refuse_what_would_leave_a_buffer() -> None:
+    x, ids = torch.randn(3, 4), torch.tensor([1])
+    for call in (
+        lambda: _native.silu(torch.empty(2, 4), x),
+        lambda: _native.silu(torch.empty(3, 4, dtype=torch.float16), x),
+        lambda: _native.silu(torch.empty(4, 3).t(), x),
+        lambda: _native.rms_norm(torch.empty_like(x), x, torch.ones(3), 1e-5),
+        lambda: _native.swiglu(torch.empty_like(x), x, torch.randn(3, 5)),
+        lambda: _native.embedding(torch.empty(1, 4), torch.tensor([[1, 2]]), x),
+        lambda: _native.causal_softmax(torch.empty(4, 3), torch.randn(4, 3)),
+        lambda: _native.random_sample(ids[0], x[0], torch.empty(7, dtype=torch.int32), 0.5, 1.0, 0, 1.0),
+        lambda: _native.rope(
+            torch.empty(2, 1, 4),
+            torch.randn(2, 1, 4),
+            torch.tensor([0]),
+            x[:, :2].contiguous(),
+            x[:, 2:].contiguous(),
+            True,
+        ),
+    ):
+        with pytest.raises(ValueError):
+            call()
+    for bad in (None, 3, "x", [1.0], torch.empty(2, 2, device="meta"), torch.zeros(1, dtype=torch.complex64)):
+        with pytest.raises(TypeError):
+            _native.silu(bad, x)
+
+
+def test_a_resolved_call_refuses_tensors_of_another_layout() -> None:
+    x = torch.randn(3, 4)
+    call = ops.silu.resolve(x, out=torch.empty_like(x))
+    call(torch.empty(3, 4), torch.randn(3, 4))
+    for wrong in (torch.randn(3, 5), torch.randn(4, 3).t(), torch.randn(3, 4).double(), None):
+        with pytest.raises((ValueError, TypeError)):
+            call(torch.empty(3, 4), wrong)
+    x.resize_(5, 5)
+    with pytest.raises(ValueError):
+        call()
+
+
+@pytest.mark.parametrize("bits", range(0, 65536, 4096))
+def test_half_precision_conversions_are_exact_for_every_bit_pattern(bits: int, level: str) -> None:
+    """Through an op that adds zero: x * 1 rounded back must be x, NaN for NaN."""
+    for dtype in (torch.float16, torch.bfloat16):
+        x = torch.arange(bits, bits + 4096, dtype=torch.int32).to(torch.int16).view(dtype).view(4, 1024)
+        zero, total, y = torch.zeros_like(x), torch.empty_like(x), torch.empty_like(x)
+        _native.add_rms_norm(y, total, x, zero, torch.ones(1024, dtype=dtype), 1e-6)
+        torch.testing.assert_close(total, x + zero, rtol=0, atol=0, equal_nan=True)
+
+
+def test_rounding_to_half_precision_is_to_nearest_even(level: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.float16, torch.bfloat16):
+        a = (torch.randn(64, 1024, generator=generator) * 10 ** torch.linspace(-8, 5, 1024)).to(dtype)
+        b = (torch.randn(64, 1024, generator=generator) * 10 ** torch.linspace(-8, 5, 1024)).to(dtype)
+        total, y = torch.empty_like(a), torch.empty_like(a)
+        _native.add_rms_norm(y, total, a, b, torch.ones(1024, dtype=dtype), 1e-6)
+        wanted = (a.float() + b.float()).to(dtype)
+        torch.testing.assert_close(total, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+def test_layer_norm_keeps_a_small_variance_under_a_large_mean() -> None:
+    x = 1e4 + torch.randn(4, 4096, generator=torch.Generator().manual_seed(0)) * 1e-2
+    wanted = torch.nn.functional.layer_norm(x.double(), (4096,), eps=1e-12).float()
+    torch.testing.assert_close(ops.layer_norm(x, None, None, 1e-12), wanted, rtol=1e-5, atol=1e-5)
