@@ -1,0 +1,292 @@
+"""Module, ModuleList and Parameter: torch's, with what the seeds add (children built by name, tensor-parallel
+slices, loading that is checked before it writes).
+
+The seeds' `INFINICORE_NN_MODULE`, `_PARAMETER` and `_BUFFER` macros are, in Python, an assignment in
+`__init__` (`self.fc1 = Linear(8, 8)`) or a call of the `register_*` method of the same name.
+A module belongs to one thread at a time: nothing here takes a lock.
+"""
+
+import difflib
+from collections.abc import Callable, Mapping
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+Split = tuple[int, int, int]  # tp_dim, tp_rank, tp_size
+
+
+class LoadError(ValueError, RuntimeError):
+    """A tensor or state dict does not fit. Also a RuntimeError, which callers of torch's modules catch."""
+
+
+class LoadResult(NamedTuple):
+    """Which names of the module were not given, and which given names the module does not have."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+class Parameter(torch.nn.Parameter):
+    """This rank's slice of a weight: `data` is the whole tensor, of which dimension `tp_dim` is split over
+    `tp_size` ranks. Inference comes first: `requires_grad` is off until asked for.
+
+    With `tp_size` 1 the parameter shares the memory of `data`, as torch's does.
+    """
+
+    tp_dim: int
+    tp_rank: int
+    tp_size: int
+
+    def __new__(
+        cls, data: Tensor, tp_dim: int = 0, tp_rank: int = 0, tp_size: int = 1, *, requires_grad: bool = False
+    ) -> Self:
+        check_split(data, tp_dim, tp_rank, tp_size)
+        split = tp_dim, tp_rank, tp_size
+        shard = data if tp_size == 1 else owned(slice_of(data, split))
+        return cls._hold(shard, split, requires_grad)
+
+    @classmethod
+    def _hold(cls, shard: Tensor, split: Split, requires_grad: bool) -> Self:
+        """A parameter of a tensor that is a slice already."""
+        parameter: Self = torch.Tensor._make_subclass(cls, shard.detach(), requires_grad)
+        parameter.tp_dim, parameter.tp_rank, parameter.tp_size = split
+        return parameter
+
+    @property
+    def _split(self) -> Split:
+        return self.tp_dim, self.tp_rank, self.tp_size
+
+    @property
+    def whole_shape(self) -> torch.Size:
+        """The shape of the tensor this parameter is a slice of."""
+        if self.tp_size == 1:
+            return self.shape
+        sizes = list(self.shape)
+        sizes[self.tp_dim] *= self.tp_size
+        return torch.Size(sizes)
+
+    def shard_of(self, whole: Tensor, name: str = "tensor") -> Tensor:
+        """This rank's slice of `whole`, a view; refuses what cannot be loaded, calling it `name`."""
+        check_loadable(self, whole, name)
+        if whole.shape != self.whole_shape:
+            raise LoadError(
+                f"{name} has shape {tuple(whole.shape)}, but the parameter needs {tuple(self.whole_shape)}"
+            )
+        return whole if self.tp_size == 1 else slice_of(whole, self._split)
+
+    def load(self, full_tensor: Tensor) -> None:
+        """Copy this rank's slice of the whole tensor in, from any device and between floating dtypes."""
+        shard = self.shard_of(full_tensor)
+        if self.is_meta:
+            raise ValueError("a parameter on the meta device has no memory to load into; call to_empty first")
+        with torch.no_grad():
+            self.copy_(shard)
+
+    def load_blob(self, data: "Buffer") -> None:
+        """Load the whole tensor from its bytes (this parameter's dtype, row-major, native byte order)."""
+        self.load(tensor_from_bytes(data, self.whole_shape, self.dtype))
+
+    # torch's own versions rebuild with (data, requires_grad), which would lose the split.
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        if id(self) not in memo:
+            memo[id(self)] = self._hold(self.detach().clone(), self._split, self.requires_grad)
+        copied: Self = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., "Parameter"], tuple[Any, ...]]:
+        return type(self)._hold, (self.data, self._split, self.requires_grad)
+
+
+def slice_of(whole: Tensor, split: Split) -> Tensor:
+    dim, rank, size = split
+    length = whole.shape[dim] // size
+    return whole.narrow(dim, rank * length, length)
+
+
+def owned(shard: Tensor) -> Tensor:
+    """A dense copy: a view would keep the whole tensor in memory."""
+    return shard.detach().clone(memory_format=torch.contiguous_format)
+
+
+def check_split(data: Tensor, tp_dim: int, tp_rank: int, tp_size: int) -> None:
+    if not isinstance(data, Tensor):
+        raise TypeError(f"Parameter data must be a tensor, found {type(data).__name__}")
+    if tp_size < 1 or not 0 <= tp_rank < tp_size:
+        raise ValueError(f"tp_rank must be in [0, tp_size), found tp_rank={tp_rank!r}, tp_size={tp_size!r}")
+    if not 0 <= tp_dim < max(data.ndim, 1):
+        raise ValueError(f"tp_dim={tp_dim!r} is not a dimension of shape {tuple(data.shape)}")
+    if tp_size > 1 and (data.ndim == 0 or data.shape[tp_dim] % tp_size):
+        raise ValueError(f"dimension {tp_dim} of shape {tuple(data.shape)} does not split in {tp_size}")
+
+
+def check_loadable(target: Tensor, source: Tensor, name: str) -> None:
+    """Floating dtypes convert into each other; any other difference would change the values' meaning."""
+    if not isinstance(source, Tensor):
+        raise TypeError(f"{name} must be a tensor, found {type(source).__name__}")
+    if source.dtype != target.dtype and not (source.is_floating_point() and target.is_floating_point()):
+        raise TypeError(f"{name} has dtype {source.dtype}, but the parameter needs {target.dtype}")
+    if source.is_meta and not target.is_meta:
+        raise ValueError(f"{name} is on the meta device and holds no values to load")
+
+
+def tensor_from_bytes(data: "Buffer", shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """A tensor with a copy of the bytes of any buffer object, strided ones read in row-major order."""
+    try:
+        view = memoryview(data)
+    except TypeError as error:
+        raise TypeError(f"load_blob takes a bytes-like object, found {type(data).__name__}") from error
+    wanted = shape.numel() * dtype.itemsize
+    if view.nbytes != wanted:
+        raise ValueError(
+            f"load_blob found {view.nbytes} bytes, but shape {tuple(shape)} of {dtype} takes {wanted} bytes"
+        )
+    if not wanted:
+        return torch.empty(shape, dtype=dtype)  # torch.frombuffer refuses an empty buffer
+    return torch.frombuffer(bytearray(view), dtype=dtype).view(shape)
+
+
+class Module(torch.nn.Module):
+    """torch's Module with the seeds' additions; the tree, hooks, `to`, `state_dict` are torch's own."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the first parameter or buffer lives; the CPU for a module that holds none."""
+        tensor = next(chain(self.parameters(), self.buffers()), None)
+        return torch.device("cpu") if tensor is None else tensor.device
+
+    def register_module(  # type: ignore[override]  # torch's takes an instance only and returns nothing
+        self, name: str, module: torch.nn.Module | type[torch.nn.Module], *args: Any, **kwargs: Any
+    ) -> torch.nn.Module:
+        """Build `module(*args, **kwargs)`, or take an instance, as the child `name`; returns the child."""
+        if isinstance(module, type) and issubclass(module, torch.nn.Module):
+            module = module(*args, **kwargs)
+        elif args or kwargs:
+            raise TypeError(f"register_module({name!r}): arguments need a Module class, found {module!r}")
+        self.add_module(name, module)
+        return module
+
+    def register_modules(
+        self, count: int, name: str, module_class: type[torch.nn.Module], *args: Any, **kwargs: Any
+    ) -> "ModuleList":
+        """Build `count` modules of one class as the children `name.0`, `name.1`, … and return their list."""
+        if count < 0:
+            raise ValueError(f"register_modules({name!r}): count must not be negative, found {count!r}")
+        modules = ModuleList(module_class(*args, **kwargs) for _ in range(count))
+        self.add_module(name, modules)
+        return modules
+
+    def register_parameter(  # type: ignore[override]  # torch's returns nothing
+        self, name: str, param: Tensor | None
+    ) -> Tensor | None:
+        """Keep a parameter, or a plain tensor made into one, under `name`; returns the parameter."""
+        if isinstance(param, Tensor) and not isinstance(param, torch.nn.Parameter):
+            param = Parameter(param)
+        super().register_parameter(name, param)
+        return param
+
+    def register_buffer(  # type: ignore[override]  # torch's returns nothing
+        self, name: str, tensor: Tensor | None, persistent: bool = True
+    ) -> Tensor | None:
+        """Keep a tensor that is not learned under `name`, saved if persistent; returns the tensor."""
+        super().register_buffer(name, tensor, persistent)
+        return tensor
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = False, assign: bool = False
+    ) -> LoadResult:
+        """Load what the mapping has of this module's tensors; nothing is written unless everything fits.
+
+        A tensor-parallel parameter takes the whole tensor or its own slice. Names that only one side has are
+        reported, and refused when `strict`; a wrong shape (ValueError) or dtype (TypeError) always is.
+        """
+        check_state(state_dict)
+        own = self.state_dict(keep_vars=True)
+        tensors = {key: fit(own[key], value, key) for key, value in state_dict.items() if key in own}
+        if assign:
+            tensors = {key: adopt(own[key], tensor) for key, tensor in tensors.items()}
+        else:
+            check_has_memory(own, tensors)
+        share_between_tied(own, tensors)
+        result = LoadResult([k for k in own if k not in tensors], [k for k in state_dict if k not in own])
+        if strict and any(result):
+            raise LoadError(f"{type(self).__name__}: {describe(result)}; strict=False skips them")
+        super().load_state_dict(tensors, strict=False, assign=assign)
+        return result
+
+    def load_parameter_from_blob(self, name: str, data: "Buffer") -> None:
+        """Load the parameter of that dotted name from the whole tensor's bytes (Parameter.load_blob)."""
+        parameters = dict(self.named_parameters(remove_duplicate=False))
+        if name not in parameters:
+            close = difflib.get_close_matches(name, parameters)
+            raise KeyError(f"no parameter {name!r} in {type(self).__name__}; the closest names are {close}")
+        as_ours(parameters[name]).load_blob(data)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """torch makes new, plain parameters where it cannot convert in place (`to("meta")`): keep ours."""
+        splits = {name: p._split for name, p in self._parameters.items() if isinstance(p, Parameter)}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, split in splits.items():
+            new = self._parameters[name]
+            if new is not None and not isinstance(new, Parameter):
+                self._parameters[name] = Parameter._hold(new, split, new.requires_grad)
+        return self
+
+
+class ModuleList(Module, torch.nn.ModuleList):
+    """torch's list of children, as a Module of ours."""
+
+
+def as_ours(tensor: Tensor) -> Parameter:
+    """The parameter itself, or one over the memory of a plain tensor (torch's own layers, buffers)."""
+    return tensor if isinstance(tensor, Parameter) else Parameter(tensor)
+
+
+def check_state(state: Mapping[str, Any]) -> None:
+    if not isinstance(state, Mapping):
+        raise TypeError(f"load_state_dict takes a mapping of names to tensors, found {type(state).__name__}")
+    for key, value in state.items():
+        if not isinstance(key, str):
+            raise TypeError(f"load_state_dict: the key {key!r} must be a string, found {type(key).__name__}")
+        if not isinstance(value, Tensor):
+            raise TypeError(f"load_state_dict: {key!r} must be a tensor, found {type(value).__name__}")
+
+
+def fit(own: Tensor, value: Tensor, key: str) -> Tensor:
+    """What of `value` belongs in `own`: its slice of the whole tensor, or all of it if it is that slice."""
+    if value.shape != own.shape:
+        return as_ours(own).shard_of(value, repr(key))
+    check_loadable(own, value, repr(key))
+    return value
+
+
+def adopt(own: Tensor, tensor: Tensor) -> Tensor:
+    """The tensor as what takes the place of `own` in its module."""
+    if not isinstance(own, Parameter):
+        return tensor
+    shard = tensor if own.tp_size == 1 else owned(tensor)
+    return Parameter._hold(shard, own._split, own.requires_grad)
+
+
+def share_between_tied(own: Mapping[str, Tensor], tensors: dict[str, Tensor]) -> None:
+    """A tensor with two names, given under one of them, is given under both."""
+    given = {id(own[key]): tensor for key, tensor in tensors.items()}
+    for key, tensor in own.items():
+        if key not in tensors and id(tensor) in given:
+            tensors[key] = given[id(tensor)]
+
+
+def check_has_memory(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    on_meta = [key for key in tensors if own[key].is_meta and not tensors[key].is_meta]
+    if on_meta:
+        raise ValueError(f"{on_meta[0]!r} is on the meta device; use assign=True, or call to_empty first")
+
+
+def describe(result: LoadResult) -> str:
+    parts = [("missing", result.missing_keys), ("unexpected", result.unexpected_keys)]
+    return ", ".join(f"{word} {keys}" for word, keys in parts if keys)
