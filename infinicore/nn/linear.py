@@ -1,0 +1,139 @@
+"""Linear layers: whole, split by output features (column parallel), split by input features (row parallel).
+
+One seed gives one model at any tp_size: initial values are drawn for the whole matrix, then sliced.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from infinicore.distributed import Communicator
+from infinicore.nn import functional as F
+from infinicore.nn.module import Module, Parameter
+
+Device = torch.device | str | None
+
+
+class BaseLinear(Module):
+    """y = x Wᵀ + b, with weight [out_features, in_features] and bias [out_features]."""
+
+    weight: Parameter
+    bias: Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+        device: Device = None,
+    ) -> None:
+        super().__init__()
+        check_sizes(in_features, out_features)
+        self.in_features = in_features
+        self.out_features = out_features
+        # torch.nn.Linear's distribution, and its order of drawing.
+        bound = 1 / math.sqrt(in_features)
+        self.weight = Parameter(uniform((out_features, in_features), bound, dtype, device))
+        self.bias = Parameter(uniform((out_features,), bound, dtype, device)) if bias else None
+
+    def compute_linear(self, x: Tensor) -> Tensor:
+        """x Wᵀ + b, which is what the parallel layers do in their own way."""
+        return F.linear(x, self.weight, self.bias)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x Wᵀ + b, + residual if given: [*, in] -> [*, out]"""
+        y = self.compute_linear(x)
+        if residual is None:
+            return y
+        if residual.shape != y.shape:
+            raise ValueError(f"residual has shape {tuple(residual.shape)}, but the output {tuple(y.shape)}")
+        return y + residual
+
+    def extra_repr(self) -> str:
+        has_bias = self.bias is not None
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={has_bias}"
+
+
+class Linear(BaseLinear):
+    """The whole matrix on one rank."""
+
+
+class ColumnParallelLinear(BaseLinear):
+    """This rank's share of the output features: [*, in] -> [*, out / tp_size], without communication."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+        device: Device = None,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, dtype, device)
+        self.tp_rank = tp_rank
+        self.tp_size = tp_size
+        self.weight = Parameter(self.weight, 0, tp_rank, tp_size)
+        if self.bias is not None:
+            self.bias = Parameter(self.bias, 0, tp_rank, tp_size)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, tp_rank={self.tp_rank}, tp_size={self.tp_size}"
+
+
+class RowParallelLinear(BaseLinear):
+    """This rank's share of the input features: [*, in / tp_size] -> the whole output [*, out], on every rank.
+
+    The communicator sums the ranks' products; bias and residual are added after it, so they count once.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+        device: Device = None,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        communicator: Communicator | None = None,
+    ) -> None:
+        check_communicator(communicator, tp_rank, tp_size)
+        super().__init__(in_features, out_features, bias, dtype, device)
+        self.tp_rank = tp_rank
+        self.tp_size = tp_size
+        self.communicator = communicator
+        self.weight = Parameter(self.weight, 1, tp_rank, tp_size)
+
+    def compute_linear(self, x: Tensor) -> Tensor:
+        if self.tp_size == 1 or self.communicator is None:
+            return super().compute_linear(x)
+        y = self.communicator.all_reduce(F.linear(x, self.weight))
+        return y if self.bias is None else y + self.bias
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, tp_rank={self.tp_rank}, tp_size={self.tp_size}"
+
+
+def uniform(shape: tuple[int, ...], bound: float, dtype: torch.dtype | None, device: Device) -> Tensor:
+    if dtype is not None and not dtype.is_floating_point:
+        raise TypeError(f"a linear layer needs a floating dtype, found {dtype}")
+    return torch.empty(shape, dtype=dtype, device=device).uniform_(-bound, bound)
+
+
+def check_sizes(in_features: int, out_features: int) -> None:
+    if in_features < 1 or out_features < 1:
+        raise ValueError(f"features must be positive, found in={in_features!r}, out={out_features!r}")
+
+
+def check_communicator(communicator: Communicator | None, tp_rank: int, tp_size: int) -> None:
+    if communicator is None and tp_size > 1:
+        raise ValueError(f"tp_size={tp_size} needs a communicator, to sum the products of the ranks")
+    if communicator is not None and (communicator.rank, communicator.size) != (tp_rank, tp_size):
+        raise ValueError(
+            f"the communicator is rank {communicator.rank} of {communicator.size}, "
+            f"but the layer is tp_rank={tp_rank} of tp_size={tp_size}"
+        )
