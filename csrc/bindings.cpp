@@ -33,6 +33,7 @@ struct ExchangeApi {
 
 struct TorchTypes {
     PyTypeObject *tensor = nullptr, *parameter = nullptr;
+    PyObject* is_grad_enabled = nullptr;
     const ExchangeApi* api = nullptr;
 } g_torch;
 
@@ -151,26 +152,48 @@ bool overlaps_itself(const Tensor& t) {  // conservative: strides must nest
     return false;
 }
 
-// Can the row kernels take these? One floating dtype, rows contiguous, out None or safe to write.
-bool accepts_rows(nb::handle out, const nb::args& inputs) {
+bool is_true(nb::object value) { return value.ptr() == Py_True; }
+
+bool is_tensor(nb::handle h) {
+    return Py_TYPE(h.ptr()) == g_torch.tensor || PyObject_TypeCheck(h.ptr(), g_torch.tensor);
+}
+
+// Kernels have no backward pass
+bool needs_grad(nb::handle h) {
+    static PyObject* const name = PyUnicode_InternFromString("requires_grad");
+    nb::object flag = nb::steal(PyObject_GetAttr(h.ptr(), name));
+    if (!flag.is_valid()) throw nb::python_error();
+    return is_true(flag) && is_true(nb::steal(PyObject_CallNoArgs(g_torch.is_grad_enabled)));
+}
+
+// Can the row kernels take these? One floating dtype, rows contiguous, no gradient wanted, out None or safe to write.
+// Arguments that are not tensors are passed over.
+bool accepts_rows(nb::handle out, const nb::args& arguments) {
     Tensor x[4], y;
-    const size_t count = inputs.size();
-    for (size_t i = 0; i < count; ++i)
-        if (i == 4 || !read(inputs[i], &x[i]) || !is_float(x[i].dtype) || x[i].dtype != x[0].dtype || !has_rows(x[i])) return false;
-    if (out.is_none()) return true;
+    int count = 0;
+    for (nb::handle argument : arguments) {
+        if (!is_tensor(argument)) continue;
+        if (count == 4 || !read(argument, &x[count]) || needs_grad(argument)) return false;
+        const Tensor& t = x[count++];
+        if (!is_float(t.dtype) || t.dtype != x[0].dtype || t.ndim == 0 || !has_rows(t)) return false;
+    }
+    if (out.is_none()) return count > 0;
     if (!read(out, &y) || y.dtype != x[0].dtype || !has_rows(y) || overlaps_itself(y)) return false;
-    for (size_t i = 0; i < count; ++i)
+    for (int i = 0; i < count; ++i)
+        if (!may_write(y, x[i])) return false;
+    return count > 0;
+}
+
+bool may_write_all(const Tensor& y, const Tensor* x, int count) {
+    if (!has_rows(y) || overlaps_itself(y)) return false;
+    for (int i = 0; i < count; ++i)
         if (!may_write(y, x[i])) return false;
     return true;
 }
 
-// May `out` be written while the inputs are read?
-bool may_write_all(nb::handle out, const nb::args& inputs) {
+bool are_apart(nb::handle a, nb::handle b) {
     Tensor x, y;
-    if (!read(out, &y) || !has_rows(y) || overlaps_itself(y)) return false;
-    for (nb::handle input : inputs)
-        if (!read(input, &x) || !may_write(y, x)) return false;
-    return true;
+    return read(a, &x) && read(b, &y) && may_write(x, y) && x.data != y.data;
 }
 
 void check_rows(const Tensor& y, const Tensor& x) {
@@ -219,19 +242,33 @@ Tensor with_batch(Tensor t) {  // [seq, heads, d] -> [1, seq, heads, d]
     return t;
 }
 
+const char* broken_rope_rule(const Rope& a) {
+    const auto [batch, seq] = std::pair(a.x.shape[0], a.x.shape[1]);
+    if (a.x.ndim != 4 || !same_shape(a.x, a.y)) return "rope: x and y need one shape, [seq, heads, d] or [batch, seq, heads, d]";
+    if (!is_float(a.x.dtype) && a.x.dtype != DType::f64) return "rope: x needs a floating dtype";
+    if (a.x.dtype != a.y.dtype || a.x.dtype != a.sin.dtype || a.x.dtype != a.cos.dtype) return "rope: x, y, sin and cos need one dtype";
+    if (!has_rows(a.x) || !has_rows(a.y)) return "rope: the last dimension of x and y must be contiguous";
+    if (a.sin.ndim != 2 || !same_shape(a.sin, a.cos) || !is_contiguous(a.sin) || !is_contiguous(a.cos))
+        return "rope: sin and cos must be contiguous [length, d/2] tables of one shape";
+    if (a.x.shape[3] != 2 * a.sin.shape[1]) return "rope: the head size must be twice the width of the tables";
+    if (!is_index(a.positions.dtype) || !is_contiguous(a.positions)) return "rope: positions must be contiguous integers";
+    const Tensor& p = a.positions;
+    const bool fits = p.ndim == 1 ? p.shape[0] == seq : p.ndim == 2 && p.shape[0] == batch && p.shape[1] == seq;
+    return fits ? nullptr : "rope: positions must be [seq] or [batch, seq]";
+}
+
+bool accepts_rope(nb::handle out, nb::handle x, nb::handle positions, nb::handle sin, nb::handle cos, nb::handle) {
+    Tensor in[4], y;
+    if (!read(x, &in[0]) || !read(positions, &in[1]) || !read(sin, &in[2]) || !read(cos, &in[3])) return false;
+    if (!read(out.is_none() ? x : out, &y)) return false;
+    if (broken_rope_rule({with_batch(y), with_batch(in[0]), in[1], in[2], in[3], false})) return false;
+    if (needs_grad(x) || needs_grad(sin) || needs_grad(cos)) return false;
+    return out.is_none() || may_write_all(y, in, 4);
+}
+
 Rope make_rope(nb::handle y, nb::handle x, nb::handle positions, nb::handle sin, nb::handle cos, bool interleaved) {
     const Rope a{with_batch(tensor(y)), with_batch(tensor(x)), tensor(positions), tensor(sin), tensor(cos), interleaved};
-    require(a.x.ndim == 4 && same_shape(a.x, a.y), "rope: x and y need one shape, [seq, heads, d] or [batch, seq, heads, d]");
-    require(is_float(a.x.dtype) || a.x.dtype == DType::f64, "rope: x needs a floating dtype");
-    require(a.x.dtype == a.y.dtype && a.x.dtype == a.sin.dtype && a.x.dtype == a.cos.dtype, "rope: x, y, sin, cos need one dtype");
-    require(has_rows(a.x) && has_rows(a.y), "rope: the last dimension of x and y must be contiguous");
-    require(a.sin.ndim == 2 && same_shape(a.sin, a.cos) && is_contiguous(a.sin) && is_contiguous(a.cos),
-            "rope: sin and cos must be contiguous [length, d/2] tables of one shape");
-    require(a.x.shape[3] == 2 * a.sin.shape[1], "rope: head size must be twice the width of the tables");
-    require(is_index(a.positions.dtype) && is_contiguous(a.positions), "rope: positions must be contiguous integers");
-    const int64_t wanted = a.positions.ndim == 2 ? a.x.shape[0] * a.x.shape[1] : a.x.shape[1];
-    require((a.positions.ndim == 1 || a.positions.ndim == 2) && num_elements(a.positions) == wanted,
-            "rope: positions must be [seq] or [batch, seq]");
+    if (const char* rule = broken_rope_rule(a)) refuse(rule);
     return a;
 }
 
@@ -257,6 +294,13 @@ Softmax make_causal_softmax(nb::handle y, nb::handle x) {
     const Unary a = make_unary(y, x);
     require(a.x.ndim >= 2 && a.x.shape[a.x.ndim - 2] <= a.x.shape[a.x.ndim - 1], "causal_softmax: needs [..., s, t] with s <= t");
     return {a.y, a.x, true};
+}
+
+bool accepts_embedding(nb::handle out, nb::handle ids, nb::handle weight) {
+    Tensor in[2], y;
+    if (!read(ids, &in[0]) || !read(weight, &in[1]) || !is_index(in[0].dtype) || !is_contiguous(in[0])) return false;
+    if (is_index(in[1].dtype) || in[1].ndim != 2 || !has_rows(in[1]) || needs_grad(weight)) return false;
+    return out.is_none() || (read(out, &y) && is_contiguous(y) && may_write_all(y, in, 2));
 }
 
 Embedding make_embedding(nb::handle y, nb::handle ids, nb::handle weight) {
@@ -369,9 +413,10 @@ void def_op(nb::module_& m, const char* name, Args (*make)(P...), int64_t (*Kern
     m.def((std::string("bind_") + name).c_str(), bind, any_object<P>()...);
 }
 
-void use_torch(nb::handle tensor_type, nb::handle parameter_type, bool use_exchange) {
+void use_torch(nb::handle tensor_type, nb::handle parameter_type, nb::handle is_grad_enabled, bool use_exchange) {
     g_torch.tensor = reinterpret_cast<PyTypeObject*>(tensor_type.ptr());
     g_torch.parameter = reinterpret_cast<PyTypeObject*>(parameter_type.ptr());
+    g_torch.is_grad_enabled = is_grad_enabled.inc_ref().ptr();
     g_torch.api = nullptr;
     if (!use_exchange || !nb::hasattr(tensor_type, "__dlpack_c_exchange_api__")) return;
     nb::object capsule = tensor_type.attr("__dlpack_c_exchange_api__");
@@ -394,7 +439,9 @@ NB_MODULE(_native, m) {
     m.def("use_torch", &use_torch);
     m.def("accepts_rows", [](nb::handle out, nb::args inputs) { return accepts_rows(out, inputs); },
           nb::arg().none(), nb::arg());
-    m.def("may_write", [](nb::handle out, nb::args inputs) { return may_write_all(out, inputs); });
+    m.def("accepts_rope", &accepts_rope, nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg());
+    m.def("accepts_embedding", &accepts_embedding, nb::arg().none(), nb::arg(), nb::arg());
+    m.def("are_apart", &are_apart);
     m.def("num_threads", &num_threads);
     m.def("set_num_threads", [](int count) {
         require(count >= 1 && count <= 1024, "set_num_threads: expected 1 to 1024");

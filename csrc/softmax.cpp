@@ -21,24 +21,36 @@ float row_max(const T* x, int64_t n) {
     return max(max(m0, m1));
 }
 
-// A half-precision row is exponentiated twice rather than rounded twice.
+// Exponentials are kept in float32 until they are divided: in y itself, or, for half types, in a buffer on the
+// stack. A half row too long for the buffer is exponentiated twice, which rounds no differently.
+constexpr int64_t kBuffer = 4096;
+
+template <class T>
+vf exponentials(float* kept, const T* x, int64_t n, vf top) {
+    vf total[2] = {};
+    int64_t i = 0;
+    for (; i + 2 * W <= n; i += 2 * W)
+        for (int j = 0; j < 2; ++j) {
+            const vf e = exp(load(x + i + j * W) - top);
+            if (kept) store(kept + i + j * W, e);
+            total[j] += e;
+        }
+    for (; i < n; i += W) {
+        const int64_t count = n - i < W ? n - i : W;
+        const vf e = exp(load_n(x + i, count, kLowest) - top);
+        if (kept) store_n(kept + i, e, count);
+        total[0] += e;
+    }
+    return total[0] + total[1];
+}
+
 template <class T>
 void softmax_row(T* y, const T* x, int64_t n) {
+    float buffer[sizeof(T) == sizeof(float) ? 1 : kBuffer];
+    float* kept = sizeof(T) == sizeof(float) ? reinterpret_cast<float*>(y) : n <= kBuffer ? buffer : nullptr;
     const vf top = splat(row_max(x, n));
-    vf total{};
-    int64_t i = 0;
-    for (; i + W <= n; i += W) {
-        const vf e = exp(load(x + i) - top);
-        if constexpr (sizeof(T) == sizeof(float)) store(y + i, e);
-        total += e;
-    }
-    if (i < n) {
-        const vf e = exp(load_n(x + i, n - i, kLowest) - top);
-        if constexpr (sizeof(T) == sizeof(float)) store_n(y + i, e, n - i);
-        total += e;
-    }
-    const vf inverse = splat(1.0f / sum(total));
-    if constexpr (sizeof(T) == sizeof(float)) map([&](vf e) { return e * inverse; }, n, y, y);
+    const vf inverse = splat(1.0f / sum(exponentials(kept, x, n, top)));
+    if (kept) map([&](vf e) { return e * inverse; }, n, y, kept);
     else map([&](vf v) { return exp(v - top) * inverse; }, n, y, x);
 }
 

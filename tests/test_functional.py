@@ -45,7 +45,9 @@ def test_norms_take_a_shape_of_several_dimensions() -> None:
     x, weight, bias = random(2, 3, 4, 5), random(4, 5, seed=1), random(4, 5, seed=2)
     wanted = torch.nn.functional.layer_norm(x, [4, 5], weight, bias)
     torch.testing.assert_close(F.layer_norm(x, [4, 5], weight, bias), wanted)
-    torch.testing.assert_close(F.rms_norm(x, [4, 5], weight), torch.nn.functional.rms_norm(x, [4, 5], weight, 1e-5))
+    torch.testing.assert_close(
+        F.rms_norm(x, [4, 5], weight), torch.nn.functional.rms_norm(x, [4, 5], weight, 1e-5)
+    )
     out = torch.empty_like(x)
     assert F.layer_norm(x, [4, 5], weight, bias, out=out) is out
     torch.testing.assert_close(out, wanted)
@@ -73,13 +75,17 @@ def test_add_rms_norm_returns_the_norm_and_the_sum() -> None:
 
 @pytest.mark.parametrize("shape", [(4, 4), (2, 3, 5), (2, 3, 4, 9)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_causal_softmax_hides_later_columns_and_sums_to_one(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_causal_softmax_hides_later_columns_and_sums_to_one(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     x = random(*shape, dtype=dtype)
     y = F.causal_softmax(x)
     num_queries, num_keys = shape[-2:]
     hidden = torch.ones(num_queries, num_keys).triu(num_keys - num_queries + 1).bool()
     assert (y[..., hidden] == 0).all()
-    torch.testing.assert_close(y.double().sum(-1), torch.ones(shape[:-1], dtype=torch.float64), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(
+        y.double().sum(-1), torch.ones(shape[:-1], dtype=torch.float64), rtol=1e-2, atol=1e-2
+    )
 
 
 def test_linear_matches_torch_and_fills_out() -> None:
@@ -111,7 +117,9 @@ def test_embedding_options_mean_what_they_mean_in_torch() -> None:
         assert torch.equal(F.embedding(ids, weight.clone(), **options), wanted)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16])
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16]
+)
 def test_embedding_takes_ids_of_any_integer_type_and_layout(dtype: torch.dtype) -> None:
     ids, weight = torch.tensor([[1, 2, 3], [0, 3, 1]]).to(dtype), random(4, 6)
     assert torch.equal(F.embedding(ids, weight), weight[ids.long()])
@@ -135,7 +143,13 @@ def draw(logits: Tensor, u: float = 0.5, topp: float = 1.0, topk: int = 0, tempe
 
 def test_zero_of_anything_or_topk_one_takes_the_first_largest_logit() -> None:
     logits = torch.tensor([1.0, 5.0, 2.0, 5.0])
-    assert draw(logits, u=0.0) == draw(logits, topp=0.0) == draw(logits, topk=1) == draw(logits, temperature=0.0) == 1
+    assert (
+        draw(logits, u=0.0)
+        == draw(logits, topp=0.0)
+        == draw(logits, topk=1)
+        == draw(logits, temperature=0.0)
+        == 1
+    )
 
 
 def test_sampling_follows_the_distribution() -> None:
@@ -177,15 +191,22 @@ def test_extreme_temperatures_stay_finite() -> None:
 @pytest.mark.parametrize("size", [1, 8193, 10000, 151936])
 def test_sampled_tokens_lie_inside_odd_vocabularies(size: int) -> None:
     logits = random(size)
-    assert all(0 <= draw(logits, u=u, temperature=t) < size for u in (0, 0.5, 0.9999999) for t in (0.1, 1, 100))
+    assert all(
+        0 <= draw(logits, u=u, temperature=t) < size for u in (0, 0.5, 0.9999999) for t in (0.1, 1, 100)
+    )
 
 
 def test_sampling_refuses_what_has_no_meaning() -> None:
     good = torch.zeros(4)
-    for bad in ({"u": 1.0}, {"u": -0.1}, {"u": math.nan}, {"topp": 1.5}, {"topp": math.nan}, {"topk": -1}, {"topk": 1.5},
-                {"temperature": -1.0}, {"temperature": math.inf}, {"temperature": math.nan}):  # fmt: skip
-        with pytest.raises(ValueError):
-            draw(good, **bad)
+    for name, values in {
+        "u": (1.0, -0.1, math.nan),
+        "topp": (1.5, -0.1, math.nan),
+        "topk": (-1, 1.5),
+        "temperature": (-1.0, math.inf, math.nan),
+    }.items():
+        for bad in values:
+            with pytest.raises(ValueError):
+                draw(good, **{name: bad})
     for logits in (torch.tensor([0.0, math.nan]), torch.tensor([0.0, math.inf]), torch.full((3,), -math.inf)):
         for dtype in (torch.float32, torch.float64, torch.bfloat16):
             with pytest.raises(ValueError):
@@ -245,7 +266,9 @@ def test_bad_arguments_are_refused(call: object, error: type[Exception]) -> None
 def test_messages_name_function_argument_found_and_wanted() -> None:
     with pytest.raises(ValueError, match=r"silu: out has shape \(3, 5\), but \(3, 4\) is wanted"):
         F.silu(X, out=torch.empty(3, 5))
-    with pytest.raises(ValueError, match=r"rms_norm: weight has shape \(3,\), but normalized_shape is \(4,\)"):
+    with pytest.raises(
+        ValueError, match=r"rms_norm: weight has shape \(3,\), but normalized_shape is \(4,\)"
+    ):
         F.rms_norm(X, [4], torch.ones(3))
 
 

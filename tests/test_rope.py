@@ -44,7 +44,11 @@ def test_every_pair_of_types_equals_the_formulation_of_the_models(
     if algo is RopeAlgo.GPT_NEOX:
         full_sin, full_cos, rotate = torch.cat([sin, sin], -1), torch.cat([cos, cos], -1), rotate_half
     else:
-        full_sin, full_cos, rotate = sin.repeat_interleave(2, -1), cos.repeat_interleave(2, -1), rotate_every_two
+        full_sin, full_cos, rotate = (
+            sin.repeat_interleave(2, -1),
+            cos.repeat_interleave(2, -1),
+            rotate_every_two,
+        )
     s, c = full_sin.double()[positions][:, :, None], full_cos.double()[positions][:, :, None]
     wanted = (x.double() * c + rotate(x.double()) * s).to(data_type)
     tolerance = TOLERANCE[data_type]
@@ -62,7 +66,11 @@ def test_three_dimensions_are_a_batch_of_one_and_shared_positions_serve_every_ba
 
 @pytest.mark.parametrize("algo", RopeAlgo)
 def test_rotation_keeps_length_and_depends_on_distance_alone(algo: RopeAlgo) -> None:
-    q, k, (sin, cos) = torch.randn(1, 1, 16).double(), torch.randn(1, 1, 16).double(), tables(64, 8, torch.float64)
+    q, k, (sin, cos) = (
+        torch.randn(1, 1, 16).double(),
+        torch.randn(1, 1, 16).double(),
+        tables(64, 8, torch.float64),
+    )
 
     def at(x: Tensor, position: int) -> Tensor:
         return F.rope(x, torch.tensor([position]), sin, cos, algo)
@@ -178,7 +186,12 @@ def test_a_descriptor_runs_on_any_tensors_of_its_layout_and_refuses_others() -> 
         pos = torch.randint(0, 10, (6,))
         descriptor.calculate(y, x, pos, made["sin"], made["cos"])  # type: ignore[arg-type]
         assert torch.equal(y, F.rope(x, pos, made["sin"], made["cos"]))  # type: ignore[arg-type]
-    for wrong in (torch.randn(2, 7, 3, 8), torch.randn(2, 6, 3, 8).double(), torch.randn(2, 6, 3, 16)[..., :8], None):
+    for wrong in (
+        torch.randn(2, 7, 3, 8),
+        torch.randn(2, 6, 3, 8).double(),
+        torch.randn(2, 6, 3, 16)[..., :8],
+        None,
+    ):
         with pytest.raises((ValueError, TypeError)):
             descriptor.calculate(y, wrong, pos, made["sin"], made["cos"])  # type: ignore[arg-type]
     with pytest.raises(IndexError):
@@ -213,7 +226,9 @@ def test_the_module_serves_half_precision() -> None:
     x = torch.randn(5, 3, 8).bfloat16()
     found = nn.RoPE(8, 32)(x, torch.arange(5))
     assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found.float(), nn.RoPE(8, 32)(x.float(), torch.arange(5)), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(
+        found.float(), nn.RoPE(8, 32)(x.float(), torch.arange(5)), rtol=2e-2, atol=2e-2
+    )
 
 
 @pytest.mark.parametrize("bad", [(7, 32), (0, 32), (8, 0), (8, 32, 0.0), (8, 32, float("nan"))])

@@ -109,7 +109,7 @@ class PositionalEmbedding(Module):
     def forward(self, seq_len: int, offset: int = 0) -> Tensor:
         if seq_len < 0 or offset < 0 or offset + seq_len > self.max_len:
             raise ValueError(
-                f"PositionalEmbedding: {offset} + {seq_len} positions exceed max_len {self.max_len}, or are negative"
+                f"PositionalEmbedding: {seq_len} positions from {offset} do not fit max_len {self.max_len}"
             )
         return self.weight[offset : offset + seq_len]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from infinicore import ops
 from infinicore.ops import RopeAlgo
-from infinicore.ops.descriptor import RopeInfo, check_range
+from infinicore.ops.descriptor import INDEX_DTYPES, RopeInfo, check_range
 
 __all__ = [
     "RopeAlgo",
@@ -31,7 +31,7 @@ __all__ = [
     "swiglu",
 ]
 
-FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+FLOATS = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
 
 
 def causal_softmax(input: Tensor, out: Tensor | None = None) -> Tensor:
@@ -40,7 +40,8 @@ def causal_softmax(input: Tensor, out: Tensor | None = None) -> Tensor:
     if input.dim() < 2 or input.shape[-2] > input.shape[-1]:
         shape = tuple(input.shape)
         raise ValueError(f"causal_softmax: input must be [..., S, T] with S <= T, but has shape {shape}")
-    check_out("causal_softmax", out, input, input.shape)
+    if out is not None:
+        check_out("causal_softmax", out, input, input.shape)
     return ops.causal_softmax(input, out=out)
 
 
@@ -56,21 +57,15 @@ def embedding(
     out: Tensor | None = None,
 ) -> Tensor:
     """The rows of weight that input names: [*] -> [*, E]. The options mean what they mean in torch."""
-    check_ids("embedding", input, weight)
-    check_out("embedding", out, weight, (*input.shape, weight.shape[1]))
     if padding_idx is not None or max_norm is not None or scale_grad_by_freq or sparse:
-        rows = torch.nn.functional.embedding(
-            check_id_range(input, weight).long(),
-            weight,
-            padding_idx,
-            max_norm,
-            norm_type,
-            scale_grad_by_freq,
-            sparse,
-        )
+        check_lookup(input, weight, out)
+        options = (padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+        rows = torch.nn.functional.embedding(input.long(), weight, *options)
         return rows if out is None else out.copy_(rows)
-    if not weight.is_cpu or (torch.is_grad_enabled() and weight.requires_grad):
-        check_id_range(input, weight)
+    # As in rope: the kernel checks for itself, and only when it declines are the rules gone through by name.
+    if out is None and (kernel := ops.embedding.pick(input, weight)):
+        return kernel.run(None, input, weight)  # type: ignore[no-any-return]
+    check_lookup(input, weight, out)
     return ops.embedding(input.contiguous(), weight, out=out)
 
 
@@ -82,9 +77,9 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Te
             f"linear: input {tuple(input.shape)} does not fit weight {tuple(weight.shape)}; "
             "expected [*, in] and [out, in]"
         )
-    check_same("linear", input, weight=weight)
+    check_same("linear", input, "weight", weight)
     if bias is not None:
-        check_same("linear", input, bias=bias)
+        check_same("linear", input, "bias", bias)
         check_shape("linear", "bias", bias, weight.shape[:1])
     check_out("linear", out, input, (*input.shape[:-1], weight.shape[0]))
     return ops.linear(input, weight, bias, out=out)
@@ -132,7 +127,8 @@ def rms_norm(
     check_float("rms_norm", "input", input)
     check_normalized("rms_norm", input, normalized_shape, weight)
     check_eps("rms_norm", eps)
-    check_out("rms_norm", out, input, input.shape)
+    if out is not None:
+        check_out("rms_norm", out, input, input.shape)
     if weight.dim() == 1:
         return ops.rms_norm(input, weight, eps, out=out)
     return unflattened(ops.rms_norm(flattened(input, weight.dim()), weight.reshape(-1), eps), input, out)
@@ -149,7 +145,7 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """(rms_norm(input + residual), input + residual), in one pass over the rows."""
     check_float("add_rms_norm", "input", input)
-    check_same("add_rms_norm", input, residual=residual)
+    check_same("add_rms_norm", input, "residual", residual)
     check_shape("add_rms_norm", "residual", residual, input.shape)
     check_normalized("add_rms_norm", input, normalized_shape, weight)
     check_eps("add_rms_norm", eps)
@@ -175,10 +171,10 @@ def layer_norm(
 ) -> Tensor:
     """(input - mean) / sqrt(var + eps) * weight + bias over the last dimensions, the sums in float64."""
     check_float("layer_norm", "input", input)
-    check_normalized("layer_norm", input, normalized_shape, weight)
-    check_normalized("layer_norm", input, normalized_shape, bias, "bias")
+    check_normalized("layer_norm", input, normalized_shape, weight, bias)
     check_eps("layer_norm", eps)
-    check_out("layer_norm", out, input, input.shape)
+    if out is not None:
+        check_out("layer_norm", out, input, input.shape)
     if len(normalized_shape) == 1:
         return ops.layer_norm(input, weight, bias, eps, out=out)
     w = None if weight is None else weight.reshape(-1)
@@ -199,12 +195,15 @@ def rope(
 
     x [(B,) S, H, D], pos_ids [S] or [B, S], tables [length, D/2] -> as x
     """
-    info = RopeInfo.create(x if out is None else out, x, pos_ids, sin_table, cos_table, algo)
     is_interleaved = algo is RopeAlgo.GPT_J
-    positions = pos_ids.contiguous()
-    if ops.rope.pick(x, positions, sin_table, cos_table, is_interleaved, out=out) is None:
-        check_range(pos_ids, info.table_len)
-    return ops.rope(x, positions, sin_table, cos_table, is_interleaved, out=out)
+    # The kernel checks every rule itself, faster; only when it declines are the rules gone through by name.
+    if isinstance(algo, RopeAlgo):
+        kernel = ops.rope.pick(x, pos_ids, sin_table, cos_table, is_interleaved, out=out)
+        if kernel is not None:
+            return kernel.run(out, x, pos_ids, sin_table, cos_table, is_interleaved)  # type: ignore[no-any-return]
+    info = RopeInfo.create(x if out is None else out, x, pos_ids, sin_table, cos_table, algo)
+    check_range(pos_ids, info.table_len)
+    return ops.rope(x, pos_ids.contiguous(), sin_table, cos_table, is_interleaved, out=out)
 
 
 def silu(input: Tensor, inplace: bool = False, *, out: Tensor | None = None) -> Tensor:
@@ -212,16 +211,18 @@ def silu(input: Tensor, inplace: bool = False, *, out: Tensor | None = None) -> 
     if inplace and out is not None:
         raise ValueError("silu: inplace=True and out= exclude each other; pass one of them")
     check_float("silu", "input", input)
-    check_out("silu", out, input, input.shape)
+    if out is not None:
+        check_out("silu", out, input, input.shape)
     return ops.silu(input, out=input if inplace else out)
 
 
 def swiglu(input: Tensor, other: Tensor, *, out: Tensor | None = None) -> Tensor:
     """silu(input) * other"""
     check_float("swiglu", "input", input)
-    check_same("swiglu", input, other=other)
+    check_same("swiglu", input, "other", other)
     check_shape("swiglu", "other", other, input.shape)
-    check_out("swiglu", out, input, input.shape)
+    if out is not None:
+        check_out("swiglu", out, input, input.shape)
     return ops.swiglu(input, other, out=out)
 
 
@@ -230,7 +231,8 @@ def gelu(input: Tensor, approximate: str = "none", *, out: Tensor | None = None)
     check_float("gelu", "input", input)
     if approximate not in ("none", "tanh", "fast"):
         raise ValueError(f"gelu: approximate must be 'none', 'tanh' or 'fast', but is {approximate!r}")
-    check_out("gelu", out, input, input.shape)
+    if out is not None:
+        check_out("gelu", out, input, input.shape)
     return ops.gelu(input, approximate, out=out)
 
 
@@ -239,7 +241,8 @@ def softmax(input: Tensor, dim: int = -1, *, out: Tensor | None = None) -> Tenso
     check_float("softmax", "input", input)
     if not -input.dim() <= dim < input.dim():
         raise IndexError(f"softmax: dim {dim} is out of range for an input with {input.dim()} dimensions")
-    check_out("softmax", out, input, input.shape)
+    if out is not None:
+        check_out("softmax", out, input, input.shape)
     if dim % input.dim() == input.dim() - 1:
         return ops.softmax(input, out=out)
     result = ops.softmax(input.transpose(dim, -1).contiguous()).transpose(dim, -1)
@@ -262,14 +265,14 @@ def check_float(function: str, name: str, tensor: Tensor) -> None:
         )
 
 
-def check_same(function: str, like: Tensor, **tensors: Tensor) -> None:
-    for name, tensor in tensors.items():
-        check_float(function, name, tensor)
-        if tensor.dtype != like.dtype or tensor.device != like.device:
-            raise TypeError(
-                f"{function}: {name} is {tensor.dtype} on {tensor.device}, "
-                f"but the input is {like.dtype} on {like.device}"
-            )
+def check_same(function: str, like: Tensor, name: str, tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{function}: {name} must be a tensor, but is {type(tensor).__name__}")
+    if tensor.dtype is not like.dtype or tensor.device != like.device:
+        raise TypeError(
+            f"{function}: {name} is {tensor.dtype} on {tensor.device}, "
+            f"but the input is {like.dtype} on {like.device}"
+        )
 
 
 def check_shape(function: str, name: str, tensor: Tensor, wanted: Sequence[int]) -> None:
@@ -280,29 +283,28 @@ def check_shape(function: str, name: str, tensor: Tensor, wanted: Sequence[int])
 def check_out(function: str, out: Tensor | None, like: Tensor, shape: Sequence[int]) -> None:
     if out is None:
         return
-    check_same(function, like, out=out)
+    check_same(function, like, "out", out)
     check_shape(function, "out", out, shape)
 
 
 def check_normalized(
-    function: str, input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, name: str = "weight"
+    function: str,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None = None,
 ) -> None:
-    wanted = tuple(normalized_shape)
-    if (
-        len(wanted) == 0
-        or input.dim() < len(wanted)
-        or tuple(input.shape[input.dim() - len(wanted) :]) != wanted
-    ):
-        raise ShapeError(
-            f"{function}: input shape {tuple(input.shape)} does not end in normalized_shape {wanted}"
-        )
-    if weight is None:
-        return
-    check_same(function, input, **{name: weight})
-    if tuple(weight.shape) != wanted:
-        raise ShapeError(
-            f"{function}: {name} has shape {tuple(weight.shape)}, but normalized_shape is {wanted}"
-        )
+    wanted = torch.Size(normalized_shape)
+    if not wanted or input.shape[-len(wanted) :] != wanted:
+        shapes = f"input shape {tuple(input.shape)} does not end in normalized_shape {tuple(wanted)}"
+        raise ShapeError(f"{function}: {shapes}")
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is None:
+            continue
+        check_same(function, input, name, tensor)
+        if tensor.shape != wanted:
+            shapes = f"{name} has shape {tuple(tensor.shape)}, but normalized_shape is {tuple(wanted)}"
+            raise ShapeError(f"{function}: {shapes}")
 
 
 def check_eps(function: str, eps: float) -> None:
@@ -310,31 +312,22 @@ def check_eps(function: str, eps: float) -> None:
         raise ValueError(f"{function}: eps must be finite and not negative, but is {eps!r}")
 
 
-def check_ids(function: str, ids: Tensor, weight: Tensor) -> None:
-    if (
-        not isinstance(ids, Tensor)
-        or ids.dtype.is_floating_point
-        or ids.dtype.is_complex
-        or ids.dtype == torch.bool
-    ):
+def check_lookup(ids: Tensor, weight: Tensor, out: Tensor | None) -> None:
+    if not isinstance(ids, Tensor) or ids.dtype not in INDEX_DTYPES:
         found = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
-        raise TypeError(f"{function}: input must be a tensor of integers, but is {found}")
-    check_float(function, "weight", weight)
+        raise TypeError(f"embedding: input must be a tensor of integers, but is {found}")
+    check_float("embedding", "weight", weight)
     if weight.dim() != 2:
         raise ValueError(
-            f"{function}: weight must be [num_embeddings, embedding_dim], but has {tuple(weight.shape)}"
+            f"embedding: weight must be [num_embeddings, dim], but has shape {tuple(weight.shape)}"
         )
     if ids.device != weight.device:
-        raise ValueError(f"{function}: input is on {ids.device}, but weight is on {weight.device}")
-
-
-def check_id_range(ids: Tensor, weight: Tensor) -> Tensor:
-    """For kernels that do not check ids themselves."""
+        raise ValueError(f"embedding: input is on {ids.device}, but weight is on {weight.device}")
+    check_out("embedding", out, weight, (*ids.shape, weight.shape[1]))
     signed = ids.long()
     is_bad = (signed < 0) | (signed >= weight.shape[0])
     if bool(is_bad.any()):
         raise IndexError(f"embedding: id {int(signed[is_bad][0])} is outside [0, {weight.shape[0]})")
-    return ids
 
 
 def check_sampling(random_val: float, topp: float, topk: int, temperature: float) -> None:

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from infinicore import _native
 from infinicore.ops import reference
-from infinicore.ops.native import INDEX_DTYPES, ROPE_DTYPES
+
+ROPE_DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
+INDEX_DTYPES = frozenset(getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64))
 
 
 class RopeAlgo(Enum):

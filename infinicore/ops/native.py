@@ -11,127 +11,101 @@ from torch import Tensor
 
 from infinicore import _native
 from infinicore.ops import reference
-from infinicore.ops.registry import Op
+from infinicore.ops.registry import Kernel, Op
 
-_native.use_torch(torch.Tensor, torch.nn.Parameter, True)
+_native.use_torch(torch.Tensor, torch.nn.Parameter, torch.is_grad_enabled, True)
 if level := os.environ.get("INFINICORE_ISA"):
     _native.set_isa(level)
 
-ROPE_DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
-INDEX_DTYPES = frozenset(
-    getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)
-)  # of positions and ids
 GELU_KERNELS = {"none": "gelu", "tanh": "gelu_tanh", "fast": "gelu_fast"}
-
-
-def needs_grad(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-
-
-def accepts_rows(*args: Any, out: Tensor | None) -> bool:
-    """The tensors given are rows of one floating dtype, and `out` may be written while they are read."""
-    tensors = [a for a in args if isinstance(a, Tensor)]
-    return _native.accepts_rows(out, *tensors) and tensors[0].dim() > 0 and not needs_grad(*tensors)
-
-
-def accepts_layer_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, out: Any
-) -> bool:
-    return (weight is None) == (bias is None) and accepts_rows(x, weight, bias, out=out)
-
-
-def accepts_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, out: Any) -> bool:
-    if out is None:
-        return accepts_rows(x, residual, weight, out=None)
-    y, total = out
-    can_write = all(accepts_rows(x, residual, weight, out=o) for o in out) and accepts_rows(total, out=y)
-    return can_write and y.data_ptr() != total.data_ptr()  # y is written while total is read
-
-
-def accepts_rope(x: Tensor, positions: Tensor, sin: Tensor, cos: Tensor, _: bool, *, out: Any) -> bool:
-    """Not the shared predicate: rope alone knows float64. Its shapes are checked by RopeInfo."""
-    has_rows = x.stride(-1) == 1 or x.shape[-1] == 1
-    is_contiguous = positions.is_contiguous() and sin.is_contiguous() and cos.is_contiguous()
-    if not (x.dtype in ROPE_DTYPES and positions.dtype in INDEX_DTYPES and has_rows and is_contiguous):
-        return False
-    has_one_dtype = x.dtype == sin.dtype == cos.dtype and positions.is_cpu
-    return (
-        has_one_dtype
-        and not needs_grad(x, sin, cos)
-        and (out is None or _native.may_write(out, x, positions, sin, cos))
-    )
-
-
-def accepts_embedding(ids: Tensor, weight: Tensor, *, out: Tensor | None) -> bool:
-    is_simple = ids.is_cpu and weight.is_cpu and ids.is_contiguous() and weight.stride(-1) == 1
-    if (
-        not is_simple
-        or ids.dtype not in INDEX_DTYPES
-        or weight.dtype not in ROPE_DTYPES
-        or needs_grad(weight)
-    ):
-        return False
-    return out is None or (out.is_contiguous() and _native.may_write(out, ids, weight))
-
-
-def accepts_random_sample(logits: Tensor, *_: Any, out: Tensor | None) -> bool:
-    return accepts_rows(logits, out=None) and (out is None or out.is_cpu)
 
 
 def register(
     op: Op[Any],
-    accepts: Callable[..., bool] = accepts_rows,
+    accepts: Callable[..., bool] = _native.accepts_rows,
     empty: Callable[..., Any] = lambda first, *_: torch.empty_like(first),
-    native: Callable[..., tuple[Any, ...]] | None = None,
 ) -> None:
-    """Make `_native.<name>(*outputs, *args)` a kernel; `native` rewrites (name, *args) where they differ."""
+    """Make `_native.<op>(out, *args)` a kernel of the op."""
+    run_native, bind_native = getattr(_native, op.name), getattr(_native, "bind_" + op.name)
 
-    def call(prefix: str, args: tuple[Any, ...], out: Any) -> Any:
-        name, *rest = native(*args) if native else (op.name, *args)
-        outputs = out if isinstance(out, tuple) else (out,)
-        return getattr(_native, prefix + name)(*outputs, *rest)
+    def run(out: Any, *args: Any) -> Any:
+        if out is None:
+            out = empty(*args)
+        run_native(out, *args)
+        return out
 
-    def run(*args: Any, out: Any = None) -> Any:
-        target = empty(*args) if out is None else out
-        call("", args, target)
-        return target
-
-    op.kernel("native", accepts, bind=lambda *args, out: call("bind_", args, out))(run)
+    op.register(Kernel("native", accepts, run, bind_native))
 
 
-def sample_arguments(
-    logits: Tensor, random_val: float, topp: float, topk: int, temperature: float
-) -> tuple[Any, ...]:
-    workspace = torch.empty(2 * len(logits), dtype=torch.int32)
-    return "random_sample", logits, workspace, random_val, topp, topk, temperature
+def run_gelu(out: Tensor | None, x: Tensor, approximate: str) -> Tensor:
+    y = torch.empty_like(x) if out is None else out
+    getattr(_native, GELU_KERNELS[approximate])(y, x)
+    return y
 
 
-for row_op in (
-    reference.rms_norm,
-    reference.silu,
-    reference.swiglu,
-    reference.softmax,
-    reference.causal_softmax,
-):
-    register(row_op)
-register(reference.gelu, native=lambda x, approximate: (GELU_KERNELS[approximate], x))
+def bind_gelu(out: Tensor, x: Tensor, approximate: str) -> Callable[[], None]:
+    return getattr(_native, "bind_" + GELU_KERNELS[approximate])(out, x)  # type: ignore[no-any-return]
+
+
+def accepts_add_rms_norm(out: tuple[Tensor, Tensor] | None, *args: Any) -> bool:
+    if out is None:
+        return _native.accepts_rows(None, *args)
+    y, total = out  # y is written while total is read, so they may not be one
+    return (
+        _native.accepts_rows(y, *args) and _native.accepts_rows(total, *args) and _native.are_apart(y, total)
+    )
+
+
+def run_add_rms_norm(out: tuple[Tensor, Tensor] | None, x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    y, total = (torch.empty_like(x), torch.empty_like(x)) if out is None else out
+    _native.add_rms_norm(y, total, x, *args)
+    return y, total
+
+
+def bind_add_rms_norm(out: tuple[Tensor, Tensor], *args: Any) -> Callable[[], None]:
+    return _native.bind_add_rms_norm(*out, *args)  # type: ignore[no-any-return]
+
+
+def accepts_layer_norm(
+    out: Tensor | None, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> bool:
+    return (weight is None) == (bias is None) and _native.accepts_rows(out, x, weight, bias)
+
+
+def accepts_random_sample(out: Tensor | None, logits: Tensor, *_: Any) -> bool:
+    return _native.accepts_rows(None, logits)
+
+
+def run_random_sample(out: Tensor | None, logits: Tensor, *args: Any) -> Tensor:
+    token = torch.empty((), dtype=torch.int64) if out is None else out
+    _native.random_sample(token, logits, sampling_workspace(logits), *args)
+    return token
+
+
+def bind_random_sample(out: Tensor, logits: Tensor, *args: Any) -> Callable[[], None]:
+    return _native.bind_random_sample(out, logits, sampling_workspace(logits), *args)  # type: ignore[no-any-return]
+
+
+def sampling_workspace(logits: Tensor) -> Tensor:
+    return torch.empty(2 * len(logits), dtype=torch.int32)
+
+
+register(reference.rms_norm)
+register(reference.silu)
+register(reference.swiglu)
+register(reference.softmax)
+register(reference.causal_softmax)
 register(reference.layer_norm, accepts_layer_norm)
-register(
-    reference.add_rms_norm,
-    accepts_add_rms_norm,
-    empty=lambda x, *_: (torch.empty_like(x), torch.empty_like(x)),
-)
-register(reference.rope, accepts_rope)
+register(reference.rope, _native.accepts_rope)
 register(
     reference.embedding,
-    accepts_embedding,
+    _native.accepts_embedding,
     empty=lambda ids, weight: weight.new_empty(*ids.shape, weight.shape[1]),
 )
-register(
-    reference.random_sample,
-    accepts_random_sample,
-    empty=lambda *_: torch.empty((), dtype=torch.int64),
-    native=sample_arguments,
+reference.gelu.register(Kernel("native", _native.accepts_rows, run_gelu, bind_gelu))
+reference.add_rms_norm.register(Kernel("native", accepts_add_rms_norm, run_add_rms_norm, bind_add_rms_norm))
+reference.random_sample.register(
+    Kernel("native", accepts_random_sample, run_random_sample, bind_random_sample)
 )
 
 

@@ -15,23 +15,21 @@ import torch
 
 Result = TypeVar("Result")  # a tensor, or a tuple of them
 
-# Which kernels to ask, in this order, before the reference.
-PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("native",), "cuda": ("triton",), "musa": ("triton",)}
-
-# Kernels that run only without `out=`, and only while `infinicore.use_ntops` is on.
-ACCELERATORS = ("triton",)
+# Kernels are asked in this order, before the reference; each says for itself which device it is for.
+PREFERENCE = ("native", "triton")
 
 OPS: dict[str, Op[Any]] = {}
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One way to compute an op: `accepts` says when, `run` does it, `bind` prepares a repeated call."""
+    """One way to compute an op. All three take (out, *args), where out is None, a tensor, or a tuple of them:
+    `accepts` says when, `run` does it and returns the output, `bind` prepares a call that can be repeated."""
 
     name: str
     accepts: Callable[..., bool]
     run: Callable[..., Any]
-    bind: Callable[..., Callable[[], None]] | None = None
+    bind: Callable[..., Callable[[], None]]
 
 
 @dataclass(frozen=True)
@@ -56,38 +54,31 @@ class Op(Generic[Result]):
     reference: Callable[..., Result]
     samples: Callable[[torch.dtype], Iterable[tuple[Any, ...]]]
     tolerances: dict[torch.dtype, Tolerance] = field(default_factory=lambda: DEFAULT_TOLERANCES)
-    kernels: dict[str, Kernel] = field(default_factory=dict)
+    kernels: list[Kernel] = field(default_factory=list)
 
     def __call__(self, *args: Any, out: Any = None) -> Result:
-        kernel = self.pick(*args, out=out)
-        result: Result = write(self.reference(*args), out) if kernel is None else kernel.run(*args, out=out)
-        return result
+        for kernel in self.kernels:
+            if kernel.accepts(out, *args):
+                return kernel.run(out, *args)  # type: ignore[no-any-return]
+        return write(self.reference(*args), out)
 
     def pick(self, *args: Any, out: Any = None) -> Kernel | None:
-        """The first preferred kernel that accepts these arguments, or None for the reference."""
-        for name in PREFERENCE.get(args[0].device.type, ()):
-            kernel = self.kernels.get(name)
-            if kernel is not None and is_enabled(name, out) and kernel.accepts(*args, out=out):
-                return kernel
-        return None
+        """The first kernel that accepts these arguments, or None for the reference."""
+        return next((kernel for kernel in self.kernels if kernel.accepts(out, *args)), None)
 
     def resolve(self, *args: Any, out: Any) -> Callable[[], None]:
         """Check and choose now, run later: the returned call writes `out` from the same tensors each time."""
-        kernel = self.pick(*args, out=out)
-        if kernel is None or kernel.bind is None:
-            return lambda: void(self(*args, out=out))
-        return kernel.bind(*args, out=out)
+        if kernel := self.pick(*args, out=out):
+            return kernel.bind(out, *args)
 
-    def kernel(
-        self, name: str, accepts: Callable[..., bool], bind: Callable[..., Callable[[], None]] | None = None
-    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Register the decorated function as a kernel of this op."""
+        def run() -> None:
+            write(self.reference(*args), out)
 
-        def register(run: Callable[..., Any]) -> Callable[..., Any]:
-            self.kernels[name] = Kernel(name, accepts, run, bind)
-            return run
+        return run
 
-        return register
+    def register(self, kernel: Kernel) -> None:
+        self.kernels.append(kernel)
+        self.kernels.sort(key=lambda k: PREFERENCE.index(k.name))
 
 
 def op(
@@ -104,22 +95,10 @@ def op(
     return make
 
 
-def is_enabled(kernel_name: str, out: Any) -> bool:
-    if kernel_name not in ACCELERATORS:
-        return True
-    import infinicore
-
-    return infinicore.use_ntops and out is None
-
-
-def write(result: Any, out: Any) -> Any:
+def write(result: Result, out: Any) -> Result:
     """Copy a fresh result into `out`, if there is one. Safe whatever `out` shares memory with."""
     if out is None:
         return result
     if isinstance(result, tuple):
-        return tuple(write(part, target) for part, target in zip(result, out, strict=True))
-    return out.copy_(result)
-
-
-def void(_: Any) -> None:
-    """Drop a value."""
+        return tuple(write(part, target) for part, target in zip(result, out, strict=True))  # type: ignore[return-value]
+    return out.copy_(result)  # type: ignore[no-any-return]

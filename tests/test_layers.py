@@ -1,0 +1,164 @@
+"""Norms, embeddings and activations as modules: against torch, their first values, and what they refuse."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import infinicore
+from infinicore import nn
+
+
+def test_layer_norm_of_one_to_four_has_mean_zero_and_variance_one() -> None:
+    y = nn.LayerNorm([4])(torch.tensor([[1.0, 2.0, 3.0, 4.0]]))
+    assert abs(y.mean().item()) < 1e-6
+    assert abs(y.var(unbiased=False).item() - 1) < 1e-4
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 7), (5, 3, 7)])
+def test_layer_norm_takes_a_suffix_of_any_rank_and_both_forms_agree(shape: tuple[int, ...]) -> None:
+    norm = nn.LayerNorm(shape)
+    norm.load_state_dict({"weight": torch.randn(shape), "bias": torch.randn(shape)})
+    x = torch.randn(2, 5, 3, 7)
+    wanted = torch.nn.functional.layer_norm(x, shape, norm.weight, norm.bias)
+    torch.testing.assert_close(norm(x), wanted)
+    torch.testing.assert_close(norm.forward_standard(x), wanted)
+
+
+def test_layer_norm_names_both_shapes_when_they_do_not_fit() -> None:
+    norm = nn.LayerNorm([3, 4])
+    for x in (torch.randn(4), torch.randn(2, 4, 3)):
+        for form in (norm.forward, norm.forward_standard):
+            with pytest.raises(ValueError, match=r"\(3, 4\)"):
+                form(x)
+
+
+def test_rms_norm_matches_torch_under_any_leading_dimensions() -> None:
+    norm = nn.RMSNorm(8)
+    norm.weight.load(torch.randn(8))
+    for shape in ((8,), (3, 8), (2, 3, 4, 8), (0, 8)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(norm(x), torch.nn.functional.rms_norm(x, (8,), norm.weight, 1e-6))
+
+
+def test_embedding_starts_with_the_stated_spread_and_a_zero_padding_row() -> None:
+    torch.manual_seed(0)
+    table = nn.Embedding(1000, 256, padding_idx=0)
+    assert abs(table.weight[1:].std().item() - math.sqrt(2 / 1256)) < 1e-3
+    y = table([1, 2, 3, 0])
+    assert y.shape == (4, 256) and (y[3] == 0).all()
+
+
+def test_embedding_takes_tensors_lists_and_lists_of_lists() -> None:
+    table = nn.Embedding(10, 4)
+    wanted = table.weight[torch.tensor([[1, 2], [3, 0]])]
+    assert torch.equal(table(torch.tensor([[1, 2], [3, 0]])), wanted)
+    assert torch.equal(table([[1, 2], [3, 0]]), wanted)
+    assert torch.equal(table([3, 0]), wanted[1])
+
+
+@pytest.mark.parametrize(
+    "ids, error",
+    [
+        ([], ValueError),
+        ([[1, 2], [3]], ValueError),
+        ([1, [2]], ValueError),
+        ([1.5], TypeError),
+        ([True], TypeError),
+        ("12", TypeError),
+        (3, TypeError),
+        ([10], IndexError),
+        ([-1], IndexError),
+    ],
+)
+def test_embedding_refuses_empty_ragged_mistyped_and_foreign_ids(ids: object, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        nn.Embedding(10, 4)(ids)
+
+
+def test_embedding_refuses_a_padding_row_it_does_not_have() -> None:
+    for padding_idx in (10, -1):
+        with pytest.raises(ValueError, match=rf"{padding_idx}.*\[0, 10\)"):
+            nn.Embedding(10, 4, padding_idx=padding_idx)
+
+
+def test_sinusoidal_positions_follow_the_formula() -> None:
+    table = nn.PositionalEmbedding.sinusoidal(50, 7)
+    for position, column in ((0, 0), (0, 1), (3, 2), (49, 5), (17, 6)):
+        angle = position / 10000 ** (2 * (column // 2) / 7)
+        wanted = math.sin(angle) if column % 2 == 0 else math.cos(angle)
+        assert abs(table(1, position)[0, column].item() - wanted) < 1e-6
+
+
+def test_positions_are_a_slice_and_never_exceed_the_table() -> None:
+    table = nn.PositionalEmbedding(20, 4)
+    assert torch.equal(table(5, 3), table.weight[3:8]) and table(0).shape == (0, 4)
+    for seq_len, offset in ((21, 0), (5, 16), (-1, 0), (1, -1)):
+        with pytest.raises(ValueError, match="20"):
+            table(seq_len, offset)
+
+
+def test_learned_positions_start_small() -> None:
+    torch.manual_seed(0)
+    assert abs(nn.PositionalEmbedding(500, 100).weight.std().item() - 0.02) < 1e-3
+
+
+def test_gelu_forms_stay_within_their_known_distance_of_the_exact_one() -> None:
+    x = torch.linspace(-6, 6, 10001)
+    exact = torch.nn.functional.gelu(x.double()).float()
+    for form, bound in (("none", 1e-6), ("tanh", 5e-4), ("fast", 0.0204)):
+        assert (nn.GELU(form)(x) - exact).abs().max() < bound
+    assert nn.GELU()(torch.zeros(1)).item() == 0 and nn.GELU().approximate == "tanh"
+
+
+def test_gelu_is_not_monotone() -> None:
+    y = nn.GELU()(torch.tensor([-2.0, -1.0]))
+    assert y[0] > y[1]
+
+
+def test_softmax_sums_to_one_over_its_dimension() -> None:
+    x = torch.randn(3, 4, 5) * 50
+    for dim in (0, 1, 2, -1, -3):
+        torch.testing.assert_close(nn.Softmax(dim)(x).sum(dim), torch.ones(x.sum(dim).shape))
+    for dim in (3, -4):
+        with pytest.raises(IndexError, match="out of range"):
+            nn.Softmax(dim)(x)
+
+
+def test_layers_describe_themselves() -> None:
+    assert repr(nn.Embedding(10, 4)) == "Embedding(num_embeddings=10, embedding_dim=4)"
+    assert repr(nn.RMSNorm(8)) == "RMSNorm(8, eps=1e-06)"
+    assert repr(nn.RoPE(8, 16)) == "RoPE(head_dim=8, max_seq_len=16, theta=10000.0, algo=GPT_J)"
+    assert repr(nn.SiLU()) == "SiLU()"
+
+
+def test_layers_are_made_in_the_dtype_asked_for() -> None:
+    for layer in (nn.RMSNorm(8, dtype=torch.bfloat16), nn.Embedding(4, 8, dtype=torch.bfloat16)):
+        assert layer.weight.dtype == torch.bfloat16
+    x = torch.randn(3, 8).bfloat16()
+    assert nn.LayerNorm(8, dtype=torch.bfloat16)(x).dtype == torch.bfloat16
+
+
+def test_layers_learn_once_they_are_asked_to() -> None:
+    norm = nn.RMSNorm(8)
+    assert not norm.weight.requires_grad
+    norm.requires_grad_()
+    norm(torch.randn(3, 8)).sum().backward()
+    assert norm.weight.grad is not None and norm.weight.grad.abs().sum() > 0
+
+
+def test_blobs_are_copied_and_their_size_is_checked() -> None:
+    data = bytearray(torch.arange(6.0).numpy().tobytes())
+    t = infinicore.from_blob(data, (2, 3))
+    assert torch.equal(t, torch.arange(6.0).view(2, 3))
+    data[:] = bytes(24)
+    assert t[1, 2] == 5
+    assert infinicore.from_blob(b"", (0, 3), infinicore.int8).shape == (0, 3)
+    for bad in ((b"1234", (2,)), (b"1234", (-1,)), (b"12345", (1,))):
+        with pytest.raises(ValueError):
+            infinicore.from_blob(*bad)
+    for bad_data in (1234, "text", None):
+        with pytest.raises(TypeError):
+            infinicore.from_blob(bad_data, (1,))
