@@ -1,0 +1,135 @@
+"""A model's files as a config and named tensors, whichever format they are stored in."""
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from infinilm.checkpoint.quantization import BlockType, QuantizedTensor, quantize
+
+__all__ = [
+    "BlockType",
+    "Checkpoint",
+    "CheckpointError",
+    "QuantizedTensor",
+    "TensorInfo",
+    "open_checkpoint",
+    "quantize",
+]
+
+
+class CheckpointError(ValueError):
+    """A model's files break a rule; the message names the file, the tensor or key, and the rule."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a file's header says of one tensor; `offset` is the byte of the file where its data starts."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | BlockType
+    offset: int
+    num_bytes: int
+
+
+class Checkpoint(ABC):
+    """Tensors under Hugging Face names, mapped from disk and touched only when asked for.
+
+    `config` is the content of config.json or its equivalent; `metadata` is GGUF's, else empty. A tensor is
+    often a view of the mapped file: it outlives `close`, and writing to it never reaches the file. Copy what
+    has to survive another process cutting the file short.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        config: dict[str, Any],
+        metadata: dict[str, Any],
+        tensors: Mapping[str, TensorInfo],
+    ) -> None:
+        self.path = path
+        self.config = config
+        self.metadata = metadata
+        self._tensors = tensors
+        self._is_closed = False
+
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._info(name).shape
+
+    def dtype(self, name: str) -> torch.dtype | BlockType:
+        return self._info(name).dtype
+
+    def tensor(self, name: str) -> Tensor | QuantizedTensor:
+        info = self._info(name)
+        if self._is_closed:
+            raise CheckpointError(f"{self.path}: {name!r} was asked for after the checkpoint was closed")
+        return self._read(name, info)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(info.num_bytes for info in self._tensors.values())
+
+    def close(self) -> None:
+        """Let go of the files. Each mapping ends with the last tensor that views it."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _info(self, name: str) -> TensorInfo:
+        if name not in self._tensors:
+            raise CheckpointError(f"{self.path}: no tensor {name!r} among its {len(self._tensors)}")
+        return self._tensors[name]
+
+    @abstractmethod
+    def _read(self, name: str, info: TensorInfo) -> Tensor | QuantizedTensor: ...
+
+    @abstractmethod
+    def _release(self) -> None: ...
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Open a Hugging Face folder, a .gguf file, or a folder that holds one; its headers are checked first."""
+    try:
+        return _open(Path(path))
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}") from error
+
+
+def _open(path: Path) -> Checkpoint:
+    # The two formats import the names above, so they come in here.
+    from infinilm.checkpoint.gguf import open_gguf
+    from infinilm.checkpoint.huggingface import open_folder
+
+    if path.is_dir():
+        return open_folder(path) if (path / "config.json").exists() else open_gguf(_only_gguf(path))
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file or folder")
+    if path.suffix.lower() != ".gguf":
+        raise CheckpointError(
+            f"{path}: neither a .gguf file nor a folder; give the folder that has config.json"
+        )
+    return open_gguf(path)
+
+
+def _only_gguf(folder: Path) -> Path:
+    found = sorted(entry for entry in folder.iterdir() if entry.suffix.lower() == ".gguf" and entry.is_file())
+    if not found:
+        raise CheckpointError(f"{folder}: holds neither config.json nor a .gguf file")
+    if len(found) > 1:
+        names = ", ".join(entry.name for entry in found[:5])
+        raise CheckpointError(f"{folder}: holds {len(found)} .gguf files ({names}); give the path of one")
+    return found[0]

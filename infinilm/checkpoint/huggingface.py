@@ -1,0 +1,319 @@
+"""Hugging Face folders: config.json and safetensors. Headers are checked here, then the library maps files.
+
+No pickle is loaded and no code of the folder is run: `.bin` and `.pt` are refused, `auto_map` is ignored.
+"""
+
+import json
+import os
+import struct
+from collections.abc import Iterable, Mapping
+from math import prod
+from pathlib import Path
+from reprlib import repr as short
+from typing import Any, BinaryIO, TypeGuard
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from infinilm.checkpoint import Checkpoint, CheckpointError, TensorInfo
+
+MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
+MAX_TENSORS = 65_536
+MAX_NAME_LENGTH = 1024
+MAX_DIMS = 8
+# A tensor takes about six JSON values. Without this cap 100 MB of brackets would become gigabytes of lists.
+MAX_JSON_VALUES = 8 * MAX_TENSORS
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+def open_folder(folder: Path) -> "HuggingFaceCheckpoint":
+    config = _read_json(_inside(folder, "config.json"))
+    if config.get("quantization_config") is not None:
+        raise CheckpointError(
+            f"{folder / 'config.json'}: 'quantization_config' is not supported; "
+            "give the unquantised model, or a GGUF file for quantised weights"
+        )
+    return HuggingFaceCheckpoint(folder, config)
+
+
+class HuggingFaceCheckpoint(Checkpoint):
+    """The tensors of a folder's safetensors files."""
+
+    def __init__(self, folder: Path, config: dict[str, Any]) -> None:
+        index = _read_index(folder)
+        files = [SINGLE_FILE] if index is None else sorted(set(index.values()))
+        self._shards = _by_tensor([_Shard(_inside(folder, file)) for file in files])
+        if index is not None:
+            _check_index(folder / INDEX_FILE, index, self._shards)
+        super().__init__(
+            folder, config, {}, {name: shard.tensors[name] for name, shard in self._shards.items()}
+        )
+
+    def _read(self, name: str, info: TensorInfo) -> Tensor:
+        return self._shards[name].tensor(name)
+
+    def _release(self) -> None:
+        del self._shards
+
+
+class _Shard:
+    """One safetensors file: its header checked, then mapped."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            self.num_bytes = os.fstat(file.fileno()).st_size
+            self.tensors = read_header(file, self.num_bytes, path)
+        self.path = path
+        try:
+            self.map: Any = safe_open(path, framework="pt")
+        except SafetensorError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+
+    def tensor(self, name: str) -> Tensor:
+        # A deleted file stays mapped; one that was cut short would end the process when touched.
+        if self.path.exists() and self.path.stat().st_size != self.num_bytes:
+            raise CheckpointError(f"{self.path}: changed its size while it was open; open it again")
+        tensor: Tensor = self.map.get_tensor(name)
+        # Not every writer aligns its data, but kernels need whole elements.
+        return tensor.clone() if tensor.data_ptr() % tensor.itemsize else tensor
+
+
+def _by_tensor(shards: Iterable[_Shard]) -> dict[str, _Shard]:
+    found: dict[str, _Shard] = {}
+    for shard in shards:
+        for name in shard.tensors:
+            if name in found:
+                raise CheckpointError(f"{shard.path}: tensor {name!r} is also in {found[name].path.name}")
+            found[name] = shard
+    return found
+
+
+# The files of a folder
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """The file of this name, if it is one and no symlink leads out of the folder.
+
+    One way out is allowed: the hub's cache keeps a snapshot's files as links into its repository's `blobs`.
+    """
+    path = folder / name
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file")
+    root, target = folder.resolve(), path.resolve()
+    blobs = [
+        parent.parent.parent / "blobs"
+        for parent in (root, *root.parents)
+        if parent.parent.name == "snapshots"
+    ]
+    if not any(target.is_relative_to(allowed) for allowed in (root, *blobs)):
+        raise CheckpointError(
+            f"{path}: is a link out of its folder, to {target}; copy the file into the folder"
+        )
+    return path
+
+
+def _read_index(folder: Path) -> dict[str, str] | None:
+    """Which file each tensor is in; None if there is one file for all."""
+    if (folder / SINGLE_FILE).exists():
+        return None
+    if not (folder / INDEX_FILE).exists():
+        raise CheckpointError(f"{folder}: {_why_no_weights(folder)}")
+    weight_map = _read_json(_inside(folder, INDEX_FILE)).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(
+            f"{folder / INDEX_FILE}: 'weight_map' is {short(weight_map)}, not a map of names to files"
+        )
+    for name, file in weight_map.items():
+        if not _is_plain_name(file):
+            raise CheckpointError(
+                f"{folder / INDEX_FILE}: tensor {short(name)} is in {short(file)}, "
+                "which is not the plain name of a .safetensors file"
+            )
+    return weight_map
+
+
+def _is_plain_name(file: object) -> bool:
+    return (
+        isinstance(file, str)
+        and Path(file).name == file
+        and "\\" not in file
+        and file.endswith(".safetensors")
+    )
+
+
+def _why_no_weights(folder: Path) -> str:
+    suffixes = {entry.suffix.lower() for entry in folder.iterdir()}
+    if ".safetensors" in suffixes:
+        return f"has .safetensors files, but neither {SINGLE_FILE} nor {INDEX_FILE}"
+    if ".gguf" in suffixes:
+        return f"has config.json but no {SINGLE_FILE}; give the path of the .gguf file itself"
+    if suffixes & PICKLES:
+        return (
+            "has only pickled weights, which can run code and are never loaded; convert them to safetensors"
+        )
+    return f"has config.json, but neither {SINGLE_FILE} nor {INDEX_FILE}"
+
+
+def _check_index(path: Path, index: Mapping[str, str], shards: Mapping[str, _Shard]) -> None:
+    for name, file in index.items():
+        if name not in shards or shards[name].path.name != file:
+            raise CheckpointError(f"{path}: tensor {short(name)} is not in {file}, where the index has it")
+    for name, shard in shards.items():
+        if name not in index:
+            raise CheckpointError(f"{shard.path}: tensor {name!r} is not in {path.name}")
+
+
+# JSON from strangers
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if path.stat().st_size > MAX_HEADER_BYTES:
+        raise CheckpointError(f"{path}: has {path.stat().st_size} bytes, more than {MAX_HEADER_BYTES}")
+    return parse_object(path.read_bytes(), path)
+
+
+def parse_object(raw: bytes, source: object) -> dict[str, Any]:
+    if raw.count(b",") > MAX_JSON_VALUES:
+        raise CheckpointError(f"{source}: its JSON has more than {MAX_JSON_VALUES} values")
+    try:
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{source}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{source}: its JSON is a {type(value).__name__}, not an object")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"key {short(key)} appears twice")
+        found[key] = value
+    return found
+
+
+def _refuse_constant(constant: str) -> None:
+    raise ValueError(f"{constant} is not a JSON number")
+
+
+# The safetensors header: length | JSON {name: {dtype, shape, data_offsets}} | data, in one gapless run
+
+
+def read_header(file: BinaryIO, num_bytes: int, source: object) -> dict[str, TensorInfo]:
+    """Read the header of a safetensors file of num_bytes; `source` is what errors call it."""
+    header = _read_header_object(file, num_bytes, source)
+    _check_annotations(header.pop("__metadata__", None), source)
+    if len(header) > MAX_TENSORS:
+        raise CheckpointError(f"{source}: has {len(header)} tensors, more than {MAX_TENSORS}")
+    data_start = file.tell()
+    tensors = {name: _tensor_info(name, entry, data_start, source) for name, entry in header.items()}
+    _check_spans(tensors, data_start, num_bytes, source)
+    return tensors
+
+
+def _read_header_object(file: BinaryIO, num_bytes: int, source: object) -> dict[str, Any]:
+    prefix = file.read(8)
+    if len(prefix) < 8:
+        raise CheckpointError(f"{source}: not a safetensors file: has only {len(prefix)} bytes")
+    length = struct.unpack("<Q", prefix)[0]
+    if not 2 <= length <= min(num_bytes - 8, MAX_HEADER_BYTES):
+        hint = (
+            "; it looks like a pickle, which is never loaded" if prefix.startswith((b"\x80", b"PK")) else ""
+        )
+        raise CheckpointError(
+            f"{source}: not a safetensors file: its header would have {length} bytes, "
+            f"not 2 to {min(num_bytes - 8, MAX_HEADER_BYTES)}{hint}"
+        )
+    raw = file.read(length)
+    if not raw.startswith(b"{"):
+        raise CheckpointError(
+            f"{source}: not a safetensors file: its header starts with {raw[:8]!r}, not '{{'"
+        )
+    return parse_object(raw, source)
+
+
+def _check_annotations(annotations: object, source: object) -> None:
+    if annotations is None:
+        return
+    if not isinstance(annotations, dict) or not all(isinstance(value, str) for value in annotations.values()):
+        raise CheckpointError(
+            f"{source}: '__metadata__' is {short(annotations)}, not a map of strings to strings"
+        )
+
+
+def _tensor_info(name: str, entry: object, data_start: int, source: object) -> TensorInfo:
+    if not 1 <= len(name) <= MAX_NAME_LENGTH:
+        raise CheckpointError(
+            f"{source}: a tensor's name has {len(name)} characters, not 1 to {MAX_NAME_LENGTH}"
+        )
+    where = f"{source}: tensor {name!r}"
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise CheckpointError(f"{where} is {short(entry)}, not a map of dtype, shape and data_offsets")
+    dtype, shape = _dtype(entry["dtype"], where), _shape(entry["shape"], where)
+    begin, end = _span(entry["data_offsets"], where)
+    num_bytes = prod(shape) * dtype.itemsize
+    if num_bytes != end - begin:
+        raise CheckpointError(
+            f"{where} {shape} {dtype} needs {num_bytes} bytes, but its offsets span {end - begin}"
+        )
+    return TensorInfo(shape, dtype, data_start + begin, num_bytes)
+
+
+def _dtype(name: object, where: str) -> torch.dtype:
+    if not isinstance(name, str) or name not in DTYPES:
+        raise CheckpointError(f"{where} has dtype {short(name)}; supported are {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _shape(sizes: object, where: str) -> tuple[int, ...]:
+    if not _are_counts(sizes) or len(sizes) > MAX_DIMS:
+        raise CheckpointError(f"{where} has shape {short(sizes)}, not a list of at most {MAX_DIMS} sizes")
+    # Also where a size is 0: torch computes strides from the others.
+    if prod(max(size, 1) for size in sizes) >= 2**63:
+        raise CheckpointError(f"{where} has shape {short(sizes)}, more than 2**63 elements")
+    return tuple(sizes)
+
+
+def _span(offsets: object, where: str) -> tuple[int, int]:
+    if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise CheckpointError(f"{where} has data_offsets {short(offsets)}, not [begin, end]")
+    return offsets[0], offsets[1]
+
+
+def _are_counts(values: object) -> TypeGuard[list[int]]:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+
+
+def _check_spans(tensors: Mapping[str, TensorInfo], data_start: int, num_bytes: int, source: object) -> None:
+    """Each tensor starts where the last one ended, and the last one ends with the file."""
+    position = data_start
+    for name, info in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].num_bytes)):
+        if info.offset != position:
+            fault = "overlaps the one before it" if info.offset < position else "leaves a hole before it"
+            raise CheckpointError(
+                f"{source}: tensor {name!r} starts at byte {info.offset}, not {position}: it {fault}"
+            )
+        position += info.num_bytes
+    if position != num_bytes:
+        fault = "it is cut short" if num_bytes < position else "something follows its last tensor"
+        raise CheckpointError(
+            f"{source}: the header describes {position} bytes, but the file has {num_bytes}: {fault}"
+        )

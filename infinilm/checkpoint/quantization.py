@@ -1,0 +1,285 @@
+"""Block formats: rows of weights in 2 to 8 bits, each block with scales of its own, as GGUF stores them.
+
+A tensor stays in blocks in memory; `dequantize` says what they mean, bit for bit as ggml defines it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from math import prod
+
+import torch
+from torch import Tensor
+
+# N blocks, E elements of a block, G groups of a block, R runs of W bytes
+
+
+class BlockType(Enum):
+    """Name = ggml's type id, elements per block, bytes per block."""
+
+    Q4_0 = (2, 32, 18)
+    Q4_1 = (3, 32, 20)
+    Q5_0 = (6, 32, 22)
+    Q5_1 = (7, 32, 24)
+    Q8_0 = (8, 32, 34)
+    Q2_K = (10, 256, 84)
+    Q3_K = (11, 256, 110)
+    Q4_K = (12, 256, 144)
+    Q5_K = (13, 256, 176)
+    Q6_K = (14, 256, 210)
+    IQ4_NL = (20, 32, 18)
+
+    def __init__(self, ggml_id: int, elements_per_block: int, bytes_per_block: int) -> None:
+        self.ggml_id = ggml_id
+        self.elements_per_block = elements_per_block
+        self.bytes_per_block = bytes_per_block
+
+    def bytes_per_row(self, row_length: int) -> int:
+        if row_length % self.elements_per_block:
+            raise ValueError(
+                f"a row of {row_length} does not fill {self.name} blocks of {self.elements_per_block}"
+            )
+        return row_length // self.elements_per_block * self.bytes_per_block
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedTensor:
+    """A tensor of `shape` kept in blocks, uint8 [rows, bytes per row], where a row is the last dimension.
+
+    Rows are independent, so they may be selected, sliced or permuted without leaving the format.
+    """
+
+    blocks: Tensor
+    type: BlockType
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        wanted = (prod(self.shape[:-1]), self.type.bytes_per_row(self.shape[-1]))
+        if self.blocks.dtype != torch.uint8 or tuple(self.blocks.shape) != wanted:
+            raise ValueError(
+                f"{self.type.name} {self.shape} needs torch.uint8 blocks {wanted}, "
+                f"but has {self.blocks.dtype} {tuple(self.blocks.shape)}"
+            )
+
+    @property
+    def num_bytes(self) -> int:
+        return self.blocks.numel()
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The values, computed in float32 and rounded once to dtype."""
+        values = torch.empty(self.shape, dtype=dtype, device=self.blocks.device)
+        blocks = self.blocks.reshape(-1, self.type.bytes_per_block)
+        rows = values.view(-1, self.type.elements_per_block)
+        # In chunks, so that the intermediates stay in the cache and cost no memory beside the result.
+        for chunk in _chunks(len(blocks)):
+            rows[chunk] = DEQUANTIZERS[self.type](blocks[chunk])
+        return values
+
+
+def quantize(tensor: Tensor, type: BlockType) -> QuantizedTensor:
+    """Round each block of a row to Q8_0 or Q4_0, bit for bit as ggml does."""
+    if type not in QUANTIZERS:
+        known = ", ".join(known.name for known in QUANTIZERS)
+        raise ValueError(f"quantize makes {known}, not {type.name}")
+    shape = tuple(tensor.shape)
+    row_bytes = type.bytes_per_row(shape[-1])
+    blocks = tensor.to(torch.float32).reshape(-1, type.elements_per_block)
+    packed = torch.empty(len(blocks), type.bytes_per_block, dtype=torch.uint8, device=tensor.device)
+    for chunk in _chunks(len(blocks)):
+        packed[chunk] = QUANTIZERS[type](blocks[chunk])
+    return QuantizedTensor(packed.view(prod(shape[:-1]), row_bytes), type, shape)
+
+
+def _chunks(num_blocks: int, chunk_length: int = 8192) -> list[slice]:
+    return [slice(start, start + chunk_length) for start in range(0, num_blocks, chunk_length)]
+
+
+# The pieces the formats are made of
+
+
+def _parts(blocks: Tensor, *lengths: int) -> tuple[Tensor, ...]:
+    return torch.split(blocks, list(lengths), dim=1)
+
+
+def _half(raw: Tensor) -> Tensor:
+    """float16 bytes [N, 2] -> float32 [N, 1]"""
+    return raw.clone(memory_format=torch.contiguous_format).view(torch.float16).float()
+
+
+def _fields(raw: Tensor, bits: int, width: int) -> Tensor:
+    """Split bytes into fields of `bits`: the lowest of each byte in a run of `width`, then the next of each.
+
+    [N, R * W] -> [N, R * 8 / bits * W]
+    """
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=raw.device).unsqueeze(1)
+    runs = raw.reshape(len(raw), -1, 1, width)  # [N, R, 1, W]
+    return torch.bitwise_and(runs >> shifts, (1 << bits) - 1).flatten(1)
+
+
+def _grouped(scales: Tensor, fields: Tensor, minimums: Tensor | None = None) -> Tensor:
+    """Each of G equal groups times its scale, less its minimum: [N, G], [N, E], [N, G] -> [N, E]"""
+    values = scales.unsqueeze(2) * fields.float().reshape(*scales.shape, -1)
+    return values.flatten(1) if minimums is None else (values - minimums.unsqueeze(2)).flatten(1)
+
+
+def _group_scales(raw: Tensor) -> tuple[Tensor, Tensor]:
+    """Eight 6-bit scales and eight 6-bit minimums from 12 bytes, as Q4_K and Q5_K store them.
+
+    Bytes 0-3 hold scales 0-3 and bytes 4-7 minimums 0-3, in the low 6 bits. Their top 2 bits belong to scales
+    and minimums 4-7, whose low 4 bits are the low and the high halves of bytes 8-11.
+    """
+    scales, minimums, low = _parts(raw, 4, 4, 4)
+    late_scales, late_minimums = (low & 15) | (scales >> 6 << 4), (low >> 4) | (minimums >> 6 << 4)
+    return torch.cat([scales & 63, late_scales], 1), torch.cat([minimums & 63, late_minimums], 1)
+
+
+# Each takes blocks, uint8 [N, bytes per block], to float32 [N, elements per block]
+
+
+def _dequantize_q4_0(blocks: Tensor) -> Tensor:
+    """scale f16 | 16 bytes: low halves are elements 0-15, high halves 16-31; value = scale * (q - 8)"""
+    scale, packed = _parts(blocks, 2, 16)
+    return _half(scale) * (_fields(packed, 4, 16).float() - 8)
+
+
+def _dequantize_q4_1(blocks: Tensor) -> Tensor:
+    """scale f16 | minimum f16 | 16 bytes as in Q4_0; value = scale * q + minimum"""
+    scale, minimum, packed = _parts(blocks, 2, 2, 16)
+    return _half(scale) * _fields(packed, 4, 16).float() + _half(minimum)
+
+
+def _dequantize_q5_0(blocks: Tensor) -> Tensor:
+    """scale f16 | 32 fifth bits, element 0 lowest | 16 bytes as in Q4_0; value = scale * (q - 16)"""
+    scale, high, packed = _parts(blocks, 2, 4, 16)
+    return _half(scale) * ((_fields(packed, 4, 16) | _fields(high, 1, 1) << 4).float() - 16)
+
+
+def _dequantize_q5_1(blocks: Tensor) -> Tensor:
+    """scale f16 | minimum f16 | 32 fifth bits | 16 bytes as in Q4_0; value = scale * q + minimum"""
+    scale, minimum, high, packed = _parts(blocks, 2, 2, 4, 16)
+    return _half(scale) * (_fields(packed, 4, 16) | _fields(high, 1, 1) << 4).float() + _half(minimum)
+
+
+def _dequantize_q8_0(blocks: Tensor) -> Tensor:
+    """scale f16 | 32 signed bytes; value = scale * q"""
+    scale, values = _parts(blocks, 2, 32)
+    return _half(scale) * values.view(torch.int8).float()
+
+
+def _dequantize_q2_k(blocks: Tensor) -> Tensor:
+    """16 bytes: group scale low, minimum high | 64 bytes of 2 bits in runs of 32 | scale f16 | minimum f16
+
+    value = scale * group scale * q - minimum * group minimum, groups of 16
+    """
+    groups, packed, scale, minimum = _parts(blocks, 16, 64, 2, 2)
+    scales, minimums = _half(scale) * (groups & 15).float(), _half(minimum) * (groups >> 4).float()
+    return _grouped(scales, _fields(packed, 2, 32), minimums)
+
+
+def _dequantize_q3_k(blocks: Tensor) -> Tensor:
+    """32 bytes of third bits | 64 bytes of 2 bits in runs of 32 | 12 bytes of 6-bit group scales | scale f16
+
+    Group scales have their low 4 bits in bytes 0-7, their high 2 in bytes 8-11.
+    value = scale * (group scale - 32) * (q - 4), groups of 16
+    """
+    high, packed, low_scales, high_scales, scale = _parts(blocks, 32, 64, 8, 4, 2)
+    group_scales = _fields(low_scales, 4, 8) | _fields(high_scales, 2, 4) << 4
+    fields = _fields(packed, 2, 32) | _fields(high, 1, 32) << 2
+    return _grouped(_half(scale) * (group_scales.float() - 32), fields.float() - 4)
+
+
+def _dequantize_q4_k(blocks: Tensor) -> Tensor:
+    """scale f16 | minimum f16 | 12 bytes of group scales and minimums | 128 bytes of 4 bits in runs of 32
+
+    value = scale * group scale * q - minimum * group minimum, groups of 32
+    """
+    scale, minimum, groups, packed = _parts(blocks, 2, 2, 12, 128)
+    scales, minimums = _group_scales(groups)
+    return _grouped(_half(scale) * scales.float(), _fields(packed, 4, 32), _half(minimum) * minimums.float())
+
+
+def _dequantize_q5_k(blocks: Tensor) -> Tensor:
+    """As Q4_K, with 32 bytes of fifth bits before the 4-bit fields; bit g of a byte belongs to group g"""
+    scale, minimum, groups, high, packed = _parts(blocks, 2, 2, 12, 32, 128)
+    scales, minimums = _group_scales(groups)
+    fields = _fields(packed, 4, 32) | _fields(high, 1, 32) << 4
+    return _grouped(_half(scale) * scales.float(), fields, _half(minimum) * minimums.float())
+
+
+def _dequantize_q6_k(blocks: Tensor) -> Tensor:
+    """128 bytes of low 4 bits in runs of 64 | 64 of high 2 bits in runs of 32 | 16 signed bytes | scale f16
+
+    value = scale * group scale * (q - 32), groups of 16
+    """
+    low, high, scales, scale = _parts(blocks, 128, 64, 16, 2)
+    fields = _fields(low, 4, 64) | _fields(high, 2, 32) << 4
+    return _grouped(_half(scale) * scales.view(torch.int8).float(), fields.float() - 32)
+
+
+IQ4_NL_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+def _dequantize_iq4_nl(blocks: Tensor) -> Tensor:
+    """scale f16 | 16 bytes as in Q4_0; value = scale * level[q], sixteen levels closer together near zero"""
+    scale, packed = _parts(blocks, 2, 16)
+    levels = torch.tensor(IQ4_NL_LEVELS, dtype=torch.float32, device=blocks.device)
+    return _half(scale) * levels[_fields(packed, 4, 16).int()]
+
+
+DEQUANTIZERS: dict[BlockType, Callable[[Tensor], Tensor]] = {
+    BlockType.Q4_0: _dequantize_q4_0,
+    BlockType.Q4_1: _dequantize_q4_1,
+    BlockType.Q5_0: _dequantize_q5_0,
+    BlockType.Q5_1: _dequantize_q5_1,
+    BlockType.Q8_0: _dequantize_q8_0,
+    BlockType.Q2_K: _dequantize_q2_k,
+    BlockType.Q3_K: _dequantize_q3_k,
+    BlockType.Q4_K: _dequantize_q4_k,
+    BlockType.Q5_K: _dequantize_q5_k,
+    BlockType.Q6_K: _dequantize_q6_k,
+    BlockType.IQ4_NL: _dequantize_iq4_nl,
+}
+
+
+# Each takes float32 [N, 32] to blocks, uint8 [N, bytes per block]
+
+
+def _quantize_q8_0(values: Tensor) -> Tensor:
+    scale = values.abs().amax(1, keepdim=True) / 127
+    scaled = values * _inverse(scale)
+    magnitude = scaled.abs()
+    # ggml rounds halves away from zero, torch.round to even.
+    rounded = magnitude.floor() + (2 * (magnitude - magnitude.floor())).floor()
+    signed = (scaled.sign() * rounded).to(torch.int8)
+    return torch.cat([_half_bytes(scale, "Q8_0"), signed.view(torch.uint8)], 1)
+
+
+def _quantize_q4_0(values: Tensor) -> Tensor:
+    # The extreme value keeps its sign and becomes -8, the end of the range that has one more step.
+    extreme = values.gather(1, values.abs().argmax(1, keepdim=True))
+    scale = extreme / -8
+    fields = (values * _inverse(scale) + 8.5).to(torch.uint8).clamp(max=15)
+    low, high = _parts(fields, 16, 16)
+    return torch.cat([_half_bytes(scale, "Q4_0"), low | high << 4], 1)
+
+
+QUANTIZERS: dict[BlockType, Callable[[Tensor], Tensor]] = {
+    BlockType.Q8_0: _quantize_q8_0,
+    BlockType.Q4_0: _quantize_q4_0,
+}
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    """1 / scale, or 0 where the block is zero or so small that its float16 scale is."""
+    inverse = 1 / scale
+    return torch.where(inverse.isfinite(), inverse, 0)
+
+
+def _half_bytes(scale: Tensor, type_name: str) -> Tensor:
+    half = scale.to(torch.float16)
+    if not half.isfinite().all():
+        raise ValueError(
+            f"{type_name} scales are float16, but a block needs {scale[~half.isfinite()][0].item()!r}: "
+            "the tensor holds NaN, infinity, or values too large to quantize"
+        )
+    return half.view(torch.uint8)

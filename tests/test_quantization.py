@@ -1,0 +1,126 @@
+"""Block formats, against the gguf package: every dequantised and quantised bit is the same."""
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from infinilm.checkpoint import BlockType, QuantizedTensor, quantize
+
+BLOCK_TYPES = pytest.mark.parametrize("block_type", list(BlockType), ids=lambda block_type: block_type.name)
+QUANTIZABLE = pytest.mark.parametrize("block_type", [BlockType.Q8_0, BlockType.Q4_0], ids=["Q8_0", "Q4_0"])
+
+
+def random_blocks(block_type: BlockType, num_rows: int, num_blocks: int, seed: int = 0) -> QuantizedTensor:
+    """Any bytes are a tensor, though perhaps with scales that are infinite or not a number."""
+    generator = torch.Generator().manual_seed(seed)
+    row_bytes = num_blocks * block_type.bytes_per_block
+    blocks = torch.randint(0, 256, (num_rows, row_bytes), generator=generator, dtype=torch.uint8)
+    return QuantizedTensor(blocks, block_type, (num_rows, num_blocks * block_type.elements_per_block))
+
+
+def oracle_values(tensor: QuantizedTensor) -> torch.Tensor:
+    with np.errstate(all="ignore"):
+        values = gguf.quants.dequantize(tensor.blocks.numpy(), oracle_type(tensor.type))
+    return torch.from_numpy(values)
+
+
+def oracle_type(block_type: BlockType) -> gguf.GGMLQuantizationType:
+    return gguf.GGMLQuantizationType[block_type.name]
+
+
+def assert_same_bits(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    is_nan = wanted.isnan()
+    assert found.dtype == wanted.dtype and torch.equal(found.isnan(), is_nan)
+    assert torch.equal(found.view(torch.int32)[~is_nan], wanted.view(torch.int32)[~is_nan])
+
+
+@BLOCK_TYPES
+def test_block_sizes_and_ids_are_those_of_ggml(block_type):
+    wanted = gguf.GGML_QUANT_SIZES[oracle_type(block_type)]
+    assert (block_type.elements_per_block, block_type.bytes_per_block) == wanted
+    assert block_type.ggml_id == oracle_type(block_type).value
+
+
+@BLOCK_TYPES
+@pytest.mark.parametrize("num_rows, num_blocks", [(1, 1), (7, 3), (33, 1), (300, 40)])
+def test_dequantized_values_are_those_of_ggml_bit_for_bit(block_type, num_rows, num_blocks):
+    tensor = random_blocks(block_type, num_rows, num_blocks)
+    assert_same_bits(tensor.dequantize(), oracle_values(tensor))
+
+
+@BLOCK_TYPES
+def test_rows_are_independent(block_type):
+    tensor = random_blocks(block_type, 7, 2)
+    order = torch.tensor([3, 0, 6, 1, 5, 2, 4])
+    reordered = QuantizedTensor(tensor.blocks[order], block_type, tensor.shape)
+    assert_same_bits(reordered.dequantize(), tensor.dequantize()[order])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_dequantize_rounds_once_to_the_dtype_asked_for(dtype):
+    tensor = quantize(torch.randn(5, 64), BlockType.Q8_0)
+    assert torch.equal(tensor.dequantize(dtype), tensor.dequantize().to(dtype))
+
+
+def test_any_shape_is_kept_and_its_last_dimension_is_a_row():
+    values = torch.randn(2, 3, 5, 96)
+    tensor = quantize(values, BlockType.Q8_0)
+    assert tensor.shape == (2, 3, 5, 96) and tuple(tensor.blocks.shape) == (30, 102)
+    assert tensor.dequantize().shape == values.shape
+
+
+def test_a_tensor_without_rows_is_empty():
+    assert quantize(torch.empty(0, 64), BlockType.Q4_0).dequantize().shape == (0, 64)
+
+
+@QUANTIZABLE
+@pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 1e4])
+def test_quantized_bytes_are_those_of_ggml(block_type, scale):
+    values = torch.randn(37, 96, generator=torch.Generator().manual_seed(1)) * scale
+    values[3] = 0
+    values[4, ::2] = -values[4, 1::2]  # two extremes of equal size: the first one counts
+    values[5] = values[5].round()  # halves: rounded away from zero
+    wanted = torch.from_numpy(gguf.quants.quantize(values.numpy(), oracle_type(block_type)))
+    assert torch.equal(quantize(values, block_type).blocks, wanted)
+
+
+@QUANTIZABLE
+def test_ties_round_away_from_zero_as_in_ggml(block_type):
+    values = torch.arange(-127, 129).reshape(8, 32).float() / 2
+    values[:, 0] = 127.0
+    wanted = torch.from_numpy(gguf.quants.quantize(values.numpy(), oracle_type(block_type)))
+    assert torch.equal(quantize(values, block_type).blocks, wanted)
+
+
+@QUANTIZABLE
+def test_a_block_below_the_smallest_scale_becomes_zero(block_type):
+    assert not quantize(torch.full((1, 32), 1e-44), block_type).dequantize().any()
+
+
+@QUANTIZABLE
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 1e30])
+def test_values_without_a_float16_scale_are_refused(block_type, bad):
+    values = torch.ones(2, 64)
+    values[1, 40] = bad
+    with pytest.raises(ValueError, match=f"{block_type.name} scales are float16"):
+        quantize(values, block_type)
+
+
+def test_a_row_that_does_not_fill_its_blocks_is_refused_with_both_numbers():
+    with pytest.raises(ValueError, match="row of 33 does not fill Q8_0 blocks of 32"):
+        quantize(torch.ones(2, 33), BlockType.Q8_0)
+
+
+def test_a_format_that_cannot_be_written_is_refused_with_those_that_can():
+    with pytest.raises(ValueError, match="makes Q8_0, Q4_0, not Q6_K"):
+        quantize(torch.ones(2, 256), BlockType.Q6_K)
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [torch.zeros(2, 33, dtype=torch.uint8), torch.zeros(1, 34, dtype=torch.uint8), torch.zeros(2, 34)],
+)
+def test_blocks_that_do_not_fit_the_shape_are_refused(blocks):
+    with pytest.raises(ValueError, match=r"Q8_0 \(2, 32\) needs torch.uint8 blocks \(2, 34\)"):
+        QuantizedTensor(blocks, BlockType.Q8_0, (2, 32))
