@@ -1,0 +1,123 @@
+"""The rules of docs/architecture.md that a parser can check."""
+
+import ast
+import re
+from collections.abc import Iterator
+from importlib.util import resolve_name
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted(path for package in ("infinicore", "infinilm") for path in (ROOT / package).rglob("*.py"))
+
+# The parts of infinilm, from the top down; a part imports only parts of later rows.
+LAYERS = (
+    ("__init__", "__main__", "cli"),
+    ("llm", "server"),
+    ("engine",),
+    ("models",),
+    ("generation",),
+    ("cache", "checkpoint", "hub", "sampling", "tokenizer"),
+    ("config",),
+)
+ROW = {part: row for row, parts in enumerate(LAYERS) for part in parts}
+
+# Where a library may be imported; nowhere means that it serves tests and benchmarks alone.
+HOMES = {
+    "safetensors": "infinilm/checkpoint/huggingface.py",
+    "tokenizers": "infinilm/tokenizer.py",
+    "jinja2": "infinilm/tokenizer.py",
+    "huggingface_hub": "infinilm/hub.py",
+    "triton": "infinicore/ops/triton/",
+    "transformers": "nowhere",
+    "gguf": "nowhere",
+    "llama_cpp": "nowhere",
+}
+UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def nodes(path: Path) -> Iterator[ast.AST]:
+    return ast.walk(ast.parse(path.read_text()))
+
+
+def imports(path: Path) -> set[str]:
+    """Every dotted name the file imports, also inside functions: `from a import b` gives a.b."""
+    package = name_of(path.parent).replace("/", ".")
+    found: set[str] = set()
+    for node in nodes(path):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = resolve_name("." * node.level + (node.module or ""), package)
+            found.update(f"{module}.{alias.name}" for alias in node.names)
+    return found
+
+
+def libraries(path: Path) -> set[str]:
+    return {name.partition(".")[0] for name in imports(path)}
+
+
+def part_of(name: str) -> str:
+    """The part of infinilm that a dotted name belongs to; a name of the package itself is at the top."""
+    part = name.removeprefix("infinilm").lstrip(".").partition(".")[0]
+    return part if part in ROW else "__init__"
+
+
+def parts_of_infinilm() -> set[str]:
+    return {
+        path.relative_to(ROOT / "infinilm").parts[0].removesuffix(".py") for path in sources_of("infinilm")
+    }
+
+
+def sources_of(package: str) -> list[Path]:
+    return [path for path in SOURCES if name_of(path).startswith(package + "/")]
+
+
+@pytest.mark.parametrize("path", sources_of("infinicore"), ids=name_of)
+def test_infinicore_does_not_know_infinilm(path: Path) -> None:
+    assert "infinilm" not in libraries(path)
+
+
+def test_every_part_of_infinilm_has_its_layer() -> None:
+    assert parts_of_infinilm() <= ROW.keys()
+
+
+@pytest.mark.parametrize("path", sources_of("infinilm"), ids=name_of)
+def test_imports_of_infinilm_go_down_only(path: Path) -> None:
+    own = path.relative_to(ROOT / "infinilm").parts[0].removesuffix(".py")
+    used = {part_of(name) for name in imports(path) if name.partition(".")[0] == "infinilm"} - {own}
+    assert [part for part in used if ROW[part] <= ROW[own]] == []
+
+
+@pytest.mark.parametrize("library", HOMES)
+def test_library_is_imported_at_its_home_only(library: str) -> None:
+    users = [name_of(path) for path in SOURCES if library in libraries(path)]
+    assert [user for user in users if not user.startswith(HOMES[library])] == []
+
+
+def test_only_the_bindings_know_python_and_nothing_native_knows_torch() -> None:
+    includes = re.compile(r'^\s*#\s*include\s*[<"](Python\.h|nanobind|pybind11|torch|ATen|c10)', re.MULTILINE)
+    users = {
+        (path.name, header)
+        for path in (ROOT / "csrc").iterdir()
+        for header in includes.findall(path.read_text())
+    }
+    assert users == {("bindings.cpp", "nanobind")}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_no_check_is_an_assert_which_python_would_drop_under_its_o_flag(path: Path) -> None:
+    assert [node.lineno for node in nodes(path) if isinstance(node, ast.Assert)] == []
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_nothing_is_unpickled(path: Path) -> None:
+    used = {ast.unparse(node) for node in nodes(path) if isinstance(node, ast.Attribute)} | imports(path)
+    assert not used & {"torch.load", "torch.jit.load", "torch.serialization.load"}
+    assert not libraries(path) & UNSAFE_MODULES
+    assert "allow_pickle" not in {node.arg for node in nodes(path) if isinstance(node, ast.keyword)}

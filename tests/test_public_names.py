@@ -1,0 +1,134 @@
+"""The names and signatures that callers type. A change here is a change of the public contract."""
+
+import inspect
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import infinicore
+from infinicore import distributed, nn, ops
+from infinicore.nn import functional as F
+from infinicore.nn.functional import RopeAlgo
+
+INFINICORE = """
+    Tensor add arange argmax bfloat16 bool cat device distributed div dtype empty exp float16 float32
+    float64 from_blob from_numpy from_torch get_num_threads inference_mode int16 int32 int64 int8
+    manual_seed matmul mean mul nn no_grad ones ops pow randn set_num_threads sqrt stack sub tensor uint16
+    uint32 uint64 uint8 use_ntops zeros
+"""
+NN = """
+    ColumnParallelLinear Embedding GELU LayerNorm Linear MLPBlock Module ModuleList Parameter
+    PositionalEmbedding RBELinear RMSNorm RoPE RowParallelLinear SiLU Softmax functional
+"""
+FUNCTIONAL = """
+    RopeAlgo add_rms_norm causal_softmax embedding gelu layer_norm linear random_sample rms_norm rope silu
+    softmax swiglu
+"""
+
+PLACE = "dtype=None, device=None"
+LINEAR = f"in_features, out_features, bias=True, {PLACE}"
+FUNCTIONS = {
+    F.causal_softmax: "input, out=None",
+    F.embedding: "input, weight, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False, "
+    "sparse=False, *, out=None",
+    F.linear: "input, weight, bias=None, *, out=None",
+    F.random_sample: "logits, random_val, topp, topk, temperature, *, out=None",
+    F.rms_norm: "input, normalized_shape, weight, eps=1e-5, *, out=None",
+    F.rope: "x, pos_ids, sin_table, cos_table, algo=RopeAlgo.GPT_NEOX, *, out=None",
+    F.silu: "input, inplace=False, *, out=None",
+    F.swiglu: "input, other, *, out=None",
+    F.add_rms_norm: "input, residual, normalized_shape, weight, eps=1e-5, *, out=None",
+    F.gelu: "input, approximate='none', *, out=None",
+    F.layer_norm: "input, normalized_shape, weight=None, bias=None, eps=1e-5, *, out=None",
+    F.softmax: "input, dim=-1, *, out=None",
+}
+CONSTRUCTORS = {
+    nn.Linear: LINEAR,
+    nn.ColumnParallelLinear: f"{LINEAR}, tp_rank=0, tp_size=1",
+    nn.RowParallelLinear: f"{LINEAR}, tp_rank=0, tp_size=1, communicator=None",
+    nn.Embedding: f"num_embeddings, embedding_dim, padding_idx=None, {PLACE}",
+    nn.PositionalEmbedding: f"max_len, embed_dim, {PLACE}",
+    nn.RMSNorm: f"normalized_shape, eps=1e-6, {PLACE}",
+    nn.LayerNorm: f"normalized_shape, eps=1e-5, {PLACE}",
+    nn.RoPE: f"head_dim, max_seq_len, theta=10000.0, algo=RopeAlgo.GPT_J, {PLACE}",
+    nn.GELU: "approximate='tanh'",
+    nn.Softmax: "dim=-1",
+    nn.MLPBlock: f"hidden_size, intermediate_size, {PLACE}",
+    nn.Parameter: "data, tp_dim=0, tp_rank=0, tp_size=1, *, requires_grad=False",
+    distributed.LocalCommunicator: "",
+    distributed.TorchCommunicator: "group=None, timeout=30.0",
+}
+METHODS = {
+    nn.Module.register_module: "self, name, module, *args, **kwargs",
+    nn.Module.register_modules: "self, count, name, module_class, *args, **kwargs",
+    nn.Module.load_state_dict: "self, state_dict, strict=False, assign=False",
+    nn.Module.load_parameter_from_blob: "self, name, data",
+    nn.Parameter.load: "self, full_tensor",
+    nn.Parameter.load_blob: "self, data",
+    nn.RoPE.forward: "self, x, pos, in_place=False, *, out=None",
+    nn.PositionalEmbedding.sinusoidal: f"max_len, embed_dim, {PLACE}",
+    nn.PositionalEmbedding.forward: "self, seq_len, offset=0",
+    nn.RBELinear.from_dense_weights: "weight, bias=None, block_size=64, num_coefficients=256, "
+    "transform='dct'",
+    nn.RBELinear.dense_weight: "self",
+    ops.RopeDescriptor.create: "y, x, pos, sin, cos, algo=RopeAlgo.GPT_NEOX",
+    ops.RopeDescriptor.calculate: "self, y, x, pos, sin, cos",
+    distributed.Communicator.all_reduce: "self, tensor",
+    distributed.Communicator.all_gather: "self, tensor, dim=-1",
+    distributed.Communicator.broadcast: "self, tensor, src=0",
+}
+SIGNATURES = {**FUNCTIONS, **CONSTRUCTORS, **METHODS}
+
+
+def parameters(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
+    return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+
+
+@pytest.mark.parametrize(
+    "module, names",
+    [(infinicore, INFINICORE), (nn, NN), (F, FUNCTIONAL)],
+    ids=["infinicore", "nn", "functional"],
+)
+def test_public_names_are_these_and_each_can_be_imported(module: ModuleType, names: str) -> None:
+    assert module.__all__ == names.split() == sorted(names.split())
+    assert all(hasattr(module, name) for name in names.split())
+
+
+@pytest.mark.parametrize("function", SIGNATURES, ids=lambda function: function.__qualname__)
+def test_signature_is_the_one_callers_know(function: Callable[..., Any]) -> None:
+    assert parameters(function) == parameters(
+        eval(f"lambda {SIGNATURES[function]}: ...", {"RopeAlgo": RopeAlgo})
+    )
+
+
+def test_every_function_has_its_signature_pinned() -> None:
+    assert {function.__name__ for function in FUNCTIONS} | {"RopeAlgo"} == set(F.__all__)
+
+
+def test_tensors_devices_and_dtypes_are_torchs() -> None:
+    assert infinicore.Tensor is torch.Tensor
+    assert infinicore.device("cuda:0") == torch.device("cuda", 0)
+    assert infinicore.bfloat16 is torch.bfloat16 and infinicore.bool is torch.bool
+
+
+def test_layers_are_torchs_modules_and_ours() -> None:
+    layers = [getattr(nn, name) for name in nn.__all__ if name not in ("Parameter", "functional")]
+    assert all(issubclass(layer, nn.Module) and issubclass(layer, torch.nn.Module) for layer in layers)
+
+
+def test_rope_algorithms_are_two_and_one_enum_everywhere() -> None:
+    assert [algo.name for algo in RopeAlgo] == ["GPT_J", "GPT_NEOX"]
+    assert nn.RoPE.Algo is ops.RopeAlgo is F.RopeAlgo
+
+
+def test_rope_info_has_the_fields_of_the_seed() -> None:
+    fields = """
+        data_type pos_type batch seqlen nhead dhead table_len table_dim
+        x_stride_batch x_stride_seqlen x_stride_nhead y_stride_batch y_stride_seqlen y_stride_nhead
+        has_batch_dim pos_has_batch_dim algo
+    """
+    assert list(ops.RopeInfo.__dataclass_fields__) == fields.split()
+    assert ops.RopeDescriptor.workspace_size == 0
