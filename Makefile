@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup test test-long lint bench clean
+.PHONY: setup test test-long test-asan lint bench clean
 
 setup: .venv/.built
 
@@ -23,6 +23,16 @@ test: setup lint
 
 test-long: setup
 	$(BIN)/python -m pytest -m slow
+
+# The kernel tests against a build with AddressSanitizer; -PS keeps the ordinary build out of the way.
+test-asan: setup
+	$(BIN)/cmake -S . -B build/asan -G Ninja -DINFINICORE_ASAN=ON -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python
+	$(BIN)/cmake --build build/asan
+	mkdir -p build/asan/tree && rm -rf build/asan/tree/* && cp -r infinicore infinilm build/asan/tree/
+	cp build/asan/_native*.so build/asan/tree/infinicore/
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
+	    PYTHONPATH=build/asan/tree:$$(echo .venv/lib/python*/site-packages) $(BIN)/python -PS -m pytest \
+	    -p no:cacheprovider tests/test_ops.py tests/test_functional.py tests/test_rope.py tests/test_layers.py
 
 lint: setup
 	$(BIN)/ruff check .

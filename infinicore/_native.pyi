@@ -1,4 +1,4 @@
-"""The native core (csrc/bindings.cpp). Each op has a function that runs it, and a bind_ one that prepares it."""
+"""The native core (csrc/bindings.cpp): each op has a function to run it and a bind_ function to prepare it."""
 
 from collections.abc import Callable
 from typing import Any
