@@ -60,12 +60,10 @@ Moments moments(const T* x, int64_t n) {
     const vf origin = splat(load_n(x, 1)[0]);
     const vd shift = widen(origin).low;
     CompensatedSum sum, squares;
-    for (int64_t i = 0; i < n; i += 8 * W) {
+    const auto add_vectors = [&](auto vector_at, int64_t begin, int64_t end) {
         vd s0{}, s1{}, q0{}, q1{};
-        const int64_t end = i + 8 * W < n ? i + 8 * W : n;
-        for (int64_t j = i; j < end; j += W) {
-            const vf v = j + W <= n ? load(x + j) : load_n(x + j, n - j, origin[0]);
-            const Halves h = widen(v);
+        for (int64_t i = begin; i < end; i += W) {
+            const Halves h = widen(vector_at(i));
             const vd low = h.low - shift, high = h.high - shift;
             s0 += low;
             s1 += high;
@@ -74,7 +72,11 @@ Moments moments(const T* x, int64_t n) {
         }
         sum.add(s0 + s1);
         squares.add(q0 + q1);
-    }
+    };
+    int64_t i = 0;
+    for (; i + 8 * W <= n; i += 8 * W) add_vectors([&](int64_t at) { return load(x + at); }, i, i + 8 * W);
+    const auto short_vector = [&](int64_t at) { return load_n(x + at, n - at < W ? n - at : W, origin[0]); };
+    if (i < n) add_vectors(short_vector, i, n);
     const double offset = sum.value() / static_cast<double>(n);
     const double variance = squares.value() / static_cast<double>(n) - offset * offset;
     return {shift[0] + offset, variance > 0 ? variance : (variance == variance ? 0 : variance)};
