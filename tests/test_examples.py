@@ -179,20 +179,3 @@ def test_in_place_ffn_equals_the_plain_one_and_applies_silu_once(example: Exampl
 def test_mlp_block_equals_the_block_with_its_weights_decoded(example: Example) -> None:
     block, x = nn.MLPBlock(32, 96), random(2, 5, 32)
     torch.testing.assert_close(block(x), example("mlp_block").dense_mlp(block, x))
-
-
-# ---- the facts that the seeds' own tests assert, where they hold ----
-
-
-def test_layer_norm_of_a_row_has_mean_zero() -> None:
-    assert nn.LayerNorm([4], eps=1e-5)(torch.tensor([[1.0, 2.0, 3.0, 4.0]])).mean().abs() < 1e-6
-
-
-def test_padding_token_is_embedded_as_zeros() -> None:
-    output = nn.Embedding(1000, 256, padding_idx=0)([1, 2, 3, 0])
-    assert output.shape == (4, 256) and not output[3].any() and output[:3].any(dim=1).all()
-
-
-def test_gelu_is_zero_at_zero_and_falls_before_it_rises() -> None:
-    at_minus_two, at_minus_one, at_zero, at_one, at_two = nn.GELU()(torch.arange(-2.0, 3.0)).tolist()
-    assert at_zero == 0 and at_minus_two > at_minus_one < at_zero < at_one < at_two

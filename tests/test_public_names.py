@@ -132,3 +132,18 @@ def test_rope_info_has_the_fields_of_the_seed() -> None:
     """
     assert list(ops.RopeInfo.__dataclass_fields__) == fields.split()
     assert ops.RopeDescriptor.workspace_size == 0
+
+
+def test_operations_of_the_seeds_rbe_tensor_are_those_of_a_tensor() -> None:
+    a, b = infinicore.tensor([1.0, 4.0, 9.0, 16.0]).reshape((2, 2)), infinicore.ones((2, 2))
+    assert (
+        infinicore.zeros((2, 2)).shape
+        == infinicore.randn((2, 2)).shape
+        == a.unsqueeze(-1).shape[:2]
+        == (2, 2)
+    )
+    assert torch.equal(a.add(b), a + 1) and torch.equal(a.sub(b), a - b)
+    assert torch.equal(a.mul(b * 2), a * 2) and torch.equal(a.div(b * 2), a / 2)
+    assert a.sqrt().flatten().tolist() == [1, 2, 3, 4] and torch.equal(a.sqrt().pow(2.0), a)
+    assert a.mean(1).tolist() == [2.5, 12.5] and infinicore.zeros(1).exp().item() == 1
+    assert a.is_leaf and not a.requires_grad

@@ -1,0 +1,77 @@
+"""What README and docs say about the repository is true of it."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+README = (ROOT / "README.md").read_text()
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def source_files() -> set[str]:
+    files = (path for package in ("csrc", "infinicore", "infinilm") for path in (ROOT / package).rglob("*"))
+    return {name_of(path) for path in files if path.suffix in (".py", ".cpp", ".h")}
+
+
+def file_map() -> dict[str, str]:
+    """Path to phrase, of each line under `File map`: an indented name stands in the folder above it."""
+    lines = README.partition("## File map")[2].split("```")[1].strip().splitlines()
+    folder, found = "", {}
+    for line in lines:
+        name, phrase = line.split(maxsplit=1)
+        folder = folder if line.startswith(" ") else name
+        found[folder + name if line.startswith(" ") else name] = phrase
+    return found
+
+
+def prose(page: Path) -> str:
+    """The page without its blocks of code."""
+    return re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """The fragments GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+def test_file_map_lists_every_source_file() -> None:
+    assert sorted(source_files() - file_map().keys()) == []
+
+
+def test_file_map_lists_nothing_that_is_absent() -> None:
+    assert [path for path in file_map() if not (ROOT / path).exists()] == []
+
+
+def test_start_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(README.partition("```python\n")[2].partition("```")[0], {})
+    assert "(3, 100) logits" in capsys.readouterr().out
+
+
+def test_readme_names_only_targets_of_the_makefile() -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"(?:^|`)make ([\w-]+)", README, re.MULTILINE)) <= targets
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    targets = [link for link in re.findall(r"\]\(([^)]+)\)", prose(page)) if "://" not in link]
+    for target in targets:
+        path, _, fragment = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), target
+        assert not fragment or fragment in anchors(linked), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    named = re.findall(
+        r"`((?:csrc|infinicore|infinilm|tests|examples|benchmarks|docs)/[\w/.]+)`", page.read_text()
+    )
+    assert [name for name in named if not (ROOT / name).exists()] == []
