@@ -40,8 +40,7 @@ class GPTBlock(nn.Module):
 
     def attention(self, x: Tensor, positions: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).unbind(-3)  # each [B, S, H, D]
-        self.rope(q, positions, in_place=True)
-        self.rope(k, positions, in_place=True)
+        q, k = self.rope(q, positions), self.rope(k, positions)
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # each [B, H, S, D]
         weights = F.causal_softmax(q @ k.mT * q.shape[-1] ** -0.5)  # [B, H, S, S]
         return self.out((weights @ v).transpose(1, 2).flatten(-2))  # [B, S, E]

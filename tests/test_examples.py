@@ -89,6 +89,12 @@ def test_gpt_block_never_looks_ahead(example: Example) -> None:
     assert torch.equal(first[:, :3], second[:, :3]) and not torch.equal(first[:, 3], second[:, 3])
 
 
+def test_gpt_block_learns_once_asked_to(example: Example) -> None:
+    block = example("gpt_block").GPTBlock(vocab_size=50, hidden_size=32, num_heads=4, max_seq_len=16)
+    block.requires_grad_()(torch.tensor([[1, 2, 3]]), torch.arange(3)).square().sum().backward()
+    assert all(parameter.grad.any() for parameter in block.parameters())
+
+
 def test_model_comes_back_equal_from_its_file(example: Example, tmp_path: Path) -> None:
     save_and_load = example("save_and_load")
     saved, loaded = save_and_load.small_model(seed=0), save_and_load.small_model(seed=1)
