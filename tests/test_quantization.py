@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from infinilm.checkpoint import BlockType, QuantizedTensor, quantize
+from infinicore.quantization import BlockType, QuantizedTensor, quantize
 
 BLOCK_TYPES = pytest.mark.parametrize("block_type", list(BlockType), ids=lambda block_type: block_type.name)
 QUANTIZABLE = pytest.mark.parametrize("block_type", [BlockType.Q8_0, BlockType.Q4_0], ids=["Q8_0", "Q4_0"])

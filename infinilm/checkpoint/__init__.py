@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from infinilm.checkpoint.quantization import BlockType, QuantizedTensor, quantize
+from infinicore.quantization import BlockType, QuantizedTensor, quantize
 
 __all__ = [
     "BlockType",

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from infinicore.quantization import BlockType, QuantizedTensor
 from infinilm.checkpoint import Checkpoint, CheckpointError, TensorInfo
 from infinilm.checkpoint.gguf_format import read_header
-from infinilm.checkpoint.quantization import BlockType, QuantizedTensor
 
 # Mistral and SmolLM call themselves llama in GGUF.
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}

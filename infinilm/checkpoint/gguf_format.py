@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from infinicore.quantization import BlockType
 from infinilm.checkpoint import CheckpointError, TensorInfo
-from infinilm.checkpoint.quantization import BlockType
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
