@@ -1,0 +1,132 @@
+"""GenerationMixin.generate: the plain loop, a prefill and then a token a step for every stream of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from infinilm.cache import DynamicCache
+from infinilm.sampling import Sampler, SamplingParams
+
+if TYPE_CHECKING:
+    from infinilm.config import LlamaConfig
+
+Prompt = Tensor | Sequence[Sequence[int]]
+Callback = Callable[[list[int | None]], bool | None]
+
+
+class GenerationMixin:
+    """Adds `generate` to a model that maps token ids to the logits of the next ones."""
+
+    config: LlamaConfig
+    device: Any
+
+    def __call__(
+        self, *args: Any, **kwargs: Any
+    ) -> Tensor:  # torch.nn.Module's, of the class this is mixed into
+        return super().__call__(*args, **kwargs)  # type: ignore[misc,no-any-return]
+
+    @torch.inference_mode()
+    def generate(  # noqa: PLR0913  Hugging Face's shape
+        self,
+        input_ids: Prompt,
+        max_new_tokens: int = 20,
+        *,
+        do_sample: bool | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        eos_token_id: int | Sequence[int] | None = None,
+        pad_token_id: int | None = None,
+        attention_mask: Tensor | None = None,
+        seed: int | None = None,
+        past_key_values: DynamicCache | None = None,
+        callback: Callback | None = None,
+    ) -> Tensor:
+        """Prompts [B, S] (or lists of ids of any lengths) -> [B, S + new], prompts included.
+
+        Greedy unless do_sample is true or one of temperature, top_k, top_p, min_p is given. A stream that
+        meets an end-of-text token is filled up with pad_token_id. attention_mask is 0 at padding. callback
+        gets each step's tokens, None for streams that have ended, and may return True to stop.
+        """
+        pad = self.pad_id(pad_token_id)
+        token_ids, mask = as_batch(input_ids, attention_mask, pad, self.device)
+        is_greedy = not do_sample if do_sample is not None else not (temperature or top_k or top_p or min_p)
+        params = SamplingParams(
+            max_tokens=max_new_tokens,
+            temperature=0.0 if is_greedy else 1.0 if temperature is None else temperature,
+            top_k=top_k or 0,
+            top_p=1.0 if top_p is None else top_p,
+            min_p=min_p or 0.0,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+            stop_token_ids=self.eos_ids(eos_token_id),
+        )
+        streams = [Stream(params, row, i) for i, row in enumerate(real_tokens(token_ids, mask))]
+        cache, generated = past_key_values or DynamicCache(), [token_ids]
+        for _ in range(max_new_tokens):
+            logits = self(input_ids=generated[-1], past_key_values=cache, use_cache=True, attention_mask=mask)
+            tokens = [stream.next_token(row) for stream, row in zip(streams, logits[:, -1], strict=True)]
+            filled, mask = [pad if token is None else token for token in tokens], None
+            generated.append(torch.tensor(filled, device=token_ids.device)[:, None])
+            should_stop = callback(tokens) if callback is not None else False
+            if should_stop or all(stream.has_ended for stream in streams):
+                break
+        return torch.cat(generated, dim=1)
+
+    def eos_ids(self, given: int | Sequence[int] | None) -> tuple[int, ...]:
+        if given is None:
+            return self.config.eos_token_ids
+        return (given,) if isinstance(given, int) else tuple(given)
+
+    def pad_id(self, given: int | None) -> int:
+        candidates = (given, self.config.pad_token_id, *self.config.eos_token_ids, 0)
+        return next(i for i in candidates if i is not None and 0 <= i < self.config.vocab_size)
+
+
+class Stream:
+    """One sequence of a batch while it grows."""
+
+    def __init__(self, params: SamplingParams, token_ids: Tensor, index: int) -> None:
+        self.sampler = Sampler(params, index)
+        self.token_ids = token_ids.cpu()
+        self.has_ended = False
+
+    def next_token(self, logits: Tensor) -> int | None:
+        """The next token, or None once the stream has ended."""
+        if self.has_ended:
+            return None
+        token = self.sampler.next_token(logits.cpu(), self.token_ids)
+        self.token_ids = torch.cat([self.token_ids, torch.tensor([token])])
+        self.has_ended = token in self.sampler.params.stop_token_ids
+        return token
+
+
+def as_batch(
+    input_ids: Prompt, attention_mask: Tensor | None, pad_id: int, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """Token ids [B, S] and their mask; prompts of several lengths are padded on the left."""
+    if isinstance(input_ids, Tensor):
+        if input_ids.dim() != 2 or input_ids.numel() == 0:
+            raise ValueError(
+                f"input_ids must be [batch, seq] and not empty, but are {tuple(input_ids.shape)}"
+            )
+        has_padding = attention_mask is not None and not bool(attention_mask.bool().all())
+        return input_ids.to(device), attention_mask if has_padding else None
+    if not input_ids or any(len(prompt) == 0 for prompt in input_ids):
+        raise ValueError("input_ids must hold at least one prompt, and every prompt at least one token")
+    length = max(map(len, input_ids))
+    rows = [[pad_id] * (length - len(prompt)) + list(prompt) for prompt in input_ids]
+    mask = torch.tensor([[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in input_ids])
+    return torch.tensor(rows, device=device), None if bool(mask.all()) else mask
+
+
+def real_tokens(token_ids: Tensor, mask: Tensor | None) -> list[Tensor]:
+    if mask is None:
+        return list(token_ids)
+    return [row[keep.bool().to(row.device)] for row, keep in zip(token_ids, mask, strict=True)]

@@ -1,0 +1,1 @@
+"""Models, one file an architecture whose data flow differs."""

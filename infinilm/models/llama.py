@@ -1,0 +1,310 @@
+"""LLaMA and its kin: Llama 2 and 3, Mistral, Qwen2, Qwen3, SmolLM2. Their differences are config values.
+
+Attribute names are the keys of Hugging Face checkpoints. Shapes: B streams, S new tokens, T all tokens of a
+stream, H query heads, K key/value heads, D head size, E hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infinicore import nn
+from infinicore.nn import functional as F
+from infinilm.cache import DynamicCache
+from infinilm.checkpoint import open_checkpoint
+from infinilm.config import LlamaConfig, parse_dtype
+from infinilm.generation import GenerationMixin
+from infinilm.models.weights import load_weights
+from infinilm.rope import LlamaRoPE
+
+__all__ = [
+    "AutoLlamaModel",
+    "LlamaAttention",
+    "LlamaConfig",
+    "LlamaDecoderLayer",
+    "LlamaForCausalLM",
+    "LlamaMLP",
+    "LlamaModel",
+    "LlamaRMSNorm",
+    "grouped_query_attention",
+    "multi_head_attention",
+    "repeat_kv",
+]
+
+LlamaRMSNorm = nn.RMSNorm
+
+
+def repeat_kv(keys: Tensor, values: Tensor, ngroup: int) -> tuple[Tensor, Tensor]:
+    """Each key/value head ngroup times in a row: [T, K, D] -> [T, K * ngroup, D]"""
+    return keys.repeat_interleave(ngroup, dim=1), values.repeat_interleave(ngroup, dim=1)
+
+
+def multi_head_attention(querys: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+    """Causal attention of one stream, the queries being its last ones: [S, H, D], [T, H, D] -> [S, H, D]"""
+    q, k, v = (t.transpose(0, 1) for t in (querys, keys, values))  # [H, S or T, D]
+    weights = F.causal_softmax(q @ k.transpose(1, 2) * scaling)  # [H, S, T]
+    return (weights @ v).transpose(0, 1)
+
+
+def grouped_query_attention(querys: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+    """multi_head_attention where H / K query heads share a head: [S, H, D], [T, K, D] -> [S, H, D]"""
+    num_heads, num_kv_heads = querys.shape[1], keys.shape[1]
+    if num_heads % num_kv_heads:
+        raise ValueError(f"{num_heads} query heads cannot share {num_kv_heads} key/value heads evenly")
+    if num_heads != num_kv_heads:
+        keys, values = repeat_kv(keys, values, num_heads // num_kv_heads)
+    return multi_head_attention(querys, keys, values, scaling)
+
+
+class LlamaMLP(nn.Module):
+    """down(silu(gate x) * up x)"""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        hidden_size, intermediate_size = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        down: Tensor = self.down_proj(F.swiglu(self.gate_proj(x), self.up_proj(x)))
+        return down
+
+
+class LlamaAttention(nn.Module):
+    """Grouped-query attention with rotary positions over a cache of keys and values."""
+
+    def __init__(self, config: LlamaConfig, layer_idx: int = 0) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_key_value_groups
+        self.scaling = config.head_dim**-0.5
+        self.sliding_window = config.window_of(layer_idx)
+        query_size = config.num_attention_heads * config.head_dim
+        key_size = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.attention_output_bias)
+        self.has_qk_norm = config.has_qk_norm
+        if config.has_qk_norm:
+            self.q_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps)
+            self.k_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        past_key_values: DynamicCache | None = None,
+        rope_instance: nn.RoPE | None = None,
+        *,
+        position_ids: Tensor,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """hidden_states [B, S, E] -> [B, S, E]; attention_mask [B, T] is False at padding."""
+        q = self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim))  # [B, S, H, D]
+        k = self.k_proj(hidden_states).unflatten(-1, (-1, self.head_dim))  # [B, S, K, D]
+        v = self.v_proj(hidden_states).unflatten(-1, (-1, self.head_dim))  # [B, S, K, D]
+        if self.has_qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rope_instance is not None:
+            q, k = rope_instance(q, position_ids), rope_instance(k, position_ids)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads, S, D]
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)  # [B, K, T, D]
+        attended = self.attend(q, k, v, attention_mask)  # [B, H, S, D]
+        projected: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
+        return projected
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        visible = visible_keys(q.shape[2], k.shape[2], key_mask, self.sliding_window, q.device)
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=visible, scale=self.scaling, enable_gqa=self.num_key_value_groups > 1
+        )
+
+
+def visible_keys(
+    num_queries: int, num_keys: int, key_mask: Tensor | None, window: int | None, device: torch.device
+) -> Tensor | None:
+    """Which keys each query sees, broadcast to [B, 1, S, T]; None where it is all of them.
+
+    The queries are the last ones. Every query sees itself, so that padding yields numbers rather than NaN.
+    """
+    if num_queries == 1 and key_mask is None and (window is None or num_keys <= window):
+        return None
+    query = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
+    key = torch.arange(num_keys, device=device)
+    visible = key <= query  # [S, T]
+    if window is not None:
+        visible &= key > query - window
+    if key_mask is None:
+        return visible
+    return (visible & key_mask[:, None, None, :].to(device)) | (key == query)
+
+
+class LlamaDecoderLayer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))"""
+
+    def __init__(self, config: LlamaConfig, layer_idx: int = 0) -> None:
+        super().__init__()
+        self.self_attn = LlamaAttention(config, layer_idx)
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        past_key_values: DynamicCache | None = None,
+        rope_instance: nn.RoPE | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        normed = self.input_layernorm(hidden_states)
+        hidden_states = hidden_states + self.self_attn(normed, past_key_values, rope_instance, **kwargs)
+        mixed: Tensor = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        return mixed
+
+
+class LlamaModel(nn.Module):
+    """Embedding, decoder layers and the last norm."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(LlamaDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rope_instance = LlamaRoPE(config.rope)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        past_key_values: DynamicCache | None = None,
+        use_cache: bool = True,
+        attention_mask: Tensor | None = None,
+        logits_to_keep: int = 1,
+    ) -> Tensor:
+        """[B, S] token ids -> [B, logits_to_keep, E], the last of each stream; 0 keeps all.
+
+        attention_mask [B, S] is 0 at padding among the new tokens, on either side.
+        """
+        check_inputs(input_ids, attention_mask, past_key_values)
+        if past_key_values is None and use_cache:
+            past_key_values = DynamicCache()
+        batch_size, num_new = input_ids.shape
+        key_mask = None
+        if past_key_values is not None:
+            key_mask = past_key_values.extend_mask(attention_mask, batch_size, num_new)
+        elif attention_mask is not None:
+            key_mask = attention_mask.bool()
+        if position_ids is None:
+            position_ids = positions(input_ids, past_key_values, key_mask)
+        hidden_states = self.embed_tokens(input_ids).to(self.norm.weight.dtype)  # [B, S, E]
+        self.rope_instance.prepare(int(position_ids.max()) + 1, hidden_states)
+        for layer in self.layers:
+            hidden_states = layer(
+                hidden_states,
+                past_key_values,
+                self.rope_instance,
+                position_ids=position_ids,
+                attention_mask=key_mask,
+            )
+        normed: Tensor = self.norm(kept(hidden_states, attention_mask, logits_to_keep))
+        return normed
+
+
+def check_inputs(input_ids: Tensor, attention_mask: Tensor | None, cache: DynamicCache | None) -> None:
+    if input_ids.dim() != 2 or input_ids.numel() == 0:
+        raise ValueError(
+            f"input_ids must be [batch, seq] and not empty, but have shape {tuple(input_ids.shape)}"
+        )
+    if attention_mask is not None and attention_mask.shape != input_ids.shape:
+        shapes = f"{tuple(attention_mask.shape)}, but input_ids have {tuple(input_ids.shape)}"
+        raise ValueError(f"attention_mask has shape {shapes}; it covers the new tokens alone")
+    if attention_mask is not None and not bool(attention_mask.bool().any(1).all()):
+        raise ValueError("attention_mask leaves a stream without any token")
+    if cache is not None and not isinstance(cache, DynamicCache):
+        raise TypeError(f"past_key_values must be a DynamicCache, but is {type(cache).__name__}")
+
+
+def positions(input_ids: Tensor, cache: DynamicCache | None, key_mask: Tensor | None) -> Tensor:
+    """Where each new token stands in its stream [B, S], padding not counted"""
+    num_new = input_ids.shape[1]
+    if key_mask is not None:
+        return (key_mask.long().cumsum(1) - 1).clamp(min=0)[:, -num_new:].to(input_ids.device).contiguous()
+    start = cache.get_seq_length() if cache is not None else 0
+    return torch.arange(start, start + num_new, device=input_ids.device).expand(input_ids.shape).contiguous()
+
+
+def kept(hidden_states: Tensor, attention_mask: Tensor | None, logits_to_keep: int) -> Tensor:
+    """The states whose logits are wanted. One a stream: of its last real token, wherever its padding is."""
+    if logits_to_keep == 1 and attention_mask is not None:
+        last = attention_mask.shape[1] - 1 - attention_mask.bool().flip(1).int().argmax(1)
+        return hidden_states[torch.arange(len(last)), last.to(hidden_states.device)][:, None]
+    return hidden_states[:, -logits_to_keep:]
+
+
+class LlamaForCausalLM(nn.Module, GenerationMixin):
+    """LlamaModel with the head that turns states into logits."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.use_cache = config.use_cache
+        self.model = LlamaModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        past_key_values: DynamicCache | None = None,
+        use_cache: bool | None = None,
+        attention_mask: Tensor | None = None,
+        logits_to_keep: int = 1,
+    ) -> Tensor:
+        """[B, S] token ids -> logits [B, logits_to_keep, V] of what follows the last ones; 0 keeps all."""
+        use_cache = self.use_cache if use_cache is None else use_cache
+        hidden_states = self.model(
+            input_ids, position_ids, past_key_values, use_cache, attention_mask, logits_to_keep
+        )
+        logits: Tensor = self.lm_head(hidden_states)
+        return logits
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model_path: str | Path,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | str | None = None,
+    ) -> LlamaForCausalLM:
+        """The model in a Hugging Face folder or a GGUF file.
+
+        dtype None keeps weights as they are stored, quantised ones too, and computes in float32 on a CPU.
+        """
+        with open_checkpoint(model_path) as checkpoint:
+            return load_weights(cls, checkpoint, torch.device(device or "cpu"), parse_dtype(dtype))
+
+
+class AutoLlamaModel:
+    """Loads a model and says how long it took."""
+
+    @staticmethod
+    def from_pretrained(
+        model_path: str | Path,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | str | None = None,
+    ) -> LlamaForCausalLM:
+        start = time.perf_counter()
+        print(f"loading {model_path} on {device or 'cpu'} as {dtype or 'stored'}")
+        model = LlamaForCausalLM.from_pretrained(model_path, device, dtype)
+        print(f"loaded in {(time.perf_counter() - start) * 1000:.0f} ms")
+        return model

@@ -1,0 +1,127 @@
+"""From a checkpoint to a model: every weight checked, copied once, kept in the form it will be used in."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from infinicore import nn
+from infinicore.quantization import QuantizedTensor
+from infinilm.checkpoint import Checkpoint, CheckpointError
+from infinilm.config import LlamaConfig
+
+# Tables that older files carry and models recompute.
+RECOMPUTED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.masked_bias$|\.attn\.bias$")
+
+
+class Buildable(Protocol):
+    def __init__(self, config: LlamaConfig) -> None: ...
+
+
+Model = TypeVar("Model", bound=Buildable)
+
+
+def load_weights(
+    model_class: type[Model], checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype | None
+) -> Model:
+    """Build the model without memory, then give it the checkpoint's weights one by one."""
+    config = read_config(checkpoint)
+    check_layers(checkpoint, config)
+    with torch.device("meta"):
+        model: Any = model_class(config)
+    placement = Placement(device, dtype, config)
+    wanted = wanted_names(model, config)
+    found = {name for name in checkpoint.names() if not RECOMPUTED.search(name)}
+    check_names(checkpoint, wanted, found - tied_names(config))
+    for name in wanted:
+        give_weight(model, name, checkpoint, placement)
+    if config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    return model.eval()  # type: ignore[no-any-return]
+
+
+class Placement:
+    """Where weights go and in which dtype.
+
+    Without a dtype, matrices stay as they are stored on a CPU, where kernels multiply them by float32;
+    elsewhere the checkpoint's own dtype is used. A float32 model keeps quantised matrices too.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype | None, config: LlamaConfig) -> None:
+        self.device = device
+        self.keeps_stored = dtype is None and device.type == "cpu"
+        self.dtype = dtype or (torch.float32 if self.keeps_stored else config.dtype or torch.bfloat16)
+
+    def keeps(self, module: torch.nn.Module, weight: Tensor | QuantizedTensor) -> bool:
+        """Whether this matrix stays in the form it is stored in."""
+        if self.device.type != "cpu" or not isinstance(module, nn.Linear | nn.Embedding):
+            return False
+        if isinstance(weight, QuantizedTensor):
+            return self.dtype == torch.float32
+        return self.keeps_stored and weight.dim() == 2
+
+
+def read_config(checkpoint: Checkpoint) -> LlamaConfig:
+    try:
+        return LlamaConfig.from_dict(checkpoint.config)
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{checkpoint.path}: config: {error}") from error
+
+
+def check_layers(checkpoint: Checkpoint, config: LlamaConfig) -> None:
+    """Before anything is built: a config may claim any number of layers, but its file holds this many."""
+    layers = {
+        int(m[1]) for name in checkpoint.names() if (m := re.match(r"model\.layers\.(\d{1,9})\.", name))
+    }
+    if layers != set(range(min(config.num_hidden_layers, len(layers) + 1))):
+        held = f"weights of {len(layers)} layers, the last of them {max(layers, default=None)}"
+        raise CheckpointError(
+            f"{checkpoint.path}: config has {config.num_hidden_layers} layers, but it holds {held}"
+        )
+
+
+def tied_names(config: LlamaConfig) -> set[str]:
+    return {"lm_head.weight"} if config.tie_word_embeddings else set()
+
+
+def wanted_names(model: torch.nn.Module, config: LlamaConfig) -> list[str]:
+    return [name for name in model.state_dict() if name not in tied_names(config)]
+
+
+def check_names(checkpoint: Checkpoint, wanted: list[str], found: set[str]) -> None:
+    if missing := sorted(set(wanted) - found):
+        raise CheckpointError(f"{checkpoint.path}: {len(missing)} weights are missing, first {missing[0]!r}")
+    if unknown := sorted(found - set(wanted)):
+        raise CheckpointError(
+            f"{checkpoint.path}: {len(unknown)} weights have no place, first {unknown[0]!r}"
+        )
+
+
+def give_weight(model: torch.nn.Module, name: str, checkpoint: Checkpoint, placement: Placement) -> None:
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    place: Tensor = getattr(module, leaf)
+    if tuple(checkpoint.shape(name)) != tuple(place.shape):
+        shapes = f"{tuple(checkpoint.shape(name))}, but the config asks for {tuple(place.shape)}"
+        raise CheckpointError(f"{checkpoint.path}: {name!r} has shape {shapes}")
+    weight = checkpoint.tensor(name)
+    check_finite(checkpoint, name, weight)
+    if leaf == "weight" and placement.keeps(module, weight):
+        module.set_weight(weight.clone())
+        return
+    dense = weight.dequantize(placement.dtype) if isinstance(weight, QuantizedTensor) else weight
+    owned = dense.to(device=placement.device, dtype=placement.dtype, copy=True)
+    setattr(module, leaf, nn.Parameter(owned))
+
+
+def check_finite(checkpoint: Checkpoint, name: str, weight: Tensor | QuantizedTensor) -> None:
+    """NaN and infinity in a weight would spoil every answer; they are refused here, by name."""
+    if (
+        isinstance(weight, Tensor)
+        and weight.numel()
+        and not bool(torch.isfinite(torch.stack(weight.aminmax())).all())
+    ):
+        raise CheckpointError(f"{checkpoint.path}: {name!r} holds NaN or infinity")

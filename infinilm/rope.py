@@ -1,0 +1,248 @@
+"""Rotary angles: the six kinds of rope_scaling, checked when a config is read and applied to the tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infinicore import nn
+from infinicore.nn.functional import RopeAlgo
+
+# What rope_scaling may say for each type: required keys, then optional ones.
+KEYS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
+    "default": (frozenset(), frozenset()),
+    "linear": (frozenset({"factor"}), frozenset()),
+    "dynamic": (frozenset({"factor"}), frozenset({"original_max_position_embeddings"})),
+    "yarn": (
+        frozenset({"factor"}),
+        frozenset(
+            {
+                "original_max_position_embeddings",
+                "attention_factor",
+                "beta_fast",
+                "beta_slow",
+                "mscale",
+                "mscale_all_dim",
+                "truncate",
+            }
+        ),
+    ),
+    "longrope": (
+        frozenset({"short_factor", "long_factor"}),
+        frozenset({"factor", "attention_factor", "original_max_position_embeddings"}),
+    ),
+    "llama3": (
+        frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+        frozenset(),
+    ),
+}
+# Keys that name the type, or repeat what the config itself says.
+COMMON_KEYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+INITIAL_LENGTH = 512
+
+
+@dataclass(frozen=True)
+class RopeParameters:
+    """Everything that fixes the angle of a position. `scaling` has been through `checked_scaling`."""
+
+    head_dim: int
+    theta: float
+    max_position: int
+    scaling: Mapping[str, Any]
+
+    @property
+    def original_max_position(self) -> int:
+        return int(self.scaling.get("original_max_position_embeddings") or self.max_position)
+
+    def regime(self, length: int) -> int:
+        """Lengths of one regime share their frequencies."""
+        if self.scaling["rope_type"] == "dynamic":
+            return max(length, self.max_position)
+        if self.scaling["rope_type"] == "longrope":
+            return int(length > self.original_max_position)
+        return 0
+
+    def frequencies(self, length: int) -> tuple[Tensor, float]:
+        """(radians a position [D/2], factor of sin and cos) for a sequence of this length"""
+        return FREQUENCIES[self.scaling["rope_type"]](self, length)
+
+    def tables(self, length: int, num_rows: int) -> tuple[Tensor, Tensor]:
+        """sin and cos [num_rows, D/2] with the frequencies of a sequence of this length"""
+        frequency, factor = self.frequencies(length)
+        angle = torch.outer(torch.arange(num_rows, dtype=torch.float32, device="cpu"), frequency)
+        return angle.sin() * factor, angle.cos() * factor
+
+
+class LlamaRoPE(nn.RoPE):
+    """nn.RoPE whose tables follow rope_scaling and grow with the positions asked for."""
+
+    def __init__(self, parameters: RopeParameters) -> None:
+        super().__init__(parameters.head_dim, 1, parameters.theta, RopeAlgo.GPT_NEOX)
+        self.rope_parameters = parameters
+        self.regime: int | None = None
+
+    def prepare(self, num_positions: int, like: Tensor) -> None:
+        """Have tables for positions below num_positions, with the dtype and device of `like`."""
+        regime = self.rope_parameters.regime(num_positions)
+        has_place = self.sin_table.device == like.device and self.sin_table.dtype == like.dtype
+        if has_place and regime == self.regime and num_positions <= self.max_seq_len:
+            return
+        num_rows = max(INITIAL_LENGTH, 1 << (num_positions - 1).bit_length())
+        sin, cos = self.rope_parameters.tables(num_positions, num_rows)
+        self.sin_table, self.cos_table = sin.to(like), cos.to(like)
+        self.max_seq_len, self.regime = num_rows, regime
+
+
+# ---- frequencies, as the models were trained with them: float32 throughout ----
+
+
+def powers(theta: float, head_dim: int) -> Tensor:
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+    return theta**exponent
+
+
+def default_frequencies(rope: RopeParameters, _: int) -> tuple[Tensor, float]:
+    return 1.0 / powers(rope.theta, rope.head_dim), 1.0
+
+
+def linear_frequencies(rope: RopeParameters, _: int) -> tuple[Tensor, float]:
+    return 1.0 / powers(rope.theta, rope.head_dim) / rope.scaling["factor"], 1.0
+
+
+def dynamic_frequencies(rope: RopeParameters, length: int) -> tuple[Tensor, float]:
+    """NTK scaling: the base grows with the sequence, once it is longer than the model was trained for."""
+    factor, dim = rope.scaling["factor"], rope.head_dim
+    stretch = factor * max(length, rope.max_position) / rope.max_position - (factor - 1)
+    return 1.0 / powers(rope.theta * stretch ** (dim / (dim - 2)), dim), 1.0
+
+
+def yarn_frequencies(rope: RopeParameters, _: int) -> tuple[Tensor, float]:
+    """Fast rotations stay, slow ones are stretched by factor, a ramp lies between (Peng et al., 2023)."""
+    factor = rope.scaling["factor"]
+    spread = powers(rope.theta, rope.head_dim)
+    low, high = yarn_ramp(rope)
+    ramp = (torch.arange(rope.head_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)
+    stretched = ramp.clamp(0, 1)
+    frequency = 1.0 / (factor * spread) * stretched + 1.0 / spread * (1 - stretched)
+    return frequency, yarn_attention_factor(rope.scaling)
+
+
+def yarn_ramp(rope: RopeParameters) -> tuple[float, float]:
+    """The pairs at which beta_fast and beta_slow turns fit into the trained length"""
+
+    def pair_of(num_turns: float) -> float:
+        ratio = rope.original_max_position / (num_turns * 2 * math.pi)
+        return rope.head_dim * math.log(ratio) / (2 * math.log(rope.theta))
+
+    low = pair_of(rope.scaling.get("beta_fast") or 32)
+    high = pair_of(rope.scaling.get("beta_slow") or 1)
+    if rope.scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.head_dim - 1)
+    return low, high + 0.001 if low == high else high
+
+
+def yarn_attention_factor(scaling: Mapping[str, Any]) -> float:
+    def grown(weight: float) -> float:
+        return 0.1 * weight * math.log(scaling["factor"]) + 1.0 if scaling["factor"] > 1 else 1.0
+
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return grown(scaling["mscale"]) / grown(scaling["mscale_all_dim"])
+    return grown(1.0)
+
+
+def longrope_frequencies(rope: RopeParameters, length: int) -> tuple[Tensor, float]:
+    """A factor for each pair: one list up to the trained length, another beyond it."""
+    name = "long_factor" if length > rope.original_max_position else "short_factor"
+    factors = torch.tensor(rope.scaling[name], dtype=torch.float32, device="cpu")
+    return 1.0 / (factors * powers(rope.theta, rope.head_dim)), longrope_attention_factor(rope)
+
+
+def longrope_attention_factor(rope: RopeParameters) -> float:
+    if rope.scaling.get("attention_factor") is not None:
+        return float(rope.scaling["attention_factor"])
+    factor = rope.scaling.get("factor") or rope.max_position / rope.original_max_position
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(rope.original_max_position))
+
+
+def llama3_frequencies(rope: RopeParameters, _: int) -> tuple[Tensor, float]:
+    """Long waves are stretched by factor, short ones stay, those between are blended."""
+    factor, low, high = (rope.scaling[name] for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    frequency = 1.0 / powers(rope.theta, rope.head_dim)
+    wavelength = 2 * math.pi / frequency
+    blend = (rope.original_max_position / wavelength - low) / (high - low)
+    blended = (1 - blend) * frequency / factor + blend * frequency
+    stretched = torch.where(wavelength > rope.original_max_position / low, frequency / factor, blended)
+    return torch.where(wavelength < rope.original_max_position / high, frequency, stretched), 1.0
+
+
+FREQUENCIES: dict[str, Callable[[RopeParameters, int], tuple[Tensor, float]]] = {
+    "default": default_frequencies,
+    "linear": linear_frequencies,
+    "dynamic": dynamic_frequencies,
+    "yarn": yarn_frequencies,
+    "longrope": longrope_frequencies,
+    "llama3": llama3_frequencies,
+}
+
+
+# ---- checks ----
+
+
+def checked_scaling(scaling: Mapping[str, Any] | None, head_dim: int) -> dict[str, Any]:
+    """rope_scaling with its type under `rope_type`; every rule that is broken is a ValueError."""
+    if scaling is None:
+        return {"rope_type": "default"}
+    if not isinstance(scaling, Mapping):
+        raise ValueError(f"rope_scaling must be a mapping, but is {scaling!r}")
+    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
+    if rope_type not in KEYS:
+        raise ValueError(f"rope_scaling: type {rope_type!r} is unknown; expected one of {sorted(KEYS)}")
+    given = {key: value for key, value in scaling.items() if key not in COMMON_KEYS and value is not None}
+    check_keys(rope_type, set(given))
+    for key, value in given.items():
+        check_value(key, value, head_dim)
+    if rope_type == "llama3" and not given["low_freq_factor"] < given["high_freq_factor"]:
+        raise ValueError("rope_scaling: low_freq_factor must be below high_freq_factor")
+    if scaling.get("partial_rotary_factor", 1.0) not in (1.0, None):
+        raise ValueError("rope_scaling: partial_rotary_factor is not supported; expected 1.0")
+    return {"rope_type": rope_type, **given}
+
+
+def check_keys(rope_type: str, given: set[str]) -> None:
+    required, optional = KEYS[rope_type]
+    if missing := required - given:
+        raise ValueError(f"rope_scaling: type {rope_type!r} needs {sorted(missing)}")
+    if rope_type != "default" and (unknown := given - required - optional):
+        raise ValueError(f"rope_scaling: type {rope_type!r} does not know {sorted(unknown)}")
+
+
+def check_value(key: str, value: Any, head_dim: int) -> None:
+    if key == "truncate":
+        is_right, wanted = isinstance(value, bool), "true or false"
+    elif key in ("short_factor", "long_factor"):
+        is_right = (
+            isinstance(value, list | tuple) and len(value) == head_dim // 2 and all(map(is_positive, value))
+        )
+        wanted = f"{head_dim // 2} positive numbers"
+    elif key == "factor":
+        is_right, wanted = is_positive(value) and value >= 1, "a number of at least 1"
+    elif key == "original_max_position_embeddings":
+        is_right, wanted = is_positive(value) and int(value) == value and value > 1, "a whole number above 1"
+    else:
+        is_right, wanted = is_positive(value), "a positive number"
+    if not is_right:
+        raise ValueError(f"rope_scaling: {key} must be {wanted}, but is {value!r}")
+
+
+def is_positive(value: Any) -> bool:
+    return (
+        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    )

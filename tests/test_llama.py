@@ -1,0 +1,492 @@
+"""LLaMA and its kin against transformers, on tiny random checkpoints of every architecture and rope type."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import infinicore
+from infinilm import DynamicCache
+from infinilm.checkpoint import CheckpointError
+from infinilm.models.llama import (
+    AutoLlamaModel,
+    LlamaAttention,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaMLP,
+    grouped_query_attention,
+    multi_head_attention,
+    repeat_kv,
+)
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 257,
+    "hidden_size": 64,
+    "intermediate_size": 120,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama with biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama, tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama, one kv head": ("Llama", {"num_key_value_heads": 1}),
+    "llama, wide heads": ("Llama", {"head_dim": 24}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral, window": ("Mistral", {"sliding_window": 9}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2, window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {"head_dim": 32}),
+}
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 3.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 8.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "short_factor": [1.0 + 0.1 * i for i in range(8)],
+        "long_factor": [2.0 + 0.5 * i for i in range(8)],
+        "original_max_position_embeddings": 32,
+    },
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Any, Path]]:
+    """(transformers' model, the folder it was saved to), weights large enough that tokens differ"""
+    transformers = pytest.importorskip("transformers")
+    transformers.utils.logging.disable_progress_bar()
+
+    def build(kind: str, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Path]:
+        torch.manual_seed(1)
+        config = getattr(transformers, kind + "Config")(**{**SIZES, "initializer_range": 0.25, **options})
+        model = getattr(transformers, kind + "ForCausalLM")(config).eval()
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias") or "norm" in name:
+                torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.3)
+        folder = tmp_path_factory.mktemp(kind)
+        model.to(dtype).save_pretrained(folder)
+        return model, folder
+
+    return build
+
+
+def nmse(found: Tensor, wanted: Tensor) -> float:
+    wanted = wanted.double()
+    return float((found.double() - wanted).square().sum() / wanted.square().sum())
+
+
+def prompt(batch_size: int = 2, length: int = 21) -> Tensor:
+    return torch.randint(
+        0, SIZES["vocab_size"], (batch_size, length), generator=torch.Generator().manual_seed(3)
+    )
+
+
+@torch.inference_mode()
+def check_parity(theirs: Any, folder: Path, dtype: torch.dtype, bar: float, length: int = 21) -> None:
+    ours = LlamaForCausalLM.from_pretrained(folder, dtype=dtype)
+    ids = prompt(length=length)
+    wanted = theirs(ids).logits
+    assert nmse(ours(ids, logits_to_keep=0), wanted) <= bar
+    cache, steps = DynamicCache(), [ids[:, :10], ids[:, 10:13], *ids[:, 13:].split(1, dim=1)]
+    logits = torch.cat([ours(step, past_key_values=cache, logits_to_keep=0) for step in steps], dim=1)
+    assert nmse(logits, wanted) <= bar
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_logits_of_every_architecture_equal_those_of_transformers(name: str, make: Any) -> None:
+    kind, options = ARCHITECTURES[name]
+    check_parity(*make(kind, **options), torch.float32, 1e-6)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_bfloat16_logits_stay_close_to_those_of_transformers(name: str, make: Any) -> None:
+    kind, options = ARCHITECTURES[name]
+    options = {"initializer_range": 0.1, **options}
+    check_parity(*make(kind, torch.bfloat16, **options), torch.bfloat16, 1e-3)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_greedy_tokens_of_every_architecture_equal_those_of_transformers(name: str, make: Any) -> None:
+    kind, options = ARCHITECTURES[name]
+    theirs, folder = make(kind, **options)
+    ours = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    wanted = theirs.generate(prompt(), max_new_tokens=64, do_sample=False, pad_token_id=0)
+    assert torch.equal(ours.generate(prompt(), max_new_tokens=64), wanted)
+
+
+@pytest.mark.parametrize("length", [21, 60])
+@pytest.mark.parametrize("rope_type", ROPES)
+def test_logits_of_every_rope_type_equal_those_of_transformers(
+    rope_type: str, length: int, make: Any
+) -> None:
+    theirs, folder = make("Llama", rope_parameters={"rope_theta": 5000.0, **ROPES[rope_type]})
+    ours = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        assert (
+            nmse(ours(prompt(length=length), logits_to_keep=0), theirs(prompt(length=length)).logits) <= 1e-6
+        )
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope", "yarn"])
+def test_rope_beyond_the_trained_length_equals_transformers_token_for_token(
+    rope_type: str, make: Any
+) -> None:
+    theirs, folder = make("Llama", rope_parameters={"rope_theta": 5000.0, **ROPES[rope_type]})
+    ours = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = prompt(1, 50)
+    wanted = theirs.generate(ids, max_new_tokens=64, do_sample=False, pad_token_id=0)
+    assert torch.equal(ours.generate(ids, max_new_tokens=64), wanted)
+
+
+@pytest.mark.parametrize(
+    "scaling, reason",
+    [
+        ({"rope_type": "ntk"}, "unknown"),
+        ({"type": "cubic", "factor": 2.0}, "unknown"),
+        ({"rope_type": "linear"}, "factor"),
+        ({"rope_type": "linear", "factor": 0.5}, "at least 1"),
+        ({"rope_type": "linear", "factor": float("nan")}, "factor"),
+        ({"rope_type": "linear", "factor": "2"}, "factor"),
+        ({"rope_type": "linear", "factor": 2.0, "beta": 1}, "beta"),
+        ({"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}, "numbers"),
+        ({"rope_type": "llama3", "factor": 8.0}, "low_freq_factor"),
+        ("linear", "mapping"),
+    ],
+)
+def test_a_wrong_rope_scaling_is_an_error_and_never_no_scaling(scaling: Any, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        LlamaConfig(rope_scaling=scaling)
+
+
+def test_type_is_an_alias_of_rope_type() -> None:
+    assert LlamaConfig(rope_scaling={"type": "linear", "factor": 2.0}).rope.scaling["rope_type"] == "linear"
+
+
+# ---- the config ----
+
+
+def test_config_defaults() -> None:
+    config = LlamaConfig()
+    sizes = (config.vocab_size, config.hidden_size, config.intermediate_size, config.num_hidden_layers)
+    assert sizes == (32000, 4096, 11008, 32)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (32, 32, 128)
+    assert (config.hidden_act, config.max_position_embeddings, config.rms_norm_eps) == ("silu", 2048, 1e-6)
+    assert (config.rope_theta, config.attention_bias, config.mlp_bias) == (10000.0, False, False)
+    assert config.base_model_tp_plan["layers.*.self_attn.o_proj"] == "rowwise"
+    assert set(config.base_model_pp_plan) == {"embed_tokens", "layers", "norm"}
+
+
+def test_config_dtype_is_one_of_three() -> None:
+    assert LlamaConfig(torch_dtype="bfloat16").dtype == torch.bfloat16
+    assert LlamaConfig(dtype=torch.float16).dtype == torch.float16
+    for bad in ("float64", "int8", torch.float64):
+        with pytest.raises(ValueError, match="dtype"):
+            LlamaConfig(dtype=bad)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"hidden_size": 65},
+        {"hidden_size": 0},
+        {"hidden_size": -64},
+        {"hidden_size": 64.0},
+        {"hidden_size": "64"},
+        {"hidden_size": True},
+        {"num_key_value_heads": 3},
+        {"num_hidden_layers": 10**9},
+        {"num_hidden_layers": 3},
+        {"num_hidden_layers": 1},
+        {"vocab_size": 256},
+        {"vocab_size": 2**62},
+        {"rope_parameters": {"rope_theta": 0, "rope_type": "default"}},
+        {"rope_parameters": {"rope_theta": -1.0, "rope_type": "default"}},
+        {"rope_parameters": 7},
+        {"rms_norm_eps": "x"},
+        {"rms_norm_eps": 0},
+        {"hidden_act": "gelu"},
+        {"model_type": "mamba"},
+        {"head_dim": 15},
+        {"quantization_config": {"quant_method": "gptq"}},
+        {"num_experts": 8},
+        {"tie_word_embeddings": "yes please", "vocab_size": 1},
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused_by_name(changed: dict[str, Any], make: Any) -> None:
+    _, folder = make("Llama")
+    content = json.loads((folder / "config.json").read_text()) | changed
+    (folder / "config.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=str(folder)):
+        LlamaForCausalLM.from_pretrained(folder)
+
+
+def test_code_that_a_checkpoint_brings_along_never_runs(make: Any) -> None:
+    theirs, folder = make("Llama")
+    sentinel = folder / "was_run"
+    (folder / "evil.py").write_text(f"open({str(sentinel)!r}, 'w').close()\nclass Evil: pass\n")
+    content = json.loads((folder / "config.json").read_text())
+    content["auto_map"] = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}
+    (folder / "config.json").write_text(json.dumps(content))
+    LlamaForCausalLM.from_pretrained(folder)
+    assert not sentinel.exists()
+
+
+# ---- weights ----
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        (lambda t: t.pop("model.norm.weight"), "model.norm.weight"),
+        (lambda t: t.update({"model.extra.weight": torch.ones(1)}), "model.extra.weight"),
+        (lambda t: t.update({"model.norm.weight": torch.ones(3)}), "model.norm.weight"),
+        (lambda t: t.update({"model.norm.weight": torch.full((64,), float("nan"))}), "model.norm.weight"),
+        (lambda t: t["lm_head.weight"].__setitem__((5, 5), float("inf")), "lm_head.weight"),
+    ],
+)
+def test_missing_extra_misshapen_and_nan_weights_are_named(change: Any, named: str, make: Any) -> None:
+    _, folder = make("Llama")
+    rewrite(folder, change)
+    with pytest.raises(CheckpointError, match=named):
+        LlamaForCausalLM.from_pretrained(folder)
+
+
+def test_tied_weights_are_one_tensor(make: Any) -> None:
+    _, folder = make("Llama", tie_word_embeddings=True)
+    for dtype in (None, torch.float32, torch.bfloat16):
+        model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype)
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_stored_half_precision_weights_stay_as_they_are_without_a_dtype(make: Any) -> None:
+    theirs, folder = make("Llama", torch.bfloat16)
+    ours = LlamaForCausalLM.from_pretrained(folder)
+    assert ours.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
+    with torch.inference_mode():
+        logits = ours(prompt(), logits_to_keep=0)
+        assert logits.dtype == torch.float32
+        assert nmse(logits, theirs.float()(prompt()).logits) <= 1e-6
+
+
+def test_loaded_weights_do_not_change_with_the_file(make: Any) -> None:
+    _, folder = make("Llama")
+    model = LlamaForCausalLM.from_pretrained(folder)
+    before = model(prompt())
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.truncate(100)
+    assert torch.equal(model(prompt()), before)
+
+
+# ---- attention and generation ----
+
+
+def test_repeat_kv_repeats_each_head_in_a_row() -> None:
+    k, v = torch.randn(5, 2, 3), torch.randn(5, 2, 3)
+    keys, values = repeat_kv(k, v, 3)
+    assert keys.shape == (5, 6, 3)
+    assert all(
+        torch.equal(keys[:, i], k[:, i // 3]) and torch.equal(values[:, i], v[:, i // 3]) for i in range(6)
+    )
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 6])
+@pytest.mark.parametrize("num_queries", [1, 3, 7])
+def test_grouped_attention_equals_torchs(num_kv_heads: int, num_queries: int) -> None:
+    q = torch.randn(num_queries, 6, 8)
+    k, v = torch.randn(2, 7, num_kv_heads, 8)
+    visible = torch.ones(num_queries, 7, dtype=torch.bool).tril(7 - num_queries)
+    repeated = (t.repeat_interleave(6 // num_kv_heads, 1).transpose(0, 1) for t in (k, v))
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(0, 1), *repeated, attn_mask=visible, scale=0.3
+    )
+    torch.testing.assert_close(grouped_query_attention(q, k, v, 0.3), wanted.transpose(0, 1))
+    if num_kv_heads == 6:
+        torch.testing.assert_close(multi_head_attention(q, k, v, 0.3), wanted.transpose(0, 1))
+
+
+def test_attention_layer_equals_the_plain_functions_for_any_batch_and_length() -> None:
+    config = LlamaConfig(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=8)
+    layer = LlamaAttention(config)
+    for shape in ((2, 7), (3, 7), (2, 4)):
+        x = torch.randn(*shape, 32)
+        found = layer(x, position_ids=torch.arange(shape[1]).expand(shape))
+        for b in range(shape[0]):
+            q, k, v = (p(x[b]).unflatten(-1, (-1, 8)) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+            wanted = layer.o_proj(grouped_query_attention(q, k, v, layer.scaling).flatten(1))
+            torch.testing.assert_close(found[b], wanted)
+
+
+def test_mlp_of_a_seven_billion_model_has_the_right_number_of_weights() -> None:
+    with torch.device("meta"):
+        mlp = LlamaMLP(LlamaConfig())
+    assert sum(p.numel() for p in mlp.parameters()) == 135_266_304
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_on_either_side_changes_nothing(side: str, make: Any) -> None:
+    _, folder = make("Llama")
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    rows = [prompt(1, 12)[0], prompt(1, 5)[0] + 1 & 127]
+    pads = [12 - len(row) for row in rows]
+    ids = torch.stack(
+        [
+            torch.nn.functional.pad(r, (p, 0) if side == "left" else (0, p))
+            for r, p in zip(rows, pads, strict=True)
+        ]
+    )
+    mask = torch.stack(
+        [
+            torch.nn.functional.pad(torch.ones(len(r)), (p, 0) if side == "left" else (0, p))
+            for r, p in zip(rows, pads, strict=True)
+        ]
+    )
+    logits = model(ids, attention_mask=mask)
+    for row, found in zip(rows, logits, strict=True):
+        torch.testing.assert_close(found, model(row[None])[0], rtol=1e-4, atol=1e-4)
+    generated = model.generate(ids, max_new_tokens=10, attention_mask=mask)[:, 12:]
+    for row, found in zip(rows, generated, strict=True):
+        assert torch.equal(found, model.generate(row[None], max_new_tokens=10)[0, len(row) :])
+
+
+def test_prompts_of_several_lengths_each_get_what_they_get_alone(make: Any) -> None:
+    _, folder = make("Llama")
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    prompts = [[5, 6, 7], [9], [1, 2, 3, 4, 5, 6, 7, 8]]
+    together = model.generate(prompts, max_new_tokens=12)[:, 8:]
+    for ids, found in zip(prompts, together, strict=True):
+        assert found.tolist() == model.generate([ids], max_new_tokens=12)[0, len(ids) :].tolist()
+
+
+def test_generation_stops_at_end_of_text_and_fills_with_padding(make: Any) -> None:
+    _, folder = make("Llama")
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    free = model.generate(prompt(), max_new_tokens=12)[:, 21:]
+    eos = int(free[0, 3])
+    first = free[0].tolist().index(eos)
+    stopped = model.generate(prompt(), max_new_tokens=12, eos_token_id=eos, pad_token_id=7)[:, 21:]
+    assert torch.equal(stopped[0, : first + 1], free[0, : first + 1])
+    assert (stopped[0, first + 1 :] == 7).all()
+
+
+def test_sampling_depends_on_the_seed_and_not_on_neighbours(make: Any) -> None:
+    _, folder = make("Llama")
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    options: dict[str, Any] = {"max_new_tokens": 16, "temperature": 2.0, "top_k": 200, "top_p": 0.99}
+    one = model.generate(prompt(1), seed=5, **options)
+    assert torch.equal(one, model.generate(prompt(1), seed=5, **options))
+    assert not torch.equal(one, model.generate(prompt(1), seed=6, **options))
+    assert torch.equal(one[0], model.generate(prompt(2)[:1].repeat(3, 1), seed=5, **options)[0])
+
+
+def test_callback_sees_every_token_and_can_stop(make: Any) -> None:
+    _, folder = make("Llama")
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    seen: list[list[int | None]] = []
+
+    def callback(tokens: list[int | None]) -> bool:
+        seen.append(tokens)
+        return len(seen) == 5
+
+    generated = model.generate(prompt(), max_new_tokens=12, callback=callback)
+    assert generated[:, 21:].t().tolist() == seen and len(seen) == 5
+
+
+def test_repetition_penalty_and_min_p_equal_transformers(make: Any) -> None:
+    theirs, folder = make("Llama")
+    ours = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    wanted = theirs.generate(
+        prompt(), max_new_tokens=32, do_sample=False, repetition_penalty=1.7, pad_token_id=0
+    )
+    assert torch.equal(ours.generate(prompt(), max_new_tokens=32, repetition_penalty=1.7), wanted)
+    # with min_p this high only the likeliest token is left, whatever the temperature
+    sampled = ours.generate(prompt(), max_new_tokens=16, min_p=1.0, temperature=5.0)
+    assert torch.equal(sampled, ours.generate(prompt(), max_new_tokens=16))
+
+
+def test_the_usage_example_of_the_design_runs(make: Any) -> None:
+    _, folder = make("Llama", torch.bfloat16)
+    device = infinicore.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    model = AutoLlamaModel.from_pretrained(model_path=str(folder), device=device, dtype=infinicore.bfloat16)
+    input_ids = infinicore.tensor([[1, 128, 26, 66, 92]], device=device)
+    position_ids = infinicore.tensor([[0, 1, 2, 3, 4]], device=device)
+    cache = DynamicCache()
+    logits = model(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True)
+    assert logits.shape == (1, 1, 257) and logits.dtype == torch.bfloat16
+    tokens, new_position = [], infinicore.tensor([[5]], device=device)
+    for _ in range(10):
+        new_token = infinicore.argmax(logits, dim=-1).view(1, 1)
+        tokens.append(int(new_token))
+        logits = model(input_ids=new_token, position_ids=new_position, past_key_values=cache, use_cache=True)
+        new_position += 1
+    assert model.generate(input_ids, max_new_tokens=10)[0, 5:].tolist() == tokens
+
+
+@pytest.mark.parametrize(
+    "ids", [torch.zeros(0, 3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), [], [[]], [[1], []]]
+)
+def test_empty_prompts_are_refused(ids: Any, make: Any) -> None:
+    _, folder = make("Llama")
+    model = LlamaForCausalLM.from_pretrained(folder)
+    with pytest.raises(ValueError):
+        model.generate(ids)
+
+
+def test_tokens_outside_the_vocabulary_are_refused(make: Any) -> None:
+    _, folder = make("Llama")
+    model = LlamaForCausalLM.from_pretrained(folder)
+    for bad in (-1, 257, 2**40):
+        with pytest.raises(IndexError, match=str(bad)):
+            model.generate([[1, bad]])
+
+
+# ---- the cache ----
+
+
+def test_cache_appends_grows_and_returns_all() -> None:
+    cache = DynamicCache()
+    parts = [torch.randn(2, 3, n, 4) for n in (5, 1, 300, 1)]
+    for i in range(len(parts)):
+        keys, values = cache.update(parts[i], -parts[i], 0)
+        assert torch.equal(keys, torch.cat(parts[: i + 1], 2)) and torch.equal(values, -keys)
+    assert cache.get_seq_length() == 307 and cache.get_seq_length(1) == 0
+
+
+def test_cache_refuses_what_does_not_belong() -> None:
+    cache = DynamicCache()
+    cache.update(torch.ones(2, 3, 1, 4), torch.ones(2, 3, 1, 4), 0)
+    for keys, layer, error in (
+        (torch.ones(1, 3, 1, 4), 0, ValueError),
+        (torch.ones(2, 3, 1, 5), 0, ValueError),
+        (torch.ones(3, 1, 4), 0, ValueError),
+        (torch.ones(2, 3, 1, 4), 2, IndexError),
+    ):
+        with pytest.raises(error):
+            cache.update(keys, keys, layer)
