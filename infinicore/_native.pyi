@@ -1,4 +1,4 @@
-"""The native core (csrc/bindings.cpp): each op has a function to run it and a bind_ function to prepare it."""
+"""The native core, csrc/bindings.cpp: each op has a function that runs it and a bind_ one to prepare it."""
 
 from collections.abc import Callable
 from typing import Any
