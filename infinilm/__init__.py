@@ -1,6 +1,23 @@
 """infinilm: language models on infinicore, from checkpoints to text."""
 
-from infinilm.cache import DynamicCache
-from infinilm.sampling import SamplingParams
+from __future__ import annotations
 
-__all__ = ["DynamicCache", "SamplingParams"]
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from infinilm.cache import DynamicCache
+    from infinilm.llm import LLM, CompletionOutput, RequestOutput, load_model
+    from infinilm.sampling import SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "CompletionOutput", "DynamicCache", "RequestOutput", "SamplingParams", "load_model"]
+
+HOMES = {"DynamicCache": "cache", "SamplingParams": "sampling"}
+
+
+def __getattr__(name: str) -> object:
+    """Names are fetched when they are used, so that `infinilm --help` need not wait for torch."""
+    if name not in __all__:
+        raise AttributeError(f"module 'infinilm' has no attribute {name!r}")
+    return getattr(import_module(f"infinilm.{HOMES.get(name, 'llm')}"), name)

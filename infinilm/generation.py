@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,17 +67,32 @@ class GenerationMixin:
             seed=seed,
             stop_token_ids=self.eos_ids(eos_token_id),
         )
-        streams = [Stream(params, row, i) for i, row in enumerate(real_tokens(token_ids, mask))]
-        cache, generated = past_key_values or DynamicCache(), [token_ids]
-        for _ in range(max_new_tokens):
-            logits = self(input_ids=generated[-1], past_key_values=cache, use_cache=True, attention_mask=mask)
-            tokens = [stream.next_token(row) for stream, row in zip(streams, logits[:, -1], strict=True)]
-            filled, mask = [pad if token is None else token for token in tokens], None
-            generated.append(torch.tensor(filled, device=token_ids.device)[:, None])
-            should_stop = callback(tokens) if callback is not None else False
-            if should_stop or all(stream.has_ended for stream in streams):
+        generated = [token_ids]
+        cache = past_key_values if past_key_values is not None else DynamicCache()
+        for tokens in self.steps(token_ids, params, cache, mask, pad):
+            generated.append(filled(tokens, pad, token_ids.device))
+            if callback is not None and callback(tokens):
                 break
         return torch.cat(generated, dim=1)
+
+    @torch.inference_mode()
+    def steps(
+        self,
+        token_ids: Tensor,
+        params: SamplingParams,
+        cache: DynamicCache,
+        attention_mask: Tensor | None = None,
+        pad_token_id: int = 0,
+    ) -> Iterator[list[int | None]]:
+        """The next token of every stream of token_ids [B, S], step by step; None once a stream has ended."""
+        streams = [Stream(params, row, i) for i, row in enumerate(real_tokens(token_ids, attention_mask))]
+        for _ in range(params.max_tokens):
+            logits = self(input_ids=token_ids, past_key_values=cache, attention_mask=attention_mask)[:, -1]
+            tokens = [stream.next_token(row) for stream, row in zip(streams, logits, strict=True)]
+            yield tokens
+            if all(stream.has_ended for stream in streams):
+                return
+            token_ids, attention_mask = filled(tokens, pad_token_id, token_ids.device), None
 
     def eos_ids(self, given: int | Sequence[int] | None) -> tuple[int, ...]:
         if given is None:
@@ -105,6 +120,10 @@ class Stream:
         self.token_ids = torch.cat([self.token_ids, torch.tensor([token])])
         self.has_ended = token in self.sampler.params.stop_token_ids
         return token
+
+
+def filled(tokens: list[int | None], pad: int, device: torch.device) -> Tensor:
+    return torch.tensor([[pad if token is None else token] for token in tokens], device=device)
 
 
 def as_batch(

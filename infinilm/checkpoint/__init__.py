@@ -73,6 +73,9 @@ class Checkpoint(ABC):
             raise CheckpointError(f"{self.path}: {name!r} was asked for after the checkpoint was closed")
         return self._read(name, info)
 
+    def num_bytes_of(self, name: str) -> int:
+        return self._info(name).num_bytes
+
     @property
     def num_bytes(self) -> int:
         return sum(info.num_bytes for info in self._tensors.values())

@@ -7,6 +7,7 @@ stream, H query heads, K key/value heads, D head size, E hidden size, V vocabula
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from infinicore import nn
 from infinicore.nn import functional as F
 from infinilm.cache import DynamicCache
-from infinilm.checkpoint import open_checkpoint
+from infinilm.checkpoint import Checkpoint, open_checkpoint
 from infinilm.config import LlamaConfig, parse_dtype
 from infinilm.generation import GenerationMixin
 from infinilm.models.weights import load_weights
@@ -291,7 +292,18 @@ class LlamaForCausalLM(nn.Module, GenerationMixin):
         dtype None keeps weights as they are stored, quantised ones too, and computes in float32 on a CPU.
         """
         with open_checkpoint(model_path) as checkpoint:
-            return load_weights(cls, checkpoint, torch.device(device or "cpu"), parse_dtype(dtype))
+            return cls.from_checkpoint(checkpoint, device, dtype)
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        checkpoint: Checkpoint,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | str | None = None,
+        report: Callable[[int], None] = lambda num_bytes: None,
+    ) -> LlamaForCausalLM:
+        """The model of an open checkpoint; `report` is told the bytes of each weight once it is in."""
+        return load_weights(cls, checkpoint, torch.device(device or "cpu"), parse_dtype(dtype), report)
 
 
 class AutoLlamaModel:

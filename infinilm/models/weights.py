@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections import Counter
+from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from infinicore import nn
-from infinicore.quantization import QuantizedTensor
+from infinicore.quantization import BlockType, QuantizedTensor
 from infinilm.checkpoint import Checkpoint, CheckpointError
 from infinilm.config import LlamaConfig
 
@@ -25,7 +28,11 @@ Model = TypeVar("Model", bound=Buildable)
 
 
 def load_weights(
-    model_class: type[Model], checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype | None
+    model_class: type[Model],
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    report: Callable[[int], None],
 ) -> Model:
     """Build the model without memory, then give it the checkpoint's weights one by one."""
     config = read_config(checkpoint)
@@ -38,6 +45,7 @@ def load_weights(
     check_names(checkpoint, wanted, found - tied_names(config))
     for name in wanted:
         give_weight(model, name, checkpoint, placement)
+        report(checkpoint.num_bytes_of(name))
     if config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
     return model.eval()  # type: ignore[no-any-return]
@@ -125,3 +133,32 @@ def check_finite(checkpoint: Checkpoint, name: str, weight: Tensor | QuantizedTe
         and not bool(torch.isfinite(torch.stack(weight.aminmax())).all())
     ):
         raise CheckpointError(f"{checkpoint.path}: {name!r} holds NaN or infinity")
+
+
+def describe(checkpoint: Checkpoint) -> dict[str, str]:
+    """What a checkpoint is and the memory it needs, without reading its weights."""
+    config = read_config(checkpoint)
+    check_layers(checkpoint, config)
+    counts = Counter({"": 0})
+    for name in checkpoint.names():
+        counts[type_name(checkpoint.dtype(name))] += math.prod(checkpoint.shape(name))
+    total = sum(counts.values())
+    shares = ", ".join(f"{kind} {count / total:.0%}" for kind, count in counts.most_common() if count)
+    per_token = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    heads = f"{config.num_attention_heads} query heads, {config.num_key_value_heads} key/value heads"
+    cache = per_token * config.max_position_embeddings
+    return {
+        "model": str(checkpoint.path),
+        "architecture": config.model_type,
+        "parameters": f"{total:,}",
+        "layers": f"{config.num_hidden_layers} of width {config.hidden_size}, {heads} of {config.head_dim}",
+        "vocabulary": f"{config.vocab_size:,}{', tied' if config.tie_word_embeddings else ''}",
+        "context": f"{config.max_position_embeddings:,} tokens, rope {config.rope.scaling['rope_type']}",
+        "weights": f"{checkpoint.num_bytes / 1e6:,.1f} MB ({shares})",
+        "memory": f"{checkpoint.num_bytes / 1e6:,.0f} MB of weights, and {per_token / 1e3:,.1f} kB a token "
+        f"({cache / 1e6:,.0f} MB for a full context)",
+    }
+
+
+def type_name(dtype: torch.dtype | BlockType) -> str:
+    return dtype.name if isinstance(dtype, BlockType) else str(dtype).removeprefix("torch.")

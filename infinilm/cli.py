@@ -1,0 +1,246 @@
+"""infinilm generate | chat | info: arguments to calls. Heavy imports wait until a command needs them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from infinilm import __version__
+
+if TYPE_CHECKING:
+    from infinilm.llm import LLM
+    from infinilm.sampling import SamplingParams
+
+CHAT_HELP = (
+    "/reset forgets the conversation, /system TEXT sets its first message, /save FILE writes it, /exit leaves"
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    try:
+        options.run(options)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 141
+    except (ValueError, OSError, IndexError, TypeError, MemoryError) as error:
+        print(f"infinilm: error: {one_line(error)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="infinilm", description="Run Llama-family models.")
+    top.add_argument("--version", action="version", version=f"infinilm {__version__}")
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+    generate = commands.add_parser("generate", help="answer one prompt")
+    generate.add_argument("prompt", help="the prompt; - reads it from standard input")
+    generate.add_argument(
+        "--raw", action="store_true", help="continue the prompt as it is, without a chat template"
+    )
+    generate.add_argument("--system", help="a system message before the prompt")
+    add_model_options(generate)
+    add_sampling_options(generate)
+    generate.set_defaults(run=run_generate)
+    chat = commands.add_parser("chat", help="talk with a model", epilog=CHAT_HELP)
+    chat.add_argument("--system", help="a system message to begin with")
+    add_model_options(chat)
+    add_sampling_options(chat)
+    chat.set_defaults(run=run_chat)
+    info = commands.add_parser("info", help="what a model is and the memory it needs")
+    info.add_argument("model", nargs="?", help="a path or a Hugging Face id; the built-in model if left out")
+    info.set_defaults(run=run_info)
+    return top
+
+
+def add_model_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--model", help="a path or a Hugging Face id; the built-in model if left out")
+    command.add_argument("--dtype", help="float32, bfloat16 or float16; as stored if left out")
+    command.add_argument("--device", help="cpu (the default), cuda, cuda:1 ...")
+    command.add_argument("--stats", action="store_true", help="print tokens per second at the end")
+
+
+def add_sampling_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--max-tokens", type=int, default=256)
+    command.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
+    command.add_argument("--top-k", type=int, default=0)
+    command.add_argument("--top-p", type=float, default=1.0)
+    command.add_argument("--min-p", type=float, default=0.0)
+    command.add_argument("--repetition-penalty", type=float, default=1.0)
+    command.add_argument("--seed", type=int)
+
+
+def sampling_params(options: argparse.Namespace) -> SamplingParams:
+    from infinilm.sampling import SamplingParams
+
+    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+    return SamplingParams(**{name: getattr(options, name) for name in names})
+
+
+def load(options: argparse.Namespace) -> LLM:
+    """The model, with a bar while its weights come in."""
+    from infinilm.hub import resolve
+
+    path = resolve(options.model)
+    from infinilm.checkpoint import open_checkpoint
+    from infinilm.llm import LLM
+
+    with open_checkpoint(path) as checkpoint:
+        num_bytes = checkpoint.num_bytes
+    with progress("loading", num_bytes) as report:
+        return LLM(path, device=options.device, dtype=options.dtype, report=report)
+
+
+@contextmanager
+def progress(what: str, total: int) -> Iterator[Any]:
+    """A bar on standard error that goes away when it is done; nothing where no one looks on."""
+    if not sys.stderr.isatty():
+        yield lambda num_bytes: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda num_bytes: bar.advance(task, num_bytes)
+
+
+class Stats:
+    """Times a stream: the prompt up to the first token, then the rest."""
+
+    def __init__(self, num_prompt_tokens: int) -> None:
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_tokens = 0
+        self.start = time.perf_counter()
+        self.first = self.start
+
+    def count(self) -> None:
+        self.num_tokens += 1
+        if self.num_tokens == 1:
+            self.first = time.perf_counter()
+
+    def __str__(self) -> str:
+        prompt = (
+            f"prompt {self.num_prompt_tokens} tokens, {rate(self.num_prompt_tokens, self.first - self.start)}"
+        )
+        rest = rate(self.num_tokens - 1, time.perf_counter() - self.first)
+        return f"{prompt}; generated {self.num_tokens} tokens, {rest}"
+
+
+def rate(num_tokens: int, seconds: float) -> str:
+    return f"{max(num_tokens, 0) / max(seconds, 1e-9):.1f} tokens/s"
+
+
+def answer(llm: LLM, token_ids: list[int], options: argparse.Namespace) -> str:
+    """Print an answer as it comes and return it."""
+    stats, pieces = Stats(len(token_ids)), []
+    for _, text in llm.stream(token_ids, sampling_params(options)):
+        stats.count()
+        pieces.append(text)
+        print(text, end="", flush=True)
+    print()
+    if options.stats:
+        print(stats, file=sys.stderr)
+    return "".join(pieces)
+
+
+def run_generate(options: argparse.Namespace) -> None:
+    sampling_params(options)  # a wrong option is reported before the model is loaded
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    llm = load(options)
+    if options.raw or llm.tokenizer.chat_template is None:
+        answer(llm, llm.tokenizer.encode(prompt), options)
+        return
+    messages = [{"role": "system", "content": options.system}] if options.system else []
+    answer(llm, llm.tokenizer.encode_chat([*messages, {"role": "user", "content": prompt}]), options)
+
+
+def run_chat(options: argparse.Namespace) -> None:
+    with suppress(ImportError):
+        import readline  # noqa: F401  gives input() a history and line editing
+    sampling_params(options)
+    llm, chat = load(options), Chat(options.system)
+    print(CHAT_HELP, file=sys.stderr)
+    while (line := ask()) is not None:
+        if line.startswith("/"):
+            if not chat.obey(line):
+                return
+        elif line.strip():
+            chat.turn(llm, line, options)
+
+
+def ask() -> str | None:
+    try:
+        return input("> ")
+    except EOFError:
+        return None
+
+
+class Chat:
+    """A conversation and the commands on it."""
+
+    def __init__(self, system: str | None) -> None:
+        self.system = system
+        self.messages: list[dict[str, str]] = []
+        self.reset()
+
+    def reset(self) -> None:
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+
+    def turn(self, llm: LLM, text: str, options: argparse.Namespace) -> None:
+        asked = [*self.messages, {"role": "user", "content": text}]
+        try:
+            reply = answer(llm, llm.tokenizer.encode_chat(asked), options)
+        except KeyboardInterrupt:
+            print("\n(stopped; the turn is forgotten)", file=sys.stderr)
+            return
+        except ValueError as error:
+            print(f"infinilm: {one_line(error)}; /reset begins anew", file=sys.stderr)
+            return
+        self.messages = [*asked, {"role": "assistant", "content": reply}]
+
+    def obey(self, line: str) -> bool:
+        """Carry out a command; False to leave."""
+        command, _, argument = line.partition(" ")
+        if command in ("/exit", "/quit"):
+            return False
+        if command == "/reset":
+            self.reset()
+        elif command == "/system":
+            self.system = argument or None
+            self.reset()
+        elif command == "/save" and argument:
+            self.save(Path(argument))
+        else:
+            print(CHAT_HELP, file=sys.stderr)
+        return True
+
+    def save(self, path: Path) -> None:
+        try:
+            path.write_text(json.dumps(self.messages, indent=2, ensure_ascii=False) + "\n")
+        except OSError as error:
+            print(f"infinilm: cannot write {path}: {error.strerror}", file=sys.stderr)
+
+
+def run_info(options: argparse.Namespace) -> None:
+    from infinilm.hub import resolve
+
+    path = resolve(options.model)
+    from infinilm.checkpoint import open_checkpoint
+    from infinilm.models.weights import describe
+
+    with open_checkpoint(path) as checkpoint:
+        for name, value in describe(checkpoint).items():
+            print(f"{name:14} {value}")

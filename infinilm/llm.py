@@ -1,0 +1,119 @@
+"""LLM: text in, text out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from infinilm.cache import DynamicCache
+from infinilm.checkpoint import Checkpoint, open_checkpoint
+from infinilm.hub import resolve
+from infinilm.models.llama import LlamaForCausalLM
+from infinilm.sampling import SamplingParams
+from infinilm.tokenizer import Detokenizer, Tokenizer
+
+Messages = Sequence[Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One continuation of a prompt."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str  # "stop" at an end-of-text token, "length" at max_tokens
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A prompt and what followed it."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+
+
+def load_model(
+    model: str | Path | None = None,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    report: Callable[[int], None] = lambda num_bytes: None,
+) -> tuple[LlamaForCausalLM, Tokenizer]:
+    """A model and its tokenizer: a path, a Hugging Face id, or None for the built-in default."""
+    path = resolve(None if model is None else str(model))
+    with open_checkpoint(path) as checkpoint:
+        tokenizer = tokenizer_of(checkpoint)
+        return LlamaForCausalLM.from_checkpoint(checkpoint, device, dtype, report), tokenizer
+
+
+def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer:
+    if checkpoint.metadata:
+        return Tokenizer.from_gguf(checkpoint.metadata)
+    return Tokenizer.from_folder(checkpoint.path)
+
+
+class LLM:
+    """A model with its tokenizer: `generate` continues prompts, `chat` answers, `stream` does as it goes."""
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | str | None = None,
+        report: Callable[[int], None] = lambda num_bytes: None,
+    ) -> None:
+        self.model, self.tokenizer = load_model(model, device=device, dtype=dtype, report=report)
+
+    def generate(
+        self, prompts: str | Sequence[str], sampling_params: SamplingParams | None = None
+    ) -> list[RequestOutput]:
+        """Continue each prompt."""
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        params = sampling_params or SamplingParams()
+        return [self._complete(self.tokenizer.encode(text), params, text) for text in texts]
+
+    def chat(
+        self, messages: Messages | Sequence[Messages], sampling_params: SamplingParams | None = None
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of several."""
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        params = sampling_params or SamplingParams()
+        return [self._complete(self.tokenizer.encode_chat(m), params, None) for m in conversations]  # type: ignore[arg-type]
+
+    def stream(self, token_ids: Sequence[int], params: SamplingParams) -> Iterator[tuple[int, str]]:
+        """(token, the text it completes) as they come; an end-of-text token has no text of its own."""
+        params = self._with_stops(params, len(token_ids))
+        prompt = torch.tensor([list(token_ids)], device=self.model.device)
+        detokenizer = Detokenizer(self.tokenizer)
+        for step, (token,) in enumerate(self.model.steps(prompt, params, DynamicCache()), start=1):
+            if token is None:
+                return
+            text = "" if token in params.stop_token_ids else detokenizer.add(token)
+            is_last = step == params.max_tokens or token in params.stop_token_ids
+            yield token, text + detokenizer.finish() if is_last else text
+
+    def _complete(self, token_ids: list[int], params: SamplingParams, prompt: str | None) -> RequestOutput:
+        pieces = list(self.stream(token_ids, params))
+        stops = self._with_stops(params, len(token_ids)).stop_token_ids
+        tokens, texts = [token for token, _ in pieces], [text for _, text in pieces]
+        reason = "stop" if tokens[-1] in stops else "length"
+        return RequestOutput(prompt, token_ids, [CompletionOutput(0, "".join(texts), tokens, reason)])
+
+    def _with_stops(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+        """The parameters with the model's end-of-text tokens, and no more tokens than its context holds."""
+        room = self.model.config.max_position_embeddings - num_prompt_tokens
+        if num_prompt_tokens == 0 or room < 1:
+            limit = self.model.config.max_position_embeddings
+            raise ValueError(f"the prompt has {num_prompt_tokens} tokens; the model takes 1 to {limit - 1}")
+        ends = () if params.ignore_eos else (*self.tokenizer.eos_token_ids, *self.model.config.eos_token_ids)
+        return replace(
+            params,
+            max_tokens=min(params.max_tokens, room),
+            stop_token_ids=tuple({*params.stop_token_ids, *ends}),
+        )
