@@ -405,6 +405,11 @@ Call bind_call(int64_t (*kernel)(const Args&), Args (*make)(P...), P... p) {
 template <class P>
 auto any_object() { return nb::arg().none(); }  // None reaches our own checks and their messages
 
+template <class... P>
+void def_accepts(nb::module_& m, const char* name, bool (*accepts)(P...)) {
+    m.def(name, accepts, any_object<P>()...);
+}
+
 template <class Args, class... P>
 void def_op(nb::module_& m, const char* name, Args (*make)(P...), int64_t (*Kernels::*member)(const Args&)) {
     const auto run = [=](P... p) { run_kernel(active_level().kernels->*member, make(p...)); };
@@ -439,8 +444,8 @@ NB_MODULE(_native, m) {
     m.def("use_torch", &use_torch);
     m.def("accepts_rows", [](nb::handle out, nb::args inputs) { return accepts_rows(out, inputs); },
           nb::arg().none(), nb::arg());
-    m.def("accepts_rope", &accepts_rope, nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg());
-    m.def("accepts_embedding", &accepts_embedding, nb::arg().none(), nb::arg(), nb::arg());
+    def_accepts(m, "accepts_rope", accepts_rope);
+    def_accepts(m, "accepts_embedding", accepts_embedding);
     m.def("are_apart", &are_apart);
     m.def("num_threads", &num_threads);
     m.def("set_num_threads", [](int count) {
@@ -451,7 +456,9 @@ NB_MODULE(_native, m) {
     m.def("isa_levels", &level_names);
     m.def("isa", [] { return std::string(active_level().name); });
     m.def("set_isa", [](const std::string& name) {
-        if (!set_level(name.c_str())) refuse("no instruction-set level '" + name + "' on this CPU");
+        if (set_level(name.c_str())) return;
+        const std::string levels = nb::repr(level_names()).c_str();
+        refuse("set_isa and INFINICORE_ISA take a level of this CPU, one of " + levels + ", but found '" + name + "'");
     });
 
     def_op(m, "rms_norm", make_rms_norm, &Kernels::rms_norm);

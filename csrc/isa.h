@@ -1,4 +1,5 @@
-// Which instruction-set level runs. Chosen once at load: the best the CPU has, or INFINICORE_ISA.
+// Which instruction-set level runs: the one set_level chose (ops/native.py does so for INFINICORE_ISA), or from the
+// first use on the best that the CPU has.
 #pragma once
 #include "kernels.h"
 

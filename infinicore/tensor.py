@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, arange, empty, ones, randn, tensor, zeros
 
+from infinicore.checks import check_device, sizes
+
 __all__ = [
     "Tensor",
     "arange",
@@ -40,7 +42,7 @@ def from_torch(source: Tensor) -> Tensor:
 
 def from_blob(
     data: Any,
-    shape: Sequence[int],
+    shape: int | Sequence[int],
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> Tensor:
@@ -49,13 +51,19 @@ def from_blob(
         view = memoryview(data).cast("B")
     except TypeError as error:
         raise TypeError(
-            f"from_blob: expected contiguous bytes, but got {type(data).__name__}: {error}"
+            f"from_blob: data must be contiguous bytes, but is {type(data).__name__}: {error}"
         ) from None
+    shape = sizes("from_blob", "shape", shape)
     if any(size < 0 for size in shape):
-        raise ValueError(f"from_blob: shape {tuple(shape)} has a negative size")
+        raise ValueError(f"from_blob: shape {shape} has a negative size")
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"from_blob: dtype must be a dtype, but is {dtype!r}")
+    check_device("from_blob", device)
     wanted = math.prod(shape) * dtype.itemsize
     if view.nbytes != wanted:
-        raise ValueError(f"from_blob: got {view.nbytes} bytes, but {tuple(shape)} of {dtype} takes {wanted}")
+        raise ValueError(f"from_blob: got {view.nbytes} bytes, but {shape} of {dtype} takes {wanted}")
     if wanted == 0:
-        return torch.empty(*shape, dtype=dtype, device=device)
-    return torch.frombuffer(bytearray(view), dtype=dtype).reshape(*shape).to(device or "cpu")
+        return torch.empty(shape, dtype=dtype, device=device)
+    return (
+        torch.frombuffer(bytearray(view), dtype=dtype).reshape(shape).to("cpu" if device is None else device)
+    )

@@ -94,7 +94,7 @@ class LlamaRoPE(nn.RoPE):
             return
         num_rows = max(INITIAL_LENGTH, 1 << (num_positions - 1).bit_length())
         sin, cos = self.rope_parameters.tables(num_positions, num_rows)
-        self.sin_table, self.cos_table = sin.to(like), cos.to(like)
+        self.set_tables(sin, cos, like.dtype, like.device)
         self.max_seq_len, self.regime = num_rows, regime
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -201,7 +202,7 @@ def test_sampling_refuses_what_has_no_meaning() -> None:
     for name, values in {
         "u": (1.0, -0.1, math.nan),
         "topp": (1.5, -0.1, math.nan),
-        "topk": (-1, 1.5),
+        "topk": (-1, -(2**40)),
         "temperature": (-1.0, math.inf, math.nan),
     }.items():
         for bad in values:
@@ -214,6 +215,12 @@ def test_sampling_refuses_what_has_no_meaning() -> None:
     for shape in ((0,), (), (2, 3)):
         with pytest.raises(ValueError):
             draw(torch.zeros(shape))
+
+
+def test_sampling_takes_counts_and_probabilities_of_numpy_and_torch() -> None:
+    logits = torch.tensor([0.0, 9.0, 1.0])
+    assert draw(logits, u=np.float32(0.5), topk=np.int64(2), temperature=torch.tensor(1.0)) == 1  # type: ignore[arg-type]
+    assert draw(logits, topk=2**62) == 1
 
 
 def test_sample_fills_out() -> None:
@@ -247,7 +254,7 @@ X = torch.randn(3, 4)
         (lambda: F.causal_softmax(torch.randn(4, 3)), ValueError),
         (lambda: F.linear(X, torch.randn(5, 3)), ValueError),
         (lambda: F.linear(X, torch.randn(5, 4), torch.randn(4)), ValueError),
-        (lambda: F.linear(X, torch.randn(5, 4).half()), TypeError),
+        (lambda: F.linear(X, torch.randn(5, 4).double()), TypeError),
         (lambda: F.rms_norm(X, [3], torch.ones(3)), AssertionError),
         (lambda: F.rms_norm(X, [4], torch.ones(3)), AssertionError),
         (lambda: F.rms_norm(X, [4], torch.ones(3)), ValueError),
@@ -266,10 +273,89 @@ def test_bad_arguments_are_refused(call: object, error: type[Exception]) -> None
 def test_messages_name_function_argument_found_and_wanted() -> None:
     with pytest.raises(ValueError, match=r"silu: out has shape \(3, 5\), but \(3, 4\) is wanted"):
         F.silu(X, out=torch.empty(3, 5))
-    with pytest.raises(
-        ValueError, match=r"rms_norm: weight has shape \(3,\), but normalized_shape is \(4,\)"
-    ):
+    with pytest.raises(ValueError, match=r"rms_norm: weight has shape \(3,\), but \(4,\) is wanted"):
         F.rms_norm(X, [4], torch.ones(3))
+
+
+# A call of each function, all of its arguments given.
+CALLS: dict[str, dict[str, object]] = {
+    "causal_softmax": {"input": X, "out": torch.empty(3, 4)},
+    "embedding": {
+        "input": torch.tensor([1]),
+        "weight": X,
+        "padding_idx": 1,
+        "max_norm": 9.0,
+        "norm_type": 2.0,
+    },
+    "linear": {"input": X, "weight": torch.ones(5, 4), "bias": torch.ones(5), "out": torch.empty(3, 5)},
+    "random_sample": {
+        "logits": torch.zeros(5),
+        "random_val": 0.5,
+        "topp": 0.5,
+        "topk": 2,
+        "temperature": 1.0,
+        "out": torch.tensor(0),
+    },
+    "rms_norm": {"input": X, "normalized_shape": [4], "weight": torch.ones(4), "eps": 1e-5, "out": X.clone()},
+    "add_rms_norm": {
+        "input": X,
+        "residual": X,
+        "normalized_shape": [4],
+        "weight": torch.ones(4),
+        "eps": 1e-5,
+        "out": (X.clone(), X.clone()),
+    },
+    "layer_norm": {
+        "input": X,
+        "normalized_shape": [4],
+        "weight": torch.ones(4),
+        "bias": torch.ones(4),
+        "eps": 1e-5,
+        "out": X.clone(),
+    },
+    "rope": {
+        "x": X[:, None],
+        "pos_ids": torch.arange(3),
+        "sin_table": torch.ones(3, 2),
+        "cos_table": torch.ones(3, 2),
+        "algo": RopeAlgo.GPT_J,
+        "out": torch.empty(3, 1, 4),
+    },
+    "silu": {"input": X, "out": X.clone()},
+    "swiglu": {"input": X, "other": X, "out": X.clone()},
+    "gelu": {"input": X, "approximate": "none", "out": X.clone()},
+    "softmax": {"input": X, "dim": 0, "out": X.clone()},
+}
+OPTIONAL = ("out", "bias", "padding_idx", "max_norm")
+
+
+@pytest.mark.parametrize("function, argument", [(f, name) for f in CALLS for name in CALLS[f]])
+def test_an_argument_of_a_wrong_type_is_refused_by_its_name(function: str, argument: str) -> None:
+    getattr(F, function)(**CALLS[function])
+    for wrong in (None, "a", [1.5], {}, object(), (X, X, X)):
+        is_left_out = wrong is None and (
+            argument in OPTIONAL or (function, argument) == ("layer_norm", "weight")
+        )
+        if not is_left_out:
+            with pytest.raises((TypeError, ValueError), match=rf"^{function}: .*\b{argument}\b"):
+                getattr(F, function)(**{**CALLS[function], argument: wrong})
+
+
+def test_every_function_is_called_with_wrong_types() -> None:
+    assert {*CALLS, "RopeAlgo"} == set(F.__all__)
+
+
+def test_a_normalized_shape_of_one_dimension_may_be_a_number() -> None:
+    weight = random(4, seed=1)
+    assert torch.equal(F.rms_norm(X, 4, weight), F.rms_norm(X, [4], weight))
+    assert torch.equal(F.layer_norm(X, np.int64(4)), F.layer_norm(X, [4]))  # type: ignore[arg-type]
+    assert torch.equal(F.softmax(X, np.int64(0)), F.softmax(X, 0))  # type: ignore[arg-type]
+
+
+def test_a_padding_row_that_weight_does_not_have_is_refused() -> None:
+    for padding_idx in (3, -4):
+        with pytest.raises(ValueError, match=f"padding_idx {padding_idx} names none of the 3 rows"):
+            F.embedding(torch.tensor([1]), X, padding_idx)
 
 
 def test_functions_run_on_tensors_without_memory() -> None:

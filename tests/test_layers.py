@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
@@ -76,6 +78,75 @@ def test_embedding_takes_tensors_lists_and_lists_of_lists() -> None:
 def test_embedding_refuses_empty_ragged_mistyped_and_foreign_ids(ids: object, error: type[Exception]) -> None:
     with pytest.raises(error):
         nn.Embedding(10, 4)(ids)
+
+
+@pytest.mark.parametrize(
+    "layer, arguments",
+    [
+        (nn.Linear, {"in_features": 8, "out_features": 4}),
+        (nn.ColumnParallelLinear, {"in_features": 8, "out_features": 4, "tp_rank": 0, "tp_size": 1}),
+        (
+            nn.RowParallelLinear,
+            {"in_features": 8, "out_features": 4, "tp_rank": 0, "tp_size": 1, "communicator": None},
+        ),
+        (nn.Embedding, {"num_embeddings": 4, "embedding_dim": 4, "padding_idx": 1}),
+        (nn.PositionalEmbedding, {"max_len": 4, "embed_dim": 4}),
+        (nn.PositionalEmbedding.sinusoidal, {"max_len": 4, "embed_dim": 4}),
+        (nn.PositionalEmbedding(4, 4).forward, {"seq_len": 2, "offset": 0}),
+        (nn.RMSNorm, {"normalized_shape": 4, "eps": 1e-6}),
+        (nn.LayerNorm, {"normalized_shape": [4], "eps": 1e-5}),
+        (nn.RoPE, {"head_dim": 8, "max_seq_len": 4, "theta": 1e4, "algo": nn.RoPE.Algo.GPT_J}),
+        (nn.RoPE(8, 4).forward, {"x": torch.ones(2, 1, 8), "pos": torch.arange(2)}),
+        (nn.Softmax, {"dim": 0}),
+        (nn.GELU, {"approximate": "none"}),
+        (nn.SiLU, {}),
+        (nn.MLPBlock, {"hidden_size": 4, "intermediate_size": 4}),
+        (nn.RBELinear, {"in_features": 4, "out_features": 4, "block_size": 4, "num_coefficients": 4}),
+        (nn.Linear(4, 4).forward, {"x": torch.ones(2, 4), "residual": torch.ones(2, 4)}),
+        (nn.Parameter, {"data": torch.ones(4), "tp_dim": 0, "tp_rank": 0, "tp_size": 1}),
+        (infinicore.from_blob, {"data": b"1234", "shape": (1,), "dtype": torch.float32}),
+    ],
+    ids=lambda value: getattr(value, "__qualname__", ""),
+)
+def test_an_argument_of_a_wrong_type_is_refused_by_its_name(
+    layer: Callable[..., object], arguments: dict[str, object]
+) -> None:
+    layer(**arguments)
+    is_made = isinstance(layer, type) and layer is not nn.Parameter
+    for name in (*arguments, *(("dtype", "device") if is_made else ())):
+        for wrong in ("a", [1.5], (), 2.5, object(), torch.ones(3)):
+            if not is_right(name, wrong):
+                with pytest.raises((TypeError, ValueError), match=rf"\b({name}|input|pos_ids)\b"):
+                    layer(**{**arguments, name: wrong})
+
+
+def is_right(name: str, value: object) -> bool:
+    """A shape may be empty where bytes are counted, a number may be any number, and a tensor is data."""
+    right: dict[str, tuple[type, ...]] = {
+        "eps": (float,), "theta": (float,), "data": (torch.Tensor,), "shape": (tuple,)
+    }  # fmt: skip
+    return isinstance(value, right.get(name, ()))
+
+
+def test_sizes_may_be_integers_of_numpy_and_torch() -> None:
+    layer = nn.Linear(np.int64(8), torch.tensor(4))  # type: ignore[arg-type]
+    assert repr(layer) == "Linear(in_features=8, out_features=4, bias=True)"
+    assert nn.RMSNorm(np.int32(4)).normalized_shape == (4,)  # type: ignore[arg-type]
+    assert nn.RoPE(np.int64(8), np.int64(4)).sin_table.shape == (4, 4)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm])
+@pytest.mark.parametrize("eps", [-1.0, math.nan, math.inf])
+def test_an_eps_without_meaning_is_refused_when_the_layer_is_made(norm: type, eps: float) -> None:
+    with pytest.raises(ValueError, match=f"{norm.__name__}: eps must be finite and not negative"):
+        norm(4, eps=eps)
+
+
+@pytest.mark.parametrize("layer", [nn.GELU, nn.SiLU, nn.Softmax])
+def test_activations_take_a_dtype_and_a_device_and_hold_nothing(layer: type[nn.Module]) -> None:
+    made = layer(dtype=torch.bfloat16, device="meta")
+    assert not list(made.parameters()) and not list(made.buffers())
+    assert made(torch.randn(3, 4)).dtype == torch.float32
 
 
 def test_embedding_refuses_a_padding_row_it_does_not_have() -> None:
@@ -159,6 +230,8 @@ def test_blobs_are_copied_and_their_size_is_checked() -> None:
     for bad in ((b"1234", (2,)), (b"1234", (-1,)), (b"12345", (1,))):
         with pytest.raises(ValueError):
             infinicore.from_blob(*bad)
+    assert infinicore.from_blob(b"1234", 1).shape == (1,)
+    assert infinicore.from_blob(b"1234", ()).shape == ()
     for bad_data in (1234, "text", None):
         with pytest.raises(TypeError):
             infinicore.from_blob(bad_data, (1,))

@@ -180,6 +180,15 @@ def test_mlp_block_is_norm_linear_gelu_linear_and_the_input(dtype):
     torch.testing.assert_close(block(x), expected)
 
 
+def test_mlp_block_is_made_and_runs_in_the_dtype_asked_for():
+    block = MLPBlock(48, 96, dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in block.parameters()} == {torch.bfloat16}
+    x = torch.randn(2, 48)
+    assert block(x.bfloat16()).dtype == torch.bfloat16
+    exact = block.float()(x)
+    torch.testing.assert_close(block.bfloat16()(x.bfloat16()).float(), exact, rtol=0.05, atol=0.05)
+
+
 def test_mlp_block_starts_within_a_tenth_of_zero():
     torch.manual_seed(0)
     weight = MLPBlock(64, 64).linear1.dense_weight()

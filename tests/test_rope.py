@@ -231,6 +231,30 @@ def test_the_module_serves_half_precision() -> None:
     )
 
 
+def test_the_module_loses_nothing_by_being_half_precision_for_a_while() -> None:
+    rope, sin = nn.RoPE(8, 32), nn.RoPE(8, 32).sin_table
+    assert torch.equal(rope.bfloat16().sin_table, sin.bfloat16())
+    assert torch.equal(rope.float().sin_table, sin)
+    assert torch.equal(rope.to("meta").to_empty(device="cpu").sin_table, sin)
+    made_in_half = nn.RoPE(8, 32, dtype=torch.float16)
+    assert made_in_half.sin_table.dtype == torch.float16 and torch.equal(made_in_half.float().sin_table, sin)
+
+
+def test_the_module_is_made_on_the_meta_device_and_under_a_default_one() -> None:
+    with torch.device("meta"):
+        rope = nn.RoPE(8, 32)
+    assert rope.sin_table.is_meta and nn.RoPE(8, 32, device="meta").cos_table.is_meta
+    assert torch.equal(rope.to_empty(device="cpu").cos_table, nn.RoPE(8, 32).cos_table)
+
+
+@pytest.mark.parametrize("dtype", DATA_TYPES)
+def test_tables_of_another_dtype_are_rounded_once(dtype: torch.dtype) -> None:
+    rope, x = nn.RoPE(8, 32).bfloat16(), torch.randn(5, 3, 8).to(dtype)
+    sin, cos = (table.to(dtype) for table in nn.RoPE(8, 32).tables())
+    assert torch.equal(rope(x, torch.arange(5)), F.rope(x, torch.arange(5), sin, cos, RopeAlgo.GPT_J))
+    assert rope.tables_as(dtype)[0] is rope.tables_as(dtype)[0]
+
+
 @pytest.mark.parametrize("bad", [(7, 32), (0, 32), (8, 0), (8, 32, 0.0), (8, 32, float("nan"))])
 def test_the_module_refuses_sizes_without_meaning(bad: tuple[float, ...]) -> None:
     with pytest.raises(ValueError):

@@ -1,9 +1,11 @@
-"""Activations as modules."""
+"""Activations as modules. They hold nothing, so `dtype` and `device`, taken as by every layer, do nothing."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from infinicore.checks import check_place, integer
 from infinicore.nn import functional as F
 from infinicore.nn.module import Module
 
@@ -11,8 +13,14 @@ from infinicore.nn.module import Module
 class GELU(Module):
     """x * Phi(x): the tanh form, x * sigmoid(1.702 x) ("fast"), or exactly ("none")."""
 
-    def __init__(self, approximate: str = "tanh") -> None:
+    def __init__(
+        self,
+        approximate: str = "tanh",
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
         super().__init__()
+        check_place("GELU", dtype, device)
         if approximate not in ("none", "tanh", "fast"):
             raise ValueError(f"GELU: approximate must be 'none', 'tanh' or 'fast', but is {approximate!r}")
         self.approximate = approximate
@@ -27,6 +35,10 @@ class GELU(Module):
 class SiLU(Module):
     """x * sigmoid(x)"""
 
+    def __init__(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        check_place("SiLU", dtype, device)
+
     def forward(self, x: Tensor) -> Tensor:
         return F.silu(x)
 
@@ -34,9 +46,15 @@ class SiLU(Module):
 class Softmax(Module):
     """exp(x) / sum(exp(x)) over dim"""
 
-    def __init__(self, dim: int = -1) -> None:
+    def __init__(
+        self,
+        dim: int = -1,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
         super().__init__()
-        self.dim = dim
+        check_place("Softmax", dtype, device)
+        self.dim = integer("Softmax", "dim", dim)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.softmax(x, self.dim)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from infinicore.checks import check_place, integer, positive
 from infinicore.nn import functional as F
 from infinicore.nn.module import Module, Parameter
 
@@ -26,14 +27,13 @@ class Embedding(Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        if num_embeddings < 1 or embedding_dim < 1:
-            raise ValueError(
-                f"Embedding: sizes must be positive, but are {num_embeddings} and {embedding_dim}"
-            )
-        if padding_idx is not None and not 0 <= padding_idx < num_embeddings:
-            raise ValueError(f"Embedding: padding_idx {padding_idx} is outside [0, {num_embeddings})")
-        self.num_embeddings = num_embeddings
-        self.embedding_dim = embedding_dim
+        check_place("Embedding", dtype, device)
+        self.num_embeddings = num_embeddings = positive("Embedding", "num_embeddings", num_embeddings)
+        self.embedding_dim = embedding_dim = positive("Embedding", "embedding_dim", embedding_dim)
+        if padding_idx is not None:
+            padding_idx = integer("Embedding", "padding_idx", padding_idx)
+            if not 0 <= padding_idx < num_embeddings:
+                raise ValueError(f"Embedding: padding_idx {padding_idx} is outside [0, {num_embeddings})")
         self.padding_idx = padding_idx
         std = math.sqrt(2.0 / (num_embeddings + embedding_dim))
         weight = torch.empty(num_embeddings, embedding_dim, dtype=dtype, device=device).normal_(0, std)
@@ -82,13 +82,11 @@ class PositionalEmbedding(Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        if max_len < 1 or embed_dim < 1:
-            raise ValueError(
-                f"PositionalEmbedding: sizes must be positive, but are {max_len} and {embed_dim}"
-            )
-        self.max_len = max_len
-        self.embed_dim = embed_dim
-        self.weight = Parameter(torch.empty(max_len, embed_dim, dtype=dtype, device=device).normal_(0, 0.02))
+        check_place("PositionalEmbedding", dtype, device)
+        self.max_len = positive("PositionalEmbedding", "max_len", max_len)
+        self.embed_dim = positive("PositionalEmbedding", "embed_dim", embed_dim)
+        weight = torch.empty(self.max_len, self.embed_dim, dtype=dtype, device=device)
+        self.weight = Parameter(weight.normal_(0, 0.02))
 
     @classmethod
     def sinusoidal(
@@ -107,6 +105,8 @@ class PositionalEmbedding(Module):
         return module
 
     def forward(self, seq_len: int, offset: int = 0) -> Tensor:
+        seq_len = integer("PositionalEmbedding", "seq_len", seq_len)
+        offset = integer("PositionalEmbedding", "offset", offset)
         if seq_len < 0 or offset < 0 or offset + seq_len > self.max_len:
             raise ValueError(
                 f"PositionalEmbedding: {seq_len} positions from {offset} do not fit max_len {self.max_len}"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from infinicore import ops
+from infinicore.checks import FLOATS, check_eps, integer, number, sizes
 from infinicore.ops import RopeAlgo
 from infinicore.ops.descriptor import INDEX_DTYPES, RopeInfo, check_range
 
@@ -31,7 +32,7 @@ __all__ = [
     "swiglu",
 ]
 
-FLOATS = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
+LARGEST_TOPK = 2**31  # beyond any vocabulary
 
 
 def causal_softmax(input: Tensor, out: Tensor | None = None) -> Tensor:
@@ -59,7 +60,8 @@ def embedding(
     """The rows of weight that input names: [*] -> [*, E]. The options mean what they mean in torch."""
     if padding_idx is not None or max_norm is not None or scale_grad_by_freq or sparse:
         check_lookup(input, weight, out)
-        options = (padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+        check_lookup_options(weight, padding_idx, max_norm, norm_type)
+        options = (padding_idx, max_norm, norm_type, bool(scale_grad_by_freq), bool(sparse))
         rows = torch.nn.functional.embedding(input.long(), weight, *options)
         return rows if out is None else out.copy_(rows)
     # As in rope: the kernel checks for itself, and only when it declines are the rules gone through by name.
@@ -72,15 +74,14 @@ def embedding(
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
     """input @ weight.T + bias: [*, in], [out, in], [out] -> [*, out]"""
     check_float("linear", "input", input)
+    check_same("linear", input, "weight", weight)
     if weight.dim() != 2 or input.dim() < 1 or input.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"linear: input {tuple(input.shape)} does not fit weight {tuple(weight.shape)}; "
             "expected [*, in] and [out, in]"
         )
-    check_same("linear", input, "weight", weight)
     if bias is not None:
-        check_same("linear", input, "bias", bias)
-        check_shape("linear", "bias", bias, weight.shape[:1])
+        check_like("linear", input, "bias", bias, weight.shape[:1])
     check_out("linear", out, input, (*input.shape[:-1], weight.shape[0]))
     return ops.linear(input, weight, bias, out=out)
 
@@ -101,23 +102,17 @@ def random_sample(
     check_float("random_sample", "logits", logits)
     if logits.dim() != 1 or len(logits) == 0:
         raise ValueError(f"random_sample: logits must be [vocabulary], but have shape {tuple(logits.shape)}")
-    check_sampling(float(random_val), float(topp), topk, float(temperature))
-    if out is not None and (
-        out.dim() != 0 or out.dtype not in (torch.int64, torch.int32) or out.device != logits.device
-    ):
-        raise ValueError(
-            f"random_sample: out must be one int64 or int32, but is {out.dtype} {tuple(out.shape)}"
-        )
+    options = sampling_options(random_val, topp, topk, temperature)
+    if out is not None:
+        check_token(out, logits)
     if not logits.is_cpu or logits.dtype == torch.float64:
         check_logits(logits)
-    return ops.random_sample(
-        logits.detach().contiguous(), float(random_val), float(topp), topk, float(temperature), out=out
-    )
+    return ops.random_sample(logits.detach().contiguous(), *options, out=out)
 
 
 def rms_norm(
     input: Tensor,
-    normalized_shape: Sequence[int],
+    normalized_shape: int | Sequence[int],
     weight: Tensor,
     eps: float = 1e-5,
     *,
@@ -125,19 +120,20 @@ def rms_norm(
 ) -> Tensor:
     """input / sqrt(mean(input^2) + eps) * weight over the last dimensions, which normalized_shape names."""
     check_float("rms_norm", "input", input)
-    check_normalized("rms_norm", input, normalized_shape, weight)
+    shape = check_normalized("rms_norm", input, normalized_shape)
+    check_like("rms_norm", input, "weight", weight, shape)
     check_eps("rms_norm", eps)
     if out is not None:
         check_out("rms_norm", out, input, input.shape)
-    if weight.dim() == 1:
+    if len(shape) == 1:
         return ops.rms_norm(input, weight, eps, out=out)
-    return unflattened(ops.rms_norm(flattened(input, weight.dim()), weight.reshape(-1), eps), input, out)
+    return unflattened(ops.rms_norm(flattened(input, len(shape)), weight.reshape(-1), eps), input, out)
 
 
 def add_rms_norm(
     input: Tensor,
     residual: Tensor,
-    normalized_shape: Sequence[int],
+    normalized_shape: int | Sequence[int],
     weight: Tensor,
     eps: float = 1e-5,
     *,
@@ -145,24 +141,20 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """(rms_norm(input + residual), input + residual), in one pass over the rows."""
     check_float("add_rms_norm", "input", input)
-    check_same("add_rms_norm", input, "residual", residual)
-    check_shape("add_rms_norm", "residual", residual, input.shape)
-    check_normalized("add_rms_norm", input, normalized_shape, weight)
+    check_like("add_rms_norm", input, "residual", residual, input.shape)
+    shape = check_normalized("add_rms_norm", input, normalized_shape)
+    check_like("add_rms_norm", input, "weight", weight, shape)
     check_eps("add_rms_norm", eps)
-    if weight.dim() != 1:
-        raise ValueError(
-            f"add_rms_norm: normalized_shape must name one dimension, but is {tuple(normalized_shape)}"
-        )
+    if len(shape) != 1:
+        raise ValueError(f"add_rms_norm: normalized_shape must name one dimension, but is {tuple(shape)}")
     if out is not None:
-        y, total = out
-        check_out("add_rms_norm", y, input, input.shape)
-        check_out("add_rms_norm", total, input, input.shape)
+        check_pair("add_rms_norm", out, input)
     return ops.add_rms_norm(input, residual, weight, eps, out=out)
 
 
 def layer_norm(
     input: Tensor,
-    normalized_shape: Sequence[int],
+    normalized_shape: int | Sequence[int],
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
@@ -171,15 +163,19 @@ def layer_norm(
 ) -> Tensor:
     """(input - mean) / sqrt(var + eps) * weight + bias over the last dimensions, the sums in float64."""
     check_float("layer_norm", "input", input)
-    check_normalized("layer_norm", input, normalized_shape, weight, bias)
+    shape = check_normalized("layer_norm", input, normalized_shape)
+    if weight is not None:
+        check_like("layer_norm", input, "weight", weight, shape)
+    if bias is not None:
+        check_like("layer_norm", input, "bias", bias, shape)
     check_eps("layer_norm", eps)
     if out is not None:
         check_out("layer_norm", out, input, input.shape)
-    if len(normalized_shape) == 1:
+    if len(shape) == 1:
         return ops.layer_norm(input, weight, bias, eps, out=out)
     w = None if weight is None else weight.reshape(-1)
     b = None if bias is None else bias.reshape(-1)
-    return unflattened(ops.layer_norm(flattened(input, len(normalized_shape)), w, b, eps), input, out)
+    return unflattened(ops.layer_norm(flattened(input, len(shape)), w, b, eps), input, out)
 
 
 def rope(
@@ -201,6 +197,10 @@ def rope(
         kernel = ops.rope.pick(x, pos_ids, sin_table, cos_table, is_interleaved, out=out)
         if kernel is not None:
             return kernel.run(out, x, pos_ids, sin_table, cos_table, is_interleaved)  # type: ignore[no-any-return]
+    check_float("rope", "x", x)
+    for name, table in (("pos_ids", pos_ids), ("sin_table", sin_table), ("cos_table", cos_table)):
+        check_tensor("rope", name, table)
+    check_out("rope", out, x, x.shape)
     info = RopeInfo.create(x if out is None else out, x, pos_ids, sin_table, cos_table, algo)
     check_range(pos_ids, info.table_len)
     return ops.rope(x, pos_ids.contiguous(), sin_table, cos_table, is_interleaved, out=out)
@@ -219,8 +219,7 @@ def silu(input: Tensor, inplace: bool = False, *, out: Tensor | None = None) -> 
 def swiglu(input: Tensor, other: Tensor, *, out: Tensor | None = None) -> Tensor:
     """silu(input) * other"""
     check_float("swiglu", "input", input)
-    check_same("swiglu", input, "other", other)
-    check_shape("swiglu", "other", other, input.shape)
+    check_like("swiglu", input, "other", other, input.shape)
     if out is not None:
         check_out("swiglu", out, input, input.shape)
     return ops.swiglu(input, other, out=out)
@@ -239,6 +238,8 @@ def gelu(input: Tensor, approximate: str = "none", *, out: Tensor | None = None)
 def softmax(input: Tensor, dim: int = -1, *, out: Tensor | None = None) -> Tensor:
     """exp(input) / sum(exp(input)) over dim"""
     check_float("softmax", "input", input)
+    if not isinstance(dim, int):
+        dim = integer("softmax", "dim", dim)
     if not -input.dim() <= dim < input.dim():
         raise IndexError(f"softmax: dim {dim} is out of range for an input with {input.dim()} dimensions")
     if out is not None:
@@ -256,9 +257,14 @@ class ShapeError(ValueError, AssertionError):
     """A shape that does not fit; also an AssertionError, which callers of the seeds' interface catch."""
 
 
-def check_float(function: str, name: str, tensor: Tensor) -> None:
+def check_tensor(function: str, name: str, tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{function}: {name} must be a tensor, but is {type(tensor).__name__}")
+
+
+def check_float(function: str, name: str, tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        check_tensor(function, name, tensor)
     if tensor.dtype not in FLOATS:
         raise TypeError(
             f"{function}: {name} must be float16, bfloat16, float32 or float64, but is {tensor.dtype}"
@@ -267,7 +273,7 @@ def check_float(function: str, name: str, tensor: Tensor) -> None:
 
 def check_same(function: str, like: Tensor, name: str, tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"{function}: {name} must be a tensor, but is {type(tensor).__name__}")
+        check_tensor(function, name, tensor)
     if tensor.dtype is not like.dtype or tensor.device != like.device:
         raise TypeError(
             f"{function}: {name} is {tensor.dtype} on {tensor.device}, "
@@ -275,41 +281,39 @@ def check_same(function: str, like: Tensor, name: str, tensor: Tensor) -> None:
         )
 
 
-def check_shape(function: str, name: str, tensor: Tensor, wanted: Sequence[int]) -> None:
-    if tensor.shape != torch.Size(wanted):
-        raise ValueError(f"{function}: {name} has shape {tuple(tensor.shape)}, but {tuple(wanted)} is wanted")
+def check_shape(function: str, name: str, tensor: Tensor, wanted: tuple[int, ...]) -> None:
+    if tensor.shape != wanted:
+        raise ShapeError(f"{function}: {name} has shape {tuple(tensor.shape)}, but {tuple(wanted)} is wanted")
 
 
-def check_out(function: str, out: Tensor | None, like: Tensor, shape: Sequence[int]) -> None:
-    if out is None:
-        return
-    check_same(function, like, "out", out)
-    check_shape(function, "out", out, shape)
+def check_like(function: str, like: Tensor, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    check_same(function, like, name, tensor)
+    check_shape(function, name, tensor, shape)
 
 
-def check_normalized(
-    function: str,
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None = None,
-) -> None:
-    wanted = torch.Size(normalized_shape)
+def check_out(function: str, out: Tensor | None, like: Tensor, shape: tuple[int, ...]) -> None:
+    if out is not None:
+        check_like(function, like, "out", out, shape)
+
+
+def check_pair(function: str, out: tuple[Tensor, Tensor], like: Tensor) -> None:
+    if not isinstance(out, tuple | list) or len(out) != 2:
+        found = f"{len(out)} of them" if isinstance(out, tuple | list) else type(out).__name__
+        raise TypeError(f"{function}: out must be a pair of tensors, but is {found}")
+    for tensor in out:
+        check_like(function, like, "out", tensor, like.shape)
+
+
+def check_normalized(function: str, input: Tensor, normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
+    """normalized_shape as the sizes it names, which are the last ones of the input."""
+    try:
+        wanted = torch.Size(normalized_shape)  # type: ignore[arg-type]
+    except TypeError:
+        wanted = torch.Size(sizes(function, "normalized_shape", normalized_shape))
     if not wanted or input.shape[-len(wanted) :] != wanted:
         shapes = f"input shape {tuple(input.shape)} does not end in normalized_shape {tuple(wanted)}"
         raise ShapeError(f"{function}: {shapes}")
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is None:
-            continue
-        check_same(function, input, name, tensor)
-        if tensor.shape != wanted:
-            shapes = f"{name} has shape {tuple(tensor.shape)}, but normalized_shape is {tuple(wanted)}"
-            raise ShapeError(f"{function}: {shapes}")
-
-
-def check_eps(function: str, eps: float) -> None:
-    if not (math.isfinite(eps) and eps >= 0):
-        raise ValueError(f"{function}: eps must be finite and not negative, but is {eps!r}")
+    return wanted
 
 
 def check_lookup(ids: Tensor, weight: Tensor, out: Tensor | None) -> None:
@@ -330,17 +334,43 @@ def check_lookup(ids: Tensor, weight: Tensor, out: Tensor | None) -> None:
         raise IndexError(f"embedding: id {int(signed[is_bad][0])} is outside [0, {weight.shape[0]})")
 
 
-def check_sampling(random_val: float, topp: float, topk: int, temperature: float) -> None:
+def check_lookup_options(
+    weight: Tensor, padding_idx: int | None, max_norm: float | None, norm_type: float
+) -> None:
+    if padding_idx is not None:
+        row = integer("embedding", "padding_idx", padding_idx)
+        if not -len(weight) <= row < len(weight):
+            raise ValueError(f"embedding: padding_idx {row} names none of the {len(weight)} rows of weight")
+    if max_norm is not None:
+        number("embedding", "max_norm", max_norm)
+    number("embedding", "norm_type", norm_type)
+
+
+def sampling_options(
+    random_val: float, topp: float, topk: int, temperature: float
+) -> tuple[float, float, int, float]:
+    random_val = number("random_sample", "random_val", random_val)
     if not 0 <= random_val < 1:
         raise ValueError(f"random_sample: random_val must be in [0, 1), but is {random_val!r}")
+    topp = number("random_sample", "topp", topp)
     if not 0 <= topp <= 1:
         raise ValueError(f"random_sample: topp must be in [0, 1], but is {topp!r}")
-    if not isinstance(topk, int) or isinstance(topk, bool) or topk < 0:
+    topk = min(integer("random_sample", "topk", topk), LARGEST_TOPK)
+    if topk < 0:
         raise ValueError(f"random_sample: topk must be 0 (off) or a positive count, but is {topk!r}")
-    if not (math.isfinite(temperature) and temperature >= 0):
+    temperature = number("random_sample", "temperature", temperature)
+    if not 0 <= temperature < math.inf:
         raise ValueError(
             f"random_sample: temperature must be finite and not negative, but is {temperature!r}"
         )
+    return random_val, topp, topk, temperature
+
+
+def check_token(out: Tensor, logits: Tensor) -> None:
+    check_tensor("random_sample", "out", out)
+    if out.dim() != 0 or out.dtype not in (torch.int64, torch.int32) or out.device != logits.device:
+        found = f"{out.dtype} {tuple(out.shape)} on {out.device}"
+        raise ValueError(f"random_sample: out must be one int64 or int32 on {logits.device}, but is {found}")
 
 
 def check_logits(logits: Tensor) -> None:

@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor
 
+from infinicore.checks import check_place, integer, positive
 from infinicore.distributed import Communicator
 from infinicore.nn import functional as F
 from infinicore.nn.module import Module, Parameter
@@ -30,9 +31,9 @@ class BaseLinear(Module):
         device: Device = None,
     ) -> None:
         super().__init__()
-        check_sizes(in_features, out_features)
-        self.in_features = in_features
-        self.out_features = out_features
+        check_place(type(self).__name__, dtype, device)
+        self.in_features = in_features = positive(type(self).__name__, "in_features", in_features)
+        self.out_features = out_features = positive(type(self).__name__, "out_features", out_features)
         # torch.nn.Linear's distribution, and its order of drawing.
         bound = 1 / math.sqrt(in_features)
         self.weight = Parameter(uniform((out_features, in_features), bound, dtype, device))
@@ -47,8 +48,7 @@ class BaseLinear(Module):
         y = self.compute_linear(x)
         if residual is None:
             return y
-        if residual.shape != y.shape:
-            raise ValueError(f"residual has shape {tuple(residual.shape)}, but the output {tuple(y.shape)}")
+        F.check_like(type(self).__name__, y, "residual", residual, y.shape)
         return y + residual
 
     def extra_repr(self) -> str:
@@ -74,8 +74,8 @@ class ColumnParallelLinear(BaseLinear):
         tp_size: int = 1,
     ) -> None:
         super().__init__(in_features, out_features, bias, dtype, device)
-        self.tp_rank = tp_rank
-        self.tp_size = tp_size
+        self.tp_rank = integer("ColumnParallelLinear", "tp_rank", tp_rank)
+        self.tp_size = integer("ColumnParallelLinear", "tp_size", tp_size)
         self.weight = Parameter(self.weight, 0, tp_rank, tp_size)
         if self.bias is not None:
             self.bias = Parameter(self.bias, 0, tp_rank, tp_size)
@@ -101,10 +101,10 @@ class RowParallelLinear(BaseLinear):
         tp_size: int = 1,
         communicator: Communicator | None = None,
     ) -> None:
-        check_communicator(communicator, tp_rank, tp_size)
         super().__init__(in_features, out_features, bias, dtype, device)
-        self.tp_rank = tp_rank
-        self.tp_size = tp_size
+        self.tp_rank = integer("RowParallelLinear", "tp_rank", tp_rank)
+        self.tp_size = integer("RowParallelLinear", "tp_size", tp_size)
+        check_communicator(communicator, self.tp_rank, self.tp_size)
         self.communicator = communicator
         self.weight = Parameter(self.weight, 1, tp_rank, tp_size)
 
@@ -119,17 +119,13 @@ class RowParallelLinear(BaseLinear):
 
 
 def uniform(shape: tuple[int, ...], bound: float, dtype: torch.dtype | None, device: Device) -> Tensor:
-    if dtype is not None and not dtype.is_floating_point:
-        raise TypeError(f"a linear layer needs a floating dtype, found {dtype}")
     return torch.empty(shape, dtype=dtype, device=device).uniform_(-bound, bound)
 
 
-def check_sizes(in_features: int, out_features: int) -> None:
-    if in_features < 1 or out_features < 1:
-        raise ValueError(f"features must be positive, found in={in_features!r}, out={out_features!r}")
-
-
 def check_communicator(communicator: Communicator | None, tp_rank: int, tp_size: int) -> None:
+    if not isinstance(communicator, Communicator | None):
+        found = type(communicator).__name__
+        raise TypeError(f"RowParallelLinear: communicator must be a Communicator or None, but is {found}")
     if communicator is None and tp_size > 1:
         raise ValueError(f"tp_size={tp_size} needs a communicator, to sum the products of the ranks")
     if communicator is not None and (communicator.rank, communicator.size) != (tp_rank, tp_size):

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from infinicore.checks import integer
+
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
@@ -46,9 +48,8 @@ class Parameter(torch.nn.Parameter):
     def __new__(
         cls, data: Tensor, tp_dim: int = 0, tp_rank: int = 0, tp_size: int = 1, *, requires_grad: bool = False
     ) -> Self:
-        check_split(data, tp_dim, tp_rank, tp_size)
-        split = tp_dim, tp_rank, tp_size
-        shard = data if tp_size == 1 else owned(slice_of(data, split))
+        split = checked_split(data, tp_dim, tp_rank, tp_size)
+        shard = data if split[2] == 1 else owned(slice_of(data, split))
         return cls._hold(shard, split, requires_grad)
 
     @classmethod
@@ -114,15 +115,19 @@ def owned(shard: Tensor) -> Tensor:
     return shard.detach().clone(memory_format=torch.contiguous_format)
 
 
-def check_split(data: Tensor, tp_dim: int, tp_rank: int, tp_size: int) -> None:
+def checked_split(data: Tensor, tp_dim: int, tp_rank: int, tp_size: int) -> Split:
     if not isinstance(data, Tensor):
         raise TypeError(f"Parameter data must be a tensor, found {type(data).__name__}")
+    tp_dim = integer("Parameter", "tp_dim", tp_dim)
+    tp_rank = integer("Parameter", "tp_rank", tp_rank)
+    tp_size = integer("Parameter", "tp_size", tp_size)
     if tp_size < 1 or not 0 <= tp_rank < tp_size:
         raise ValueError(f"tp_rank must be in [0, tp_size), found tp_rank={tp_rank!r}, tp_size={tp_size!r}")
     if not 0 <= tp_dim < max(data.ndim, 1):
         raise ValueError(f"tp_dim={tp_dim!r} is not a dimension of shape {tuple(data.shape)}")
     if tp_size > 1 and (data.ndim == 0 or data.shape[tp_dim] % tp_size):
         raise ValueError(f"dimension {tp_dim} of shape {tuple(data.shape)} does not split in {tp_size}")
+    return tp_dim, tp_rank, tp_size
 
 
 def check_loadable(target: Tensor, source: Tensor, name: str) -> None:
@@ -175,7 +180,7 @@ class Module(torch.nn.Module):
         self, count: int, name: str, module_class: type[torch.nn.Module], *args: Any, **kwargs: Any
     ) -> "ModuleList":
         """Build `count` modules of one class as the children `name.0`, `name.1`, … and return their list."""
-        if count < 0:
+        if integer(f"register_modules({name!r})", "count", count) < 0:
             raise ValueError(f"register_modules({name!r}): count must not be negative, found {count!r}")
         modules = ModuleList(module_class(*args, **kwargs) for _ in range(count))
         self.add_module(name, modules)

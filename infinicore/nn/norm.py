@@ -7,15 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from infinicore.checks import check_eps, check_place, sizes
 from infinicore.nn import functional as F
 from infinicore.nn.module import Module, Parameter
 
 
-def normalized_sizes(normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
-    sizes = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-    if not sizes or any(size < 1 for size in sizes):
-        raise ValueError(f"normalized_shape must hold positive sizes, but is {normalized_shape!r}")
-    return sizes
+def normalized_sizes(layer: str, normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
+    found = sizes(layer, "normalized_shape", normalized_shape)
+    if not found or min(found) < 1:
+        raise ValueError(f"{layer}: normalized_shape must hold positive sizes, but is {found}")
+    return found
 
 
 class RMSNorm(Module):
@@ -29,7 +30,9 @@ class RMSNorm(Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.normalized_shape = normalized_sizes(normalized_shape)
+        check_eps("RMSNorm", eps)
+        check_place("RMSNorm", dtype, device)
+        self.normalized_shape = normalized_sizes("RMSNorm", normalized_shape)
         self.eps = eps
         self.weight = Parameter(torch.ones(self.normalized_shape, dtype=dtype, device=device))
 
@@ -54,7 +57,9 @@ class LayerNorm(Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.normalized_shape = normalized_sizes(normalized_shape)
+        check_eps("LayerNorm", eps)
+        check_place("LayerNorm", dtype, device)
+        self.normalized_shape = normalized_sizes("LayerNorm", normalized_shape)
         self.eps = eps
         self.weight = Parameter(torch.ones(self.normalized_shape, dtype=dtype, device=device))
         self.bias = Parameter(torch.zeros(self.normalized_shape, dtype=dtype, device=device))
@@ -63,7 +68,8 @@ class LayerNorm(Module):
         return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
 
     def forward_standard(self, x: Tensor) -> Tensor:
-        F.check_normalized("layer_norm", x, self.normalized_shape, self.weight)
+        F.check_float("layer_norm", "input", x)
+        F.check_normalized("layer_norm", x, self.normalized_shape)
         dims = tuple(range(-len(self.normalized_shape), 0))
         centered = x - x.mean(dims, keepdim=True)
         variance = centered.square().mean(dims, keepdim=True)

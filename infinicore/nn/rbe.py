@@ -10,6 +10,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from infinicore.checks import check_place, integer, positive
 from infinicore.nn import functional as F
 from infinicore.nn.activation import GELU
 from infinicore.nn.module import Module, Parameter
@@ -45,6 +46,7 @@ class RBELinear(Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        check_place("RBELinear", dtype, device)
         dtype = dtype or torch.float32
         check_layout(in_features, out_features, block_size, num_coefficients)
         levels(transform, block_size)  # refuses what it cannot transform
@@ -75,7 +77,7 @@ class RBELinear(Module):
         layer = cls(in_features, out_features, bias is not None, block_size, num_coefficients, transform)
         layer.to(weight.device)
         if layer.bias is not None and bias is not None:
-            layer.bias.load(bias)
+            layer.bias.load(layer.bias.shard_of(bias, "RBELinear: bias"))
         layer.encode(weight)
         return layer
 
@@ -116,12 +118,14 @@ class RBELinear(Module):
 
     def relative_error(self, weight: Tensor) -> float:
         """|decoded - weight| / |weight|, in the Frobenius norm."""
+        check_dense(weight)
         weight = weight.float()
         error = torch.linalg.norm(self.dense_weight() - weight) / torch.linalg.norm(weight)
         return float(error.nan_to_num())  # zeros decode to zeros
 
     def forward(self, x: Tensor) -> Tensor:
         """[*, I] -> [*, O]"""
+        F.check_float("RBELinear", "x", x)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return F.linear(x, self.dense_weight().to(x.dtype), bias)
 
@@ -142,10 +146,15 @@ class MLPBlock(Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        check_place("MLPBlock", dtype, device)
+        hidden_size = positive("MLPBlock", "hidden_size", hidden_size)
+        intermediate_size = positive("MLPBlock", "intermediate_size", intermediate_size)
         self.layer_norm = LayerNorm(hidden_size, dtype=dtype, device=device)
-        self.linear1 = RBELinear.from_dense_weights(random_weight(intermediate_size, hidden_size, device))
+        self.linear1 = RBELinear(hidden_size, intermediate_size, bias=False, dtype=dtype, device=device)
         self.activation = GELU("tanh")
-        self.linear2 = RBELinear.from_dense_weights(random_weight(hidden_size, intermediate_size, device))
+        self.linear2 = RBELinear(intermediate_size, hidden_size, bias=False, dtype=dtype, device=device)
+        for linear in (self.linear1, self.linear2):
+            linear.encode(random_weight(linear.out_features, linear.in_features, device))
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.activation(self.linear1(self.layer_norm(x)))
@@ -202,9 +211,11 @@ def levels(transform: str, size: int) -> list[Tensor]:
     if transform == "dct":
         return [dct_matrix(size)]
     if transform != "bior3.1":
-        raise ValueError(f"transform must be 'dct' or 'bior3.1', found {transform!r}")
+        raise ValueError(f"RBELinear: transform must be 'dct' or 'bior3.1', found {transform!r}")
     if size < 2 or size & (size - 1):
-        raise ValueError(f"bior3.1 needs a power of two as block_size, found {size!r}; 'dct' takes any")
+        raise ValueError(
+            f"RBELinear: bior3.1 needs a power of two as block_size, found {size!r}; 'dct' takes any"
+        )
     return [bior_matrix(size >> level) for level in range(size.bit_length() - 1)]
 
 
@@ -244,21 +255,25 @@ def matrix_of(blocks: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def check_layout(in_features: int, out_features: int, block_size: int, num_coefficients: int) -> None:
-    if in_features < 1 or out_features < 1:
-        raise ValueError(f"features must be positive, found in={in_features!r}, out={out_features!r}")
-    if not 1 <= block_size <= 65536:
-        raise ValueError(f"block_size must be in [1, 65536], as positions are 16 bits, found {block_size!r}")
-    if not 0 <= num_coefficients <= block_size**2:
+    positive("RBELinear", "in_features", in_features)
+    positive("RBELinear", "out_features", out_features)
+    if not 1 <= integer("RBELinear", "block_size", block_size) <= 65536:
+        raise ValueError(
+            f"RBELinear: block_size must be in [1, 65536], for 16-bit positions, found {block_size}"
+        )
+    if not 0 <= integer("RBELinear", "num_coefficients", num_coefficients) <= block_size**2:
         limit = f"[0, {block_size**2}], the values of a block of {block_size}²"
-        raise ValueError(f"num_coefficients must be in {limit}, found {num_coefficients!r}")
+        raise ValueError(f"RBELinear: num_coefficients must be in {limit}, found {num_coefficients!r}")
 
 
 def check_dense(weight: Tensor) -> None:
     if not isinstance(weight, Tensor):
-        raise TypeError(f"weight must be a tensor, found {type(weight).__name__}")
+        raise TypeError(f"RBELinear: weight must be a tensor, found {type(weight).__name__}")
     if not weight.is_floating_point():
-        raise TypeError(f"weight must have a floating dtype, found {weight.dtype}")
+        raise TypeError(f"RBELinear: weight must have a floating dtype, found {weight.dtype}")
     if weight.ndim != 2:
-        raise ValueError(f"weight must be [out, in], found shape {tuple(weight.shape)}")
+        raise ValueError(f"RBELinear: weight must be [out, in], found shape {tuple(weight.shape)}")
+    if weight.is_meta:
+        raise ValueError("RBELinear: weight is on the meta device and holds no values to encode")
     if not weight.isfinite().all():
-        raise ValueError("weight holds values that are not finite, which no block can encode")
+        raise ValueError("RBELinear: weight holds values that are not finite, which no block can encode")

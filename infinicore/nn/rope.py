@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from collections.abc import Callable
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from infinicore.checks import check_place, integer, number, positive
 from infinicore.nn import functional as F
 from infinicore.nn.functional import RopeAlgo
 from infinicore.nn.module import Module
 
 
 class RoPE(Module):
-    """Rotates x [(B,) S, H, D] by positions [S] or [B, S]; its tables [max_seq_len, D/2] are not saved."""
+    """Rotates x [(B,) S, H, D] by positions [S] or [B, S]; its tables [max_seq_len, D/2] are not saved.
+
+    The buffers follow the module's dtype and device, and x may have another dtype. Whatever the dtype, tables
+    are rounded once, from float32: a module that was bfloat16 for a while has lost nothing.
+    """
 
     Algo: ClassVar[type[RopeAlgo]] = RopeAlgo
     sin_table: Tensor
@@ -30,36 +36,56 @@ class RoPE(Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        if head_dim < 2 or head_dim % 2:
+        check_place("RoPE", dtype, device)
+        self.head_dim = integer("RoPE", "head_dim", head_dim)
+        if self.head_dim < 2 or self.head_dim % 2:
             raise ValueError(f"RoPE: head_dim must be even and positive, but is {head_dim}")
-        if max_seq_len < 1:
-            raise ValueError(f"RoPE: max_seq_len must be positive, but is {max_seq_len}")
-        if not (math.isfinite(theta) and theta > 0):
+        self.max_seq_len = positive("RoPE", "max_seq_len", max_seq_len)
+        self.theta = number("RoPE", "theta", theta)
+        if not 0 < self.theta < math.inf:
             raise ValueError(f"RoPE: theta must be finite and positive, but is {theta!r}")
         if not isinstance(algo, RopeAlgo):
             raise TypeError(f"RoPE: algo must be a RopeAlgo, but is {algo!r}")
-        self.head_dim = head_dim
-        self.max_seq_len = max_seq_len
-        self.theta = theta
         self.algo = algo
-        sin, cos = self.tables()
-        dtype = dtype or torch.get_default_dtype()
-        self.register_buffer("sin_table", sin.to(device=device, dtype=dtype), persistent=False)
-        self.register_buffer("cos_table", cos.to(device=device, dtype=dtype), persistent=False)
+        self.register_buffer("sin_table", None, persistent=False)
+        self.register_buffer("cos_table", None, persistent=False)
+        device = torch.get_default_device() if device is None else torch.device(device)
+        self.set_tables(*self.tables(), dtype or torch.get_default_dtype(), device)
 
     def tables(self) -> tuple[Tensor, Tensor]:
         """sin and cos of position * theta^(-2i/D), computed in float32 as models are trained with"""
-        exponent = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
+        exponent = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device="cpu") / self.head_dim
         frequency = 1.0 / (self.theta**exponent)
-        angle = torch.outer(torch.arange(self.max_seq_len, dtype=torch.float32), frequency)
+        angle = torch.outer(torch.arange(self.max_seq_len, dtype=torch.float32, device="cpu"), frequency)
         return angle.sin(), angle.cos()
+
+    def set_tables(self, sin: Tensor, cos: Tensor, dtype: torch.dtype, device: torch.device) -> None:
+        """Rotate by these tables, which are float32 on the CPU, with the buffers in this dtype and place."""
+        self._exact = sin, cos
+        self.sin_table, self.cos_table = sin.to(device, dtype), cos.to(device, dtype)
+        self._rounded: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
+
+    def tables_as(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The buffers, or tables in another dtype that x has, rounded when it is first seen."""
+        if dtype == self.sin_table.dtype:
+            return self.sin_table, self.cos_table
+        if dtype not in self._rounded:
+            sin, cos = self._exact
+            device = self.sin_table.device
+            self._rounded[dtype] = sin.to(device, dtype), cos.to(device, dtype)
+        return self._rounded[dtype]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """torch converts the buffers as they are; here their new dtype and device are filled anew."""
+        super()._apply(fn, recurse)
+        self.set_tables(*self._exact, self.sin_table.dtype, self.sin_table.device)
+        return self
 
     def forward(self, x: Tensor, pos: Tensor, in_place: bool = False, *, out: Tensor | None = None) -> Tensor:
         if in_place and out is not None:
             raise ValueError("RoPE: in_place=True and out= exclude each other; pass one of them")
-        sin, cos = self.sin_table, self.cos_table
-        if x.dtype != sin.dtype:
-            sin, cos = sin.to(x.dtype), cos.to(x.dtype)
+        F.check_float("RoPE", "x", x)
+        sin, cos = self.tables_as(x.dtype)
         return F.rope(x, pos, sin, cos, self.algo, out=x if in_place else out)
 
     def extra_repr(self) -> str:

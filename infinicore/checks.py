@@ -1,0 +1,70 @@
+"""Plain arguments as what they mean: each is read, or refused by the name of its function and its own."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable
+from typing import SupportsFloat, SupportsIndex
+
+import torch
+
+FLOATS = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
+
+
+def integer(function: str, name: str, value: SupportsIndex) -> int:
+    """numpy's integers and torch's are integers too; floats and strings are not, whatever they hold."""
+    try:
+        found = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{function}: {name} must be an integer, but is {value!r}") from None
+    if not -(2**63) <= found < 2**63:
+        raise ValueError(f"{function}: {name} must fit 64 bits, but has {found.bit_length()}")
+    return found
+
+
+def positive(function: str, name: str, value: SupportsIndex) -> int:
+    found = integer(function, name, value)
+    if found < 1:
+        raise ValueError(f"{function}: {name} must be positive, but is {found}")
+    return found
+
+
+def sizes(function: str, name: str, value: SupportsIndex | Iterable[SupportsIndex]) -> tuple[int, ...]:
+    """A shape: integers, or one for a shape of one dimension."""
+    try:
+        items = tuple(value)  # type: ignore[arg-type]
+    except TypeError:
+        items = (value,)
+    return tuple(integer(function, name, item) for item in items)
+
+
+def number(function: str, name: str, value: SupportsFloat) -> float:
+    """What float() takes, but for strings."""
+    try:
+        math.isfinite(value)  # of a string it makes nothing, as float() would
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last by tensors of several numbers
+        raise TypeError(f"{function}: {name} must be a number, but is {value!r}") from None
+
+
+def check_eps(function: str, eps: SupportsFloat) -> None:
+    found = eps if isinstance(eps, float) else number(function, "eps", eps)
+    if not 0 <= found < math.inf:
+        raise ValueError(f"{function}: eps must be finite and not negative, but is {found!r}")
+
+
+def check_place(function: str, dtype: torch.dtype | None, device: torch.device | str | None) -> None:
+    """Can a layer's tensors have this dtype, on this device?"""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in FLOATS):
+        wanted = "float16, bfloat16, float32 or float64"
+        raise TypeError(f"{function}: dtype must be {wanted}, but is {dtype!r}")
+    check_device(function, device)
+
+
+def check_device(function: str, device: torch.device | str | None) -> None:
+    try:
+        torch.device("cpu" if device is None else device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{function}: device must be a device or its name, but is {device!r}") from None
