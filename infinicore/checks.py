@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 from collections.abc import Iterable
-from typing import SupportsFloat, SupportsIndex
+from typing import Any, SupportsFloat, SupportsIndex
 
 import torch
 
@@ -32,10 +33,9 @@ def positive(function: str, name: str, value: SupportsIndex) -> int:
 
 def sizes(function: str, name: str, value: SupportsIndex | Iterable[SupportsIndex]) -> tuple[int, ...]:
     """A shape: integers, or one for a shape of one dimension."""
-    try:
+    items: Iterable[Any] = (value,)
+    with contextlib.suppress(TypeError):  # of one integer
         items = tuple(value)  # type: ignore[arg-type]
-    except TypeError:
-        items = (value,)
     return tuple(integer(function, name, item) for item in items)
 
 
