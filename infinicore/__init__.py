@@ -50,7 +50,7 @@ from infinicore.tensor import (
 from infinicore import distributed, nn, ops  # isort: skip
 from infinicore.ops.native import get_num_threads, set_num_threads
 
-# Whether accelerator kernels may run on cuda and musa tensors; results do not depend on it.
+# Whether kernels of ops.registry.ACCELERATED may run; results do not depend on it.
 use_ntops = True
 
 __all__ = [

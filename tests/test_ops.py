@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +14,8 @@ from torch import Tensor
 
 import infinicore
 from infinicore import _native, ops
-from infinicore.ops.registry import OPS, Op
+from infinicore.ops import registry
+from infinicore.ops.registry import OPS, Kernel, Op
 
 HALF_AND_SINGLE = (torch.float32, torch.float16, torch.bfloat16)
 DTYPES = {"rope": (*HALF_AND_SINGLE, torch.float64)}
@@ -220,6 +225,39 @@ def test_rounding_to_half_precision_is_to_nearest_even(level: str) -> None:
         _native.add_rms_norm(y, total, a, b, torch.ones(1024, dtype=dtype), 1e-6)
         wanted = (a.float() + b.float()).to(dtype)
         torch.testing.assert_close(total, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+def test_an_unknown_level_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match=rf"one of {re.escape(repr(_native.isa_levels()))}, but found 'sse9'"):
+        _native.set_isa("sse9")
+    result = subprocess.run(
+        [sys.executable, "-c", "import infinicore"],
+        env={**os.environ, "INFINICORE_ISA": "sse9"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode and "INFINICORE_ISA" in result.stderr and "'sse9'" in result.stderr
+
+
+def test_use_ntops_switches_accelerators_and_changes_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU stands in for a device of the accelerator, and float64 for what the native kernel declines."""
+    monkeypatch.setattr(registry, "ACCELERATOR_DEVICES", ("cpu",))
+    twice: Op = Op("twice", lambda x: x + x, lambda dtype: [])
+    twice.register(
+        Kernel("triton", lambda out, x: x.dtype is torch.float64, lambda out, x: 2 * x, lambda out, x: print)
+    )
+    x, meta = torch.randn(3).double(), torch.randn(3, device="meta").double()
+
+    def is_accelerated(x: Tensor, out: Tensor | None = None) -> bool:
+        return twice.pick(x, out=out) is not None
+
+    assert is_accelerated(x)
+    assert not is_accelerated(x, out=torch.empty_like(x))
+    assert not is_accelerated(x.float()) and not is_accelerated(meta)
+    accelerated = twice(x)
+    monkeypatch.setattr(infinicore, "use_ntops", False)
+    assert not is_accelerated(x)
+    assert_same_bits(twice(x), accelerated)
 
 
 def test_layer_norm_keeps_a_small_variance_under_a_large_mean() -> None:

@@ -8,15 +8,20 @@ picks once and returns a call that runs on the same tensors again and again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 import torch
+
+import infinicore
 
 Result = TypeVar("Result")  # a tensor, or a tuple of them
 
 # Kernels are asked in this order, before the reference; each says for itself which device it is for.
 PREFERENCE = ("native", "triton")
+# Those of an accelerator run where infinicore.use_ntops says so, on its devices, into a new output.
+ACCELERATED = ("triton",)
+ACCELERATOR_DEVICES = ("cuda", "musa")
 
 OPS: dict[str, Op[Any]] = {}
 
@@ -77,6 +82,8 @@ class Op(Generic[Result]):
         return run
 
     def register(self, kernel: Kernel) -> None:
+        if kernel.name in ACCELERATED:
+            kernel = replace(kernel, accepts=if_accelerated(kernel.accepts))
         self.kernels.append(kernel)
         self.kernels.sort(key=lambda k: PREFERENCE.index(k.name))
 
@@ -93,6 +100,19 @@ def op(
         return made
 
     return make
+
+
+def if_accelerated(accepts: Callable[..., bool]) -> Callable[..., bool]:
+    """What an accelerator's kernel accepts, less what `infinicore.use_ntops` keeps from it."""
+
+    def accepts_accelerated(out: Any, *args: Any) -> bool:
+        if out is not None or not infinicore.use_ntops:
+            return False
+        first = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
+        is_there = first is not None and first.device.type in ACCELERATOR_DEVICES
+        return is_there and accepts(out, *args)
+
+    return accepts_accelerated
 
 
 def write(result: Result, out: Any) -> Result:
