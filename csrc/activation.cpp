@@ -1,4 +1,4 @@
-// silu(x) = x * sigmoid(x)                swiglu(a, b) = silu(a) * b
+// silu(x) = x * sigmoid(x)                swiglu(a, b) = silu(a) * b                add(a, b) = a + b
 // gelu(x) = x * Phi(x)                    gelu_fast(x) = x * sigmoid(1.702 x)
 // gelu_tanh(x) = x * (1 + tanh(u)) / 2 = x * sigmoid(2u), u = sqrt(2/pi) * (x + 0.044715 x^3)
 // Elementwise: y may be an input.
@@ -64,6 +64,15 @@ int64_t unary(const Unary& a, F f) {
     return kOk;
 }
 
+template <class F>
+int64_t binary(const Binary& args, F f) {
+    with_type(args.a.dtype, [&](auto type) {
+        using T = decltype(type);
+        elementwise<T>([&](T* y, const T* a, const T* b, int64_t n) { map(f, n, y, a, b); }, args.y, args.a, args.b);
+    });
+    return kOk;
+}
+
 }  // namespace
 
 int64_t silu(const Unary& a) {
@@ -83,12 +92,11 @@ int64_t gelu_fast(const Unary& a) {
 }
 
 int64_t swiglu(const Binary& args) {
-    with_type(args.a.dtype, [&](auto type) {
-        using T = decltype(type);
-        const auto gated = [](vf a, vf b) { return a * sigmoid(a) * b; };
-        elementwise<T>([&](T* y, const T* a, const T* b, int64_t n) { map(gated, n, y, a, b); }, args.y, args.a, args.b);
-    });
-    return kOk;
+    return binary(args, [](vf a, vf b) { return a * sigmoid(a) * b; });
+}
+
+int64_t add(const Binary& args) {
+    return binary(args, [](vf a, vf b) { return a + b; });
 }
 
 }  // namespace infini::INFINI_LEVEL

@@ -6,6 +6,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
 #include <functional>
 #include <string>
 #include <vector>
@@ -312,6 +313,99 @@ Embedding make_embedding(nb::handle y, nb::handle ids, nb::handle weight) {
     return a;
 }
 
+bool has_same_rows(const Tensor& y, const Tensor& x) {  // all but the last dimension
+    bool same = y.ndim == x.ndim;
+    for (int i = 0; same && i + 1 < x.ndim; ++i) same = x.shape[i] == y.shape[i];
+    return same;
+}
+
+const char* broken_linear_rule(const Linear& a) {
+    if (a.x.dtype != DType::f32 || a.y.dtype != DType::f32) return "linear: x and out must be float32";
+    if (a.x.ndim < 1 || !has_rows(a.x) || !has_rows(a.y)) return "linear: the rows of x and out must be contiguous";
+    if (a.weight.ndim != 2 || !has_rows(a.weight)) return "linear: weight must be two-dimensional, with contiguous rows";
+    const BlockSize block = block_size(a.type);
+    if (block.bytes == 0) return "linear: no such block type";
+    const int64_t length = a.x.shape[a.x.ndim - 1], row_bytes = a.weight.shape[1] * item_size(a.weight.dtype);
+    if (length % block.elements || row_bytes != length / block.elements * block.bytes)
+        return "linear: a row of weight must be as long as a row of x";
+    if (!has_same_rows(a.y, a.x) || a.y.shape[a.y.ndim - 1] != a.weight.shape[0])
+        return "linear: out must have the rows of x, each as long as weight has rows";
+    const bool is_bias = a.bias.dtype == DType::f32 && is_contiguous(a.bias) && num_elements(a.bias) == a.weight.shape[0];
+    return !a.has_bias || is_bias ? nullptr : "linear: bias must be contiguous float32, one value a row of weight";
+}
+
+bool read_block_type(const Tensor& dense, BlockType* type) {
+    *type = dense.dtype == DType::f16 ? BlockType::f16 : dense.dtype == DType::bf16 ? BlockType::bf16 : BlockType::f32;
+    return is_float(dense.dtype);
+}
+
+bool accepts_product(nb::handle out, nb::handle bias, nb::handle x, Linear a) {
+    a.has_bias = !bias.is_none();
+    if (a.has_bias && (!read(bias, &a.bias) || needs_grad(bias))) return false;
+    if (!read(out.is_none() ? x : out, &a.y)) return false;
+    if (out.is_none() && a.y.ndim) a.y.shape[a.y.ndim - 1] = a.weight.shape[0];
+    if (broken_linear_rule(a) || needs_grad(x)) return false;
+    const Tensor inputs[] = {a.x, a.weight, a.has_bias ? a.bias : a.weight};
+    return out.is_none() || (a.y.data != a.x.data && may_write_all(a.y, inputs, 3));
+}
+
+// float32 times float32 is torch's
+bool accepts_linear(nb::handle out, nb::handle x, nb::handle weight, nb::handle bias) {
+    Linear a{};
+    if (!read(x, &a.x) || !read(weight, &a.weight) || needs_grad(weight)) return false;
+    return read_block_type(a.weight, &a.type) && a.type != BlockType::f32 && accepts_product(out, bias, x, a);
+}
+
+bool accepts_quantized_linear(nb::handle out, nb::handle x, nb::handle blocks, nb::handle bias, int type) {
+    Linear a{};
+    a.type = static_cast<BlockType>(type);
+    return read(x, &a.x) && read(blocks, &a.weight) && a.weight.dtype == DType::u8 && accepts_product(out, bias, x, a);
+}
+
+Linear checked(Linear a) {
+    if (const char* rule = broken_linear_rule(a)) refuse(rule);
+    return a;
+}
+
+Linear make_linear(nb::handle y, nb::handle x, nb::handle weight, nb::handle bias) {
+    Linear a{tensor(y), tensor(x), tensor(weight), bias.is_none() ? Tensor{} : tensor(bias), {}, !bias.is_none()};
+    require(read_block_type(a.weight, &a.type), "linear: weight must be float32, float16 or bfloat16");
+    return checked(a);
+}
+
+Linear make_quantized_linear(nb::handle y, nb::handle x, nb::handle blocks, nb::handle bias, int type) {
+    const Linear a{tensor(y), tensor(x), tensor(blocks), bias.is_none() ? Tensor{} : tensor(bias),
+                   static_cast<BlockType>(type), !bias.is_none()};
+    require(a.weight.dtype == DType::u8, "quantized_linear: blocks must be uint8");
+    return checked(a);
+}
+
+const char* broken_lookup_rule(const QuantizedEmbedding& a) {
+    const BlockSize block = block_size(a.type);
+    if (block.bytes == 0) return "quantized_embedding: no such block type";
+    if (!is_index(a.ids.dtype) || !is_contiguous(a.ids)) return "quantized_embedding: ids must be contiguous integers";
+    if (a.weight.dtype != DType::u8 || a.weight.ndim != 2 || !has_rows(a.weight) || a.weight.shape[1] % block.bytes)
+        return "quantized_embedding: weight must be rows of whole blocks, uint8";
+    const int64_t row_length = a.weight.shape[1] / block.bytes * block.elements;
+    const bool fits = a.y.dtype == DType::f32 && is_contiguous(a.y) && num_elements(a.y) == num_elements(a.ids) * row_length;
+    return fits ? nullptr : "quantized_embedding: out must be contiguous float32 with one row an id";
+}
+
+// Without `out` the caller allocates what fits, so the ids and the blocks are all there is to check.
+bool accepts_quantized_embedding(nb::handle out, nb::handle ids, nb::handle blocks, int type) {
+    QuantizedEmbedding a{};
+    a.type = static_cast<BlockType>(type);
+    if (!read(ids, &a.ids) || !read(blocks, &a.weight)) return false;
+    if (out.is_none()) return is_index(a.ids.dtype) && is_contiguous(a.ids) && a.weight.ndim == 2 && has_rows(a.weight);
+    return read(out, &a.y) && !broken_lookup_rule(a) && may_write_all(a.y, &a.ids, 1) && may_write_all(a.y, &a.weight, 1);
+}
+
+QuantizedEmbedding make_quantized_embedding(nb::handle y, nb::handle ids, nb::handle blocks, int type) {
+    const QuantizedEmbedding a{tensor(y), tensor(ids), tensor(blocks), static_cast<BlockType>(type)};
+    if (const char* rule = broken_lookup_rule(a)) refuse(rule);
+    return a;
+}
+
 RandomSample make_random_sample(nb::handle y, nb::handle logits, nb::handle workspace, double random_val, double topp,
                                 int64_t topk, double temperature) {
     const RandomSample a{tensor(y), tensor(logits), tensor(workspace), random_val, topp, temperature, topk};
@@ -321,6 +415,48 @@ RandomSample make_random_sample(nb::handle y, nb::handle logits, nb::handle work
     require(a.logits.shape[0] < (int64_t{1} << 31), "random_sample: too many logits");
     require(a.workspace.dtype == DType::i32 && is_contiguous(a.workspace) && num_elements(a.workspace) >= 2 * a.logits.shape[0],
             "random_sample: workspace needs two int32 a logit");
+    return a;
+}
+
+// [tokens, heads, dim] floats, rows contiguous
+void check_heads(const Tensor& t, const char* rule) { require(t.ndim == 3 && t.dtype == DType::f32 && has_rows(t), rule); }
+
+void check_cache(const Tensor& keys, const Tensor& values, int64_t dim) {
+    require(keys.ndim == 4 && is_float(keys.dtype) && has_rows(keys) && keys.shape[3] == dim,
+            "the key cache must be [streams, kv heads, room, dim] of floats with contiguous rows");
+    require(values.dtype == keys.dtype && has_rows(values) && same_shape(keys, values), "the value cache must be like the key cache");
+}
+
+void check_places(const Tensor& streams, const Tensor& positions, int64_t num_tokens) {
+    for (const Tensor* t : {&streams, &positions})
+        require(t->ndim == 1 && is_index(t->dtype) && is_contiguous(*t) && t->shape[0] == num_tokens,
+                "streams and positions must be one integer a token");
+}
+
+Attention make_attention(nb::handle y, nb::handle q, nb::handle keys, nb::handle values, nb::handle streams,
+                         nb::handle positions, nb::handle workspace, double scale, int64_t window) {
+    const Attention a{tensor(y), tensor(q), tensor(keys), tensor(values), tensor(streams), tensor(positions), tensor(workspace),
+                      static_cast<float>(scale), window};
+    check_heads(a.q, "attention: q must be [tokens, heads, dim] of float32 with contiguous rows");
+    check_heads(a.y, "attention: out must be [tokens, heads, dim] of float32 with contiguous rows");
+    require(same_shape(a.y, a.q), "attention: out must have the shape of q");
+    check_cache(a.keys, a.values, a.q.shape[2]);
+    check_places(a.streams, a.positions, a.q.shape[0]);
+    const int64_t num_kv_heads = a.keys.shape[1];
+    require(num_kv_heads > 0 && a.q.shape[1] % num_kv_heads == 0, "attention: query heads must be a multiple of key heads");
+    require(a.q.shape[1] / num_kv_heads * (a.q.shape[2] + 2) <= kAttentionState, "attention: too many or too wide heads share a key head");
+    require(a.workspace.dtype == DType::f32 && is_contiguous(a.workspace), "attention: the workspace must be contiguous float32");
+    require(window >= 0, "attention: the window must not be negative");
+    return a;
+}
+
+StoreKv make_store_kv(nb::handle keys, nb::handle values, nb::handle k, nb::handle v, nb::handle streams, nb::handle positions) {
+    const StoreKv a{tensor(keys), tensor(values), tensor(k), tensor(v), tensor(streams), tensor(positions)};
+    check_heads(a.k, "store_kv: k must be [tokens, kv heads, dim] of float32 with contiguous rows");
+    check_heads(a.v, "store_kv: v must be [tokens, kv heads, dim] of float32 with contiguous rows");
+    check_cache(a.keys, a.values, a.k.shape[2]);
+    require(same_shape(a.k, a.v) && a.keys.shape[1] == a.k.shape[1], "store_kv: k and v must have the heads of the cache");
+    check_places(a.streams, a.positions, a.k.shape[0]);
     return a;
 }
 
@@ -338,6 +474,17 @@ void report_index(const char* what, const Tensor& indices, int64_t at, int64_t l
 
 void report(const Rope& a, int64_t at) { report_index("rope: position", a.positions, at, a.sin.shape[0]); }
 void report(const Embedding& a, int64_t at) { report_index("embedding: id", a.ids, at, a.weight.shape[0]); }
+void report_place(const Tensor& streams, const Tensor& positions, const Tensor& keys, int64_t at) {
+    const auto value = [&](const Tensor& t) { return std::to_string(index_at(t.data, t.dtype, at)); };
+    throw nb::index_error(("token " + std::to_string(at) + " is at position " + value(positions) + " of stream " + value(streams) +
+                           ", but the cache has " + std::to_string(keys.shape[0]) + " streams of " + std::to_string(keys.shape[2]) +
+                           " positions").c_str());
+}
+
+void report(const Attention& a, int64_t at) { report_place(a.streams, a.positions, a.keys, at); }
+void report(const StoreKv& a, int64_t at) { report_place(a.streams, a.positions, a.keys, at); }
+void report(const QuantizedEmbedding& a, int64_t at) { report_index("embedding: id", a.ids, at, a.weight.shape[0]); }
+void report(const Linear&, int64_t) { refuse("linear: out may not be the input, which is read while out is written"); }
 void report(const RandomSample& a, int64_t at) {
     if (at == a.logits.shape[0]) refuse("random_sample: every logit is -inf, so there is no token to take");
     refuse("random_sample: logit " + std::to_string(at) + " is NaN or +inf; expected finite values or -inf");
@@ -355,21 +502,29 @@ void run_kernel(int64_t (*kernel)(const Args&), const Args& args) {
     if (status != kOk) report(args, status);
 }
 
+// An op with its tensors, checked. `run` takes their addresses and needs no Python; `report` throws for its status.
 struct Call {
     std::vector<nb::object> owners;  // None where an optional tensor is absent
     std::vector<Tensor> layouts;
-    std::function<void(const std::vector<void*>&)> run;
+    std::function<int64_t(const std::vector<void*>&)> run;
+    std::function<void(int64_t, const std::vector<void*>&)> report;
 
     void operator()(const nb::args& given) const {
         if (given.size() != 0 && given.size() != owners.size())
             throw nb::type_error(("expected no tensors, or " + std::to_string(owners.size())).c_str());
         std::vector<void*> data(owners.size());
-        for (size_t i = 0; i < owners.size(); ++i)
-            if (!owners[i].is_none()) data[i] = same_layout(given.size() ? nb::handle(given[i]) : nb::handle(owners[i]), i);
-        run(data);
+        for (size_t i = 0; i < owners.size(); ++i) data[i] = address(i, given.size() ? nb::handle(given[i]) : nb::handle(owners[i]));
+        int64_t status;
+        {
+            nb::gil_scoped_release release;
+            status = run(data);
+        }
+        if (status != kOk) report(status, data);
     }
 
-    void* same_layout(nb::handle h, size_t i) const {
+    // Where the tensor now is, which must be laid out as the one the call was made with
+    void* address(size_t i, nb::handle h) const {
+        if (owners[i].is_none()) return nullptr;
         Tensor t = tensor(h);
         void* data = t.data;
         t.data = layouts[i].data;
@@ -386,21 +541,74 @@ struct Call {
     void add(Scalar) {}
 };
 
+constexpr int64_t kOverlap = -2;
+
 // Args starts with its tensors, in the order of the handles among P.
+template <class Args>
+Args with_addresses(Args args, const std::vector<void*>& data) {
+    auto* tensors = reinterpret_cast<Tensor*>(&args);
+    for (size_t i = 0; i < data.size(); ++i) tensors[i].data = data[i];
+    return args;
+}
+
 template <class Args, class... P>
 Call bind_call(int64_t (*kernel)(const Args&), Args (*make)(P...), P... p) {
     Call call;
     (call.add(p), ...);
-    call.run = [kernel, args = make(p...)](const std::vector<void*>& data) {
-        Args local = args;  // two threads may run one call
-        auto* tensors = reinterpret_cast<Tensor*>(&local);
-        for (size_t i = 0; i < data.size(); ++i) tensors[i].data = data[i];
+    const Args args = make(p...);
+    call.run = [kernel, args](const std::vector<void*>& data) {
+        const Args local = with_addresses(args, data);  // a copy: two threads may run one call
+        const auto* tensors = reinterpret_cast<const Tensor*>(&local);
         for (size_t i = 1; i < data.size(); ++i)
-            if (data[i] && !may_write(tensors[0], tensors[i])) refuse("the output overlaps tensor " + std::to_string(i) + " in part");
-        run_kernel(kernel, local);
+            if (data[i] && !may_write(tensors[0], tensors[i])) return kOverlap;
+        return kernel(local);
+    };
+    call.report = [args](int64_t status, const std::vector<void*>& data) {
+        if (status == kOverlap) refuse("the output overlaps another tensor in part");
+        ::report(with_addresses(args, data), status);
     };
     return call;
 }
+
+// Calls replayed in order by one call from Python. Tensors that no call of the graph made may be moved or resized by
+// others, so they are looked at again before each replay.
+class Graph {
+public:
+    explicit Graph(const nb::list& calls) {
+        for (nb::handle h : calls) calls_.push_back(nb::cast<Call*>(h)), keep_.push_back(nb::borrow(h));
+        std::vector<PyObject*> made;
+        for (const Call* call : calls_) {
+            data_.emplace_back(call->owners.size());
+            for (size_t i = 0; i < call->owners.size(); ++i) {
+                PyObject* owner = call->owners[i].ptr();
+                data_.back()[i] = call->layouts[i].data;
+                const bool is_own = i == 0 || std::find(made.begin(), made.end(), owner) != made.end();
+                if (i == 0) made.push_back(owner);
+                if (!is_own && !call->owners[i].is_none()) outside_.push_back({data_.size() - 1, i});
+            }
+        }
+    }
+
+    void replay() {
+        for (const auto& [call, i] : outside_) data_[call][i] = calls_[call]->address(i, calls_[call]->owners[i]);
+        size_t at = 0;
+        int64_t status = kOk;
+        {
+            nb::gil_scoped_release release;
+            while (at < calls_.size() && (status = calls_[at]->run(data_[at])) == kOk) ++at;
+        }
+        if (status != kOk) calls_[at]->report(status, data_[at]);
+    }
+
+    size_t size() const { return calls_.size(); }
+
+private:
+    struct Place { size_t call, index; };
+    std::vector<Call*> calls_;
+    std::vector<nb::object> keep_;
+    std::vector<std::vector<void*>> data_;
+    std::vector<Place> outside_;
+};
 
 template <class P>
 auto any_object() { return nb::arg().none(); }  // None reaches our own checks and their messages
@@ -441,11 +649,15 @@ nb::list level_names() {
 
 NB_MODULE(_native, m) {
     nb::class_<Call>(m, "Call").def("__call__", [](const Call& call, nb::args tensors) { call(tensors); });
+    nb::class_<Graph>(m, "Graph").def(nb::init<nb::list>()).def("replay", &Graph::replay).def("__len__", &Graph::size);
     m.def("use_torch", &use_torch);
     m.def("accepts_rows", [](nb::handle out, nb::args inputs) { return accepts_rows(out, inputs); },
           nb::arg().none(), nb::arg());
     def_accepts(m, "accepts_rope", accepts_rope);
     def_accepts(m, "accepts_embedding", accepts_embedding);
+    def_accepts(m, "accepts_linear", accepts_linear);
+    def_accepts(m, "accepts_quantized_linear", accepts_quantized_linear);
+    def_accepts(m, "accepts_quantized_embedding", accepts_quantized_embedding);
     m.def("are_apart", &are_apart);
     m.def("num_threads", &num_threads);
     m.def("set_num_threads", [](int count) {
@@ -470,8 +682,14 @@ NB_MODULE(_native, m) {
     def_op(m, "gelu_tanh", make_unary, &Kernels::gelu_tanh);
     def_op(m, "gelu_fast", make_unary, &Kernels::gelu_fast);
     def_op(m, "swiglu", make_binary, &Kernels::swiglu);
+    def_op(m, "add", make_binary, &Kernels::add);
     def_op(m, "softmax", make_softmax, &Kernels::softmax);
     def_op(m, "causal_softmax", make_causal_softmax, &Kernels::softmax);
     def_op(m, "embedding", make_embedding, &Kernels::embedding);
     def_op(m, "random_sample", make_random_sample, &Kernels::random_sample);
+    def_op(m, "linear", make_linear, &Kernels::linear);
+    def_op(m, "quantized_linear", make_quantized_linear, &Kernels::linear);
+    def_op(m, "quantized_embedding", make_quantized_embedding, &Kernels::quantized_embedding);
+    def_op(m, "attention", make_attention, &Kernels::attention);
+    def_op(m, "store_kv", make_store_kv, &Kernels::store_kv);
 }

@@ -12,12 +12,34 @@ int64_t gelu(const Unary&);
 int64_t gelu_tanh(const Unary&);
 int64_t gelu_fast(const Unary&);
 int64_t swiglu(const Binary&);
+int64_t add(const Binary&);
 int64_t softmax(const Softmax&);
 int64_t embedding(const Embedding&);
 int64_t random_sample(const RandomSample&);
+int64_t attention(const Attention&);
+int64_t store_kv(const StoreKv&);
+int64_t linear(const Linear&);
+int64_t quantized_embedding(const QuantizedEmbedding&);
 
 extern const Kernels kKernels;
-const Kernels kKernels = {rms_norm, add_rms_norm, layer_norm, rope,    silu,      gelu,
-                          gelu_tanh, gelu_fast,   swiglu,     softmax, embedding, random_sample};
+const Kernels kKernels = {
+    .rms_norm = rms_norm,
+    .add_rms_norm = add_rms_norm,
+    .layer_norm = layer_norm,
+    .rope = rope,
+    .silu = silu,
+    .gelu = gelu,
+    .gelu_tanh = gelu_tanh,
+    .gelu_fast = gelu_fast,
+    .swiglu = swiglu,
+    .add = add,
+    .softmax = softmax,
+    .embedding = embedding,
+    .random_sample = random_sample,
+    .attention = attention,
+    .store_kv = store_kv,
+    .linear = linear,
+    .quantized_embedding = quantized_embedding,
+};
 
 }  // namespace infini::INFINI_LEVEL

@@ -4,9 +4,10 @@ A tensor stays in blocks in memory; `dequantize` says what they mean, bit for bi
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from math import prod
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ class BlockType(Enum):
         return row_length // self.elements_per_block * self.bytes_per_block
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class QuantizedTensor:
     """A tensor of `shape` kept in blocks, uint8 [rows, bytes per row], where a row is the last dimension.
 
@@ -64,6 +65,24 @@ class QuantizedTensor:
     @property
     def num_bytes(self) -> int:
         return self.blocks.numel()
+
+    @property
+    def device(self) -> torch.device:
+        return self.blocks.device
+
+    def to(self, device: torch.device | str) -> Self:
+        return replace(self, blocks=self.blocks.to(device))
+
+    def clone(self) -> Self:
+        """With blocks of its own, where these may be pages of a file."""
+        return replace(self, blocks=self.blocks.clone())
+
+    def rows(self, indices: Tensor) -> Self:
+        """The rows that indices [R] name, still in blocks: [R, last dimension]"""
+        return replace(self, blocks=self.blocks[indices], shape=(len(indices), self.shape[-1]))
+
+    def __repr__(self) -> str:
+        return f"QuantizedTensor({self.type.name}, shape={self.shape}, device={str(self.device)!r})"
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values, computed in float32 and rounded once to dtype."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from infinicore.graph import Graph, RecordError
 from infinilm.cache import DynamicCache
 from infinilm.sampling import Sampler, SamplingParams
 
@@ -24,9 +25,8 @@ class GenerationMixin:
     config: LlamaConfig
     device: Any
 
-    def __call__(
-        self, *args: Any, **kwargs: Any
-    ) -> Tensor:  # torch.nn.Module's, of the class this is mixed into
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """torch.nn.Module's, of the class this is mixed into"""
         return super().__call__(*args, **kwargs)  # type: ignore[misc,no-any-return]
 
     @torch.inference_mode()
@@ -86,13 +86,14 @@ class GenerationMixin:
     ) -> Iterator[list[int | None]]:
         """The next token of every stream of token_ids [B, S], step by step; None once a stream has ended."""
         streams = [Stream(params, row, i) for i, row in enumerate(real_tokens(token_ids, attention_mask))]
-        for _ in range(params.max_tokens):
-            logits = self(input_ids=token_ids, past_key_values=cache, attention_mask=attention_mask)[:, -1]
-            tokens = [stream.next_token(row) for stream, row in zip(streams, logits, strict=True)]
+        logits = self(input_ids=token_ids, past_key_values=cache, attention_mask=attention_mask)
+        step = DecodeStep(self, cache)
+        for i in range(params.max_tokens):
+            tokens = [stream.next_token(row) for stream, row in zip(streams, logits[:, -1], strict=True)]
             yield tokens
-            if all(stream.has_ended for stream in streams):
+            if all(stream.has_ended for stream in streams) or i + 1 == params.max_tokens:
                 return
-            token_ids, attention_mask = filled(tokens, pad_token_id, token_ids.device), None
+            logits = step(filled(tokens, pad_token_id, token_ids.device))
 
     def eos_ids(self, given: int | Sequence[int] | None) -> tuple[int, ...]:
         if given is None:
@@ -102,6 +103,56 @@ class GenerationMixin:
     def pad_id(self, given: int | None) -> int:
         candidates = (given, self.config.pad_token_id, *self.config.eos_token_ids, 0)
         return next(i for i in candidates if i is not None and 0 <= i < self.config.vocab_size)
+
+
+class DecodeStep:
+    """One token a stream: [B, 1] token ids -> [B, 1, V] logits, valid until the next step.
+
+    It is recorded at its first run and replayed while the cache has room. Where that cannot be (a device or
+    dtype, padding, weights without a native kernel), the model is run as ever.
+    """
+
+    def __init__(self, model: Any, cache: DynamicCache) -> None:
+        self.model = model
+        self.cache = cache
+        self.graph: Graph[Tensor] | None = None
+        is_float32 = model.model.norm.weight.dtype == torch.float32
+        self.can_record = is_float32 and cache.key_mask is None and not model.config.rope.is_dynamic
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        if not self.can_record:
+            return self.run_plain(token_ids)
+        position, rope = self.cache.get_seq_length(), self.model.model.rope_instance
+        rope.prepare(position + 1, self.model.model.norm.weight)
+        self.cache.begin(len(token_ids), 1, None)
+        if self.graph is None or not self.cache.has_room(1) or self.tables is not rope.sin_table:
+            return self.record(token_ids, position)
+        self.token_ids.copy_(token_ids)
+        self.positions.fill_(position)
+        logits = self.graph.replay()
+        self.cache.advance(1)
+        return logits
+
+    def record(self, token_ids: Tensor, position: int) -> Tensor:
+        self.cache.make_room(1)
+        self.token_ids, self.positions = token_ids.clone(), torch.full_like(token_ids, position)
+        self.tables = self.model.model.rope_instance.sin_table
+        try:
+            self.graph = Graph.record(self.compute)
+        except RecordError:
+            self.can_record = False
+            self.cache.truncate(position)
+            return self.run_plain(token_ids)
+        return self.graph.result
+
+    def compute(self) -> Tensor:
+        hidden_states = self.model.model.run_layers(self.token_ids, self.positions, self.cache)
+        logits: Tensor = self.model.lm_head(self.model.model.norm(hidden_states))
+        return logits
+
+    def run_plain(self, token_ids: Tensor) -> Tensor:
+        logits: Tensor = self.model(input_ids=token_ids, past_key_values=self.cache)
+        return logits
 
 
 class Stream:

@@ -59,9 +59,14 @@ class RopeParameters:
     def original_max_position(self) -> int:
         return int(self.scaling.get("original_max_position_embeddings") or self.max_position)
 
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether frequencies change with every new position, once past the trained length."""
+        return bool(self.scaling["rope_type"] == "dynamic")
+
     def regime(self, length: int) -> int:
         """Lengths of one regime share their frequencies."""
-        if self.scaling["rope_type"] == "dynamic":
+        if self.is_dynamic:
             return max(length, self.max_position)
         if self.scaling["rope_type"] == "longrope":
             return int(length > self.original_max_position)

@@ -11,11 +11,12 @@ from torch import Tensor
 from infinicore.checks import check_place, integer, positive
 from infinicore.nn import functional as F
 from infinicore.nn.module import Module, Parameter
+from infinicore.nn.weight import WeightLayer
 
 Ids = Tensor | Sequence[int] | Sequence[Sequence[int]]
 
 
-class Embedding(Module):
+class Embedding(WeightLayer):
     """A table of rows looked up by id: [*] -> [*, embedding_dim]. Lists of ids, also nested, do too."""
 
     def __init__(
@@ -46,7 +47,8 @@ class Embedding(Module):
 
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
-        return f"num_embeddings={self.num_embeddings}, embedding_dim={self.embedding_dim}{padding}"
+        sizes = f"num_embeddings={self.num_embeddings}, embedding_dim={self.embedding_dim}"
+        return f"{sizes}{padding}{super().extra_repr()}"
 
 
 def ids_tensor(indices: Ids, device: torch.device) -> Tensor:

@@ -15,6 +15,7 @@ from infinicore import ops
 from infinicore.checks import FLOATS, check_eps, integer, number, sizes
 from infinicore.ops import RopeAlgo
 from infinicore.ops.descriptor import INDEX_DTYPES, RopeInfo, check_range
+from infinicore.quantization import QuantizedTensor
 
 __all__ = [
     "RopeAlgo",
@@ -48,7 +49,7 @@ def causal_softmax(input: Tensor, out: Tensor | None = None) -> Tensor:
 
 def embedding(
     input: Tensor,
-    weight: Tensor,
+    weight: Tensor | QuantizedTensor,
     padding_idx: int | None = None,
     max_norm: float | None = None,
     norm_type: float = 2.0,
@@ -57,7 +58,14 @@ def embedding(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The rows of weight that input names: [*] -> [*, E]. The options mean what they mean in torch."""
+    """The rows of weight that input names: [*] -> [*, E]. The options mean what they mean in torch.
+
+    Rows of a quantised weight come dequantised to float32, and without options.
+    """
+    if isinstance(weight, QuantizedTensor):
+        if max_norm is not None or scale_grad_by_freq or sparse:
+            raise ValueError("embedding: a quantised weight takes no max_norm, scale_grad_by_freq or sparse")
+        return look_up_blocks(input, weight, out)
     if padding_idx is not None or max_norm is not None or scale_grad_by_freq or sparse:
         check_lookup(input, weight, out)
         check_lookup_options(weight, padding_idx, max_norm, norm_type)
@@ -66,23 +74,41 @@ def embedding(
         return rows if out is None else out.copy_(rows)
     # As in rope: the kernel checks for itself, and only when it declines are the rules gone through by name.
     if out is None and (kernel := ops.embedding.pick(input, weight)):
-        return kernel.run(None, input, weight)  # type: ignore[no-any-return]
+        return kernel(None, input, weight)  # type: ignore[no-any-return]
     check_lookup(input, weight, out)
     return ops.embedding(input.contiguous(), weight, out=out)
 
 
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
-    """input @ weight.T + bias: [*, in], [out, in], [out] -> [*, out]"""
+def look_up_blocks(ids: Tensor, weight: QuantizedTensor, out: Tensor | None) -> Tensor:
+    if out is None and len(weight.shape) == 2 and (kernel := ops.quantized_embedding.pick(ids, weight)):
+        return kernel(None, ids, weight)  # type: ignore[no-any-return]
+    check_quantized_lookup(ids, weight, out)
+    return ops.quantized_embedding(ids.contiguous(), weight, out=out)
+
+
+def linear(
+    input: Tensor,
+    weight: Tensor | QuantizedTensor,
+    bias: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """input @ weight.T + bias: [*, in], [out, in], [out] -> [*, out]
+
+    The weight is quantised, or has the dtype of the input, or a half dtype where the input is float32.
+    """
     check_float("linear", "input", input)
-    check_same("linear", input, "weight", weight)
-    if weight.dim() != 2 or input.dim() < 1 or input.shape[-1] != weight.shape[1]:
+    check_weight(input, weight)
+    if len(weight.shape) != 2 or input.dim() < 1 or input.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"linear: input {tuple(input.shape)} does not fit weight {tuple(weight.shape)}; "
             "expected [*, in] and [out, in]"
         )
     if bias is not None:
-        check_like("linear", input, "bias", bias, weight.shape[:1])
+        check_like("linear", input, "bias", bias, tuple(weight.shape[:1]))
     check_out("linear", out, input, (*input.shape[:-1], weight.shape[0]))
+    if isinstance(weight, QuantizedTensor):
+        return ops.quantized_linear(input, weight, bias, out=out)
     return ops.linear(input, weight, bias, out=out)
 
 
@@ -196,7 +222,7 @@ def rope(
     if isinstance(algo, RopeAlgo):
         kernel = ops.rope.pick(x, pos_ids, sin_table, cos_table, is_interleaved, out=out)
         if kernel is not None:
-            return kernel.run(out, x, pos_ids, sin_table, cos_table, is_interleaved)  # type: ignore[no-any-return]
+            return kernel(out, x, pos_ids, sin_table, cos_table, is_interleaved)  # type: ignore[no-any-return]
     check_float("rope", "x", x)
     for name, table in (("pos_ids", pos_ids), ("sin_table", sin_table), ("cos_table", cos_table)):
         check_tensor("rope", name, table)
@@ -316,18 +342,37 @@ def check_normalized(function: str, input: Tensor, normalized_shape: int | Seque
     return wanted
 
 
+def check_weight(input: Tensor, weight: Tensor | QuantizedTensor) -> None:
+    is_half = isinstance(weight, Tensor) and weight.dtype in (torch.float16, torch.bfloat16)
+    if isinstance(weight, QuantizedTensor) or (is_half and input.dtype == torch.float32):
+        if weight.device != input.device:
+            raise TypeError(f"linear: weight is on {weight.device}, but the input is on {input.device}")
+    else:
+        check_same("linear", input, "weight", weight)
+
+
 def check_lookup(ids: Tensor, weight: Tensor, out: Tensor | None) -> None:
+    check_float("embedding", "weight", weight)
+    check_ids(ids, weight)
+    check_out("embedding", out, weight, (*ids.shape, weight.shape[1]))
+
+
+def check_quantized_lookup(ids: Tensor, weight: QuantizedTensor, out: Tensor | None) -> None:
+    check_ids(ids, weight)
+    row = torch.empty(0, device=weight.device)  # what is looked up: float32 where the weight is
+    check_out("embedding", out, row, (*ids.shape, weight.shape[1]))
+
+
+def check_ids(ids: Tensor, weight: Tensor | QuantizedTensor) -> None:
     if not isinstance(ids, Tensor) or ids.dtype not in INDEX_DTYPES:
         found = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
         raise TypeError(f"embedding: input must be a tensor of integers, but is {found}")
-    check_float("embedding", "weight", weight)
-    if weight.dim() != 2:
+    if len(weight.shape) != 2:
         raise ValueError(
             f"embedding: weight must be [num_embeddings, dim], but has shape {tuple(weight.shape)}"
         )
     if ids.device != weight.device:
         raise ValueError(f"embedding: input is on {ids.device}, but weight is on {weight.device}")
-    check_out("embedding", out, weight, (*ids.shape, weight.shape[1]))
     signed = ids.long()
     is_bad = (signed < 0) | (signed >= weight.shape[0])
     if bool(is_bad.any()):

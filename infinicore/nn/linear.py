@@ -11,15 +11,15 @@ from torch import Tensor
 from infinicore.checks import check_place, integer, positive
 from infinicore.distributed import Communicator
 from infinicore.nn import functional as F
-from infinicore.nn.module import Module, Parameter
+from infinicore.nn.module import Parameter
+from infinicore.nn.weight import WeightLayer
 
 Device = torch.device | str | None
 
 
-class BaseLinear(Module):
+class BaseLinear(WeightLayer):
     """y = x Wᵀ + b, with weight [out_features, in_features] and bias [out_features]."""
 
-    weight: Parameter
     bias: Parameter | None
 
     def __init__(
@@ -52,8 +52,8 @@ class BaseLinear(Module):
         return y + residual
 
     def extra_repr(self) -> str:
-        has_bias = self.bias is not None
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={has_bias}"
+        features = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{features}, bias={self.bias is not None}{super().extra_repr()}"
 
 
 class Linear(BaseLinear):
@@ -76,7 +76,7 @@ class ColumnParallelLinear(BaseLinear):
         super().__init__(in_features, out_features, bias, dtype, device)
         self.tp_rank = integer("ColumnParallelLinear", "tp_rank", tp_rank)
         self.tp_size = integer("ColumnParallelLinear", "tp_size", tp_size)
-        self.weight = Parameter(self.weight, 0, tp_rank, tp_size)
+        self.weight = Parameter(self.get_parameter("weight"), 0, tp_rank, tp_size)
         if self.bias is not None:
             self.bias = Parameter(self.bias, 0, tp_rank, tp_size)
 
@@ -106,7 +106,7 @@ class RowParallelLinear(BaseLinear):
         self.tp_size = integer("RowParallelLinear", "tp_size", tp_size)
         check_communicator(communicator, self.tp_rank, self.tp_size)
         self.communicator = communicator
-        self.weight = Parameter(self.weight, 1, tp_rank, tp_size)
+        self.weight = Parameter(self.get_parameter("weight"), 1, tp_rank, tp_size)
 
     def compute_linear(self, x: Tensor) -> Tensor:
         if self.tp_size == 1 or self.communicator is None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from infinicore import _native
 from infinicore.ops import reference
 from infinicore.ops.registry import Kernel, Op
+from infinicore.quantization import QuantizedTensor
 
 _native.use_torch(torch.Tensor, torch.nn.Parameter, torch.is_grad_enabled, True)
 if level := os.environ.get("INFINICORE_ISA"):
@@ -24,9 +25,10 @@ def register(
     op: Op[Any],
     accepts: Callable[..., bool] = _native.accepts_rows,
     empty: Callable[..., Any] = lambda first, *_: torch.empty_like(first),
+    adapt: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda native: native,
 ) -> None:
-    """Make `_native.<op>(out, *args)` a kernel of the op."""
-    run_native, bind_native = getattr(_native, op.name), getattr(_native, "bind_" + op.name)
+    """Make `_native.<op>(out, *args)` a kernel of the op; `adapt` brings the op's arguments into its form."""
+    run_native, bind_native = adapt(getattr(_native, op.name)), adapt(getattr(_native, "bind_" + op.name))
 
     def run(out: Any, *args: Any) -> Any:
         if out is None:
@@ -86,6 +88,23 @@ def bind_random_sample(out: Tensor, logits: Tensor, *args: Any) -> Callable[[], 
     return _native.bind_random_sample(out, logits, sampling_workspace(logits), *args)  # type: ignore[no-any-return]
 
 
+def given_blocks(native: Callable[..., Any]) -> Callable[..., Any]:
+    """A native function of (out, x, blocks, ..., type) as one of (out, x, weight: QuantizedTensor, ...)."""
+
+    def call(out: Tensor | None, x: Tensor, weight: QuantizedTensor, *rest: Any) -> Any:
+        return native(out, x, weight.blocks, *rest, weight.type.ggml_id)
+
+    return call
+
+
+def empty_product(x: Tensor, weight: Tensor | QuantizedTensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def empty_rows(ids: Tensor, weight: QuantizedTensor) -> Tensor:
+    return torch.empty(*ids.shape, weight.shape[1])
+
+
 def sampling_workspace(logits: Tensor) -> Tensor:
     return torch.empty(2 * len(logits), dtype=torch.int32)
 
@@ -93,6 +112,7 @@ def sampling_workspace(logits: Tensor) -> Tensor:
 register(reference.rms_norm)
 register(reference.silu)
 register(reference.swiglu)
+register(reference.add)
 register(reference.softmax)
 register(reference.causal_softmax)
 register(reference.layer_norm, accepts_layer_norm)
@@ -102,11 +122,74 @@ register(
     _native.accepts_embedding,
     empty=lambda ids, weight: weight.new_empty(*ids.shape, weight.shape[1]),
 )
+register(reference.linear, _native.accepts_linear, empty_product)
+register(
+    reference.quantized_linear, given_blocks(_native.accepts_quantized_linear), empty_product, given_blocks
+)
+register(
+    reference.quantized_embedding, given_blocks(_native.accepts_quantized_embedding), empty_rows, given_blocks
+)
 reference.gelu.register(Kernel("native", _native.accepts_rows, run_gelu, bind_gelu))
 reference.add_rms_norm.register(Kernel("native", accepts_add_rms_norm, run_add_rms_norm, bind_add_rms_norm))
 reference.random_sample.register(
     Kernel("native", accepts_random_sample, run_random_sample, bind_random_sample)
 )
+
+
+def is_head_rows(*tensors: Tensor) -> bool:
+    """[tokens, heads, dim] in float32 on a CPU, rows contiguous, no gradient wanted"""
+    return all(
+        t.is_cpu and t.dtype is torch.float32 and t.dim() == 3 and t.stride(-1) == 1 and not t.requires_grad
+        for t in tensors
+    )
+
+
+def accepts_attention(out: Tensor | None, q: Tensor, keys: Tensor, values: Tensor, *_: Any) -> bool:
+    if not is_head_rows(q) or not _native.accepts_rows(None, keys, values):
+        return False
+    fits = q.shape[1] // max(keys.shape[1], 1) * (q.shape[2] + 2) <= 8192
+    return fits and (out is None or (is_head_rows(out) and _native.are_apart(out, q)))
+
+
+# Tokens up to this many share out the keys of long streams, and need room for the parts.
+MAX_SPLIT_TOKENS, SPLIT_SIZE = 16, 256
+
+
+def attention_workspace(q: Tensor, keys: Tensor) -> Tensor:
+    num_tokens, num_heads, dim = q.shape
+    num_splits = -(-keys.shape[2] // SPLIT_SIZE)
+    is_split = num_tokens <= MAX_SPLIT_TOKENS and num_splits > 1
+    return torch.empty(num_tokens * num_heads * num_splits * (dim + 2) if is_split else 0)
+
+
+def run_attention(out: Tensor | None, q: Tensor, keys: Tensor, values: Tensor, *args: Any) -> Tensor:
+    y = torch.empty(q.shape) if out is None else out
+    _native.attention(y, q, keys, values, *args[:2], attention_workspace(q, keys), *args[2:])
+    return y
+
+
+def bind_attention(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, *args: Any) -> Callable[[], None]:
+    workspace = attention_workspace(q, keys)
+    return _native.bind_attention(out, q, keys, values, *args[:2], workspace, *args[2:])  # type: ignore[no-any-return]
+
+
+def accepts_store_kv(out: Any, keys: Tensor, values: Tensor, k: Tensor, v: Tensor, *_: Any) -> bool:
+    is_in_place = out is None or (out[0] is keys and out[1] is values)
+    return is_in_place and is_head_rows(k, v) and _native.accepts_rows(None, keys, values)
+
+
+def run_store_kv(out: Any, keys: Tensor, values: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    keys, values = (keys.clone(), values.clone()) if out is None else out
+    _native.store_kv(keys, values, *args)
+    return keys, values
+
+
+def bind_store_kv(out: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, *args: Any) -> Callable[[], None]:
+    return _native.bind_store_kv(keys, values, *args)  # type: ignore[no-any-return]
+
+
+reference.attention.register(Kernel("native", accepts_attention, run_attention, bind_attention))
+reference.store_kv.register(Kernel("native", accepts_store_kv, run_store_kv, bind_store_kv))
 
 
 def get_num_threads() -> int:

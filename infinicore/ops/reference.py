@@ -13,9 +13,13 @@ import torch
 from torch import Tensor
 
 from infinicore.ops.registry import Tolerance, op
+from infinicore.quantization import BlockType, QuantizedTensor
 
 # R rows, E row length, S sequence, H heads, D head size, T keys, V vocabulary
 ODD_SIZES = (1, 7, 17, 31, 33, 127, 1023)
+EXACT = {dtype: Tolerance(0, 0) for dtype in (torch.float32, torch.float16, torch.bfloat16)}
+# A dot product's error grows with its terms, not with its value, which may be near zero.
+PRODUCT = {dtype: Tolerance(1e-5, 1e-4) for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 Samples = Iterator[tuple[Any, ...]]
 
 
@@ -155,6 +159,12 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return (g * torch.sigmoid(g) * wide(up)).to(gate.dtype)
 
 
+@op(pair_samples)
+def add(a: Tensor, b: Tensor) -> Tensor:
+    """a + b"""
+    return a + b
+
+
 @op(row_samples)
 def softmax(x: Tensor) -> Tensor:
     """exp(x) / sum(exp(x)) over the last dimension"""
@@ -194,22 +204,71 @@ def embedding_samples(dtype: torch.dtype) -> Samples:
     yield torch.arange(300, dtype=torch.int32) % 50, random(50, 512, dtype=dtype)
 
 
-@op(embedding_samples, {dtype: Tolerance(0, 0) for dtype in (torch.float32, torch.float16, torch.bfloat16)})
+@op(embedding_samples, EXACT)
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     """The rows of weight that ids name: [*] -> [*, E]"""
     return torch.nn.functional.embedding(ids.long(), weight)
 
 
 def linear_samples(dtype: torch.dtype) -> Samples:
+    """float32 rows and weights of a half dtype, which the kernel takes: the one asked for, or bfloat16."""
+    half = torch.bfloat16 if dtype == torch.float32 else dtype
+    single = torch.float32
     for size in ODD_SIZES:
-        yield random(3, size, dtype=dtype), random(5, size, dtype=dtype), random(5, dtype=dtype)
-    yield random(2, 3, 8, dtype=dtype), random(4, 8, dtype=dtype), None
+        yield random(3, size, dtype=single), random(5, size, dtype=half), random(5, dtype=single)
+    for num_rows in (1, 2, 5, 17, 64, 130):
+        yield random(num_rows, 300, dtype=single), random(33, 300, dtype=half), random(33, dtype=single)
+    yield random(2, 3, 8, dtype=single), random(4, 8, dtype=half), None
+    yield random(8, dtype=single), random(4, 8, dtype=half), None
+    yield random(0, 8, dtype=single), random(4, 8, dtype=half), None
+    yield random(2, 0, dtype=single), random(4, 0, dtype=half), random(4, dtype=single)
 
 
-@op(linear_samples)
+@op(linear_samples, PRODUCT)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x @ weight.T + bias"""
-    return torch.nn.functional.linear(x, weight, bias)
+    """x @ weight.T + bias, the weight cast to the dtype of x"""
+    return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
+
+
+def random_blocks(type: BlockType, num_rows: int, num_blocks: int) -> QuantizedTensor:
+    """Random bytes, but for two bits of each: whichever are a float16 scale, it is below 1/128."""
+    generator = torch.Generator().manual_seed(type.ggml_id)
+    row_bytes = num_blocks * type.bytes_per_block
+    blocks = torch.randint(256, (num_rows, row_bytes), generator=generator, dtype=torch.uint8) & 0b10011111
+    return QuantizedTensor(blocks, type, (num_rows, num_blocks * type.elements_per_block))
+
+
+def quantized_linear_samples(dtype: torch.dtype) -> Samples:
+    for type in BlockType:
+        for num_rows, num_blocks, out_features in ((1, 1, 1), (2, 3, 33), (5, 2, 7), (17, 1, 16), (64, 2, 9)):
+            weight = random_blocks(type, out_features, num_blocks)
+            x = random(num_rows, weight.shape[1], dtype=dtype, scale=0.1)
+            yield x, weight, random(out_features, dtype=dtype)
+        yield random(2, 3, weight.shape[1], dtype=dtype, scale=0.1), weight, None
+        yield random(0, weight.shape[1], dtype=dtype), weight, None
+    weight = random_blocks(BlockType.Q4_1, 576, 18)  # enough for two threads
+    yield random(3, 576, dtype=dtype), weight, None
+
+
+@op(quantized_linear_samples, PRODUCT)
+def quantized_linear(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
+    """x @ weight.T + bias, the weight dequantised to the dtype of x"""
+    return torch.nn.functional.linear(x, weight.dequantize(x.dtype), bias)
+
+
+def quantized_embedding_samples(dtype: torch.dtype) -> Samples:
+    for type in BlockType:
+        yield torch.tensor([[4, 0], [2, 4]]), random_blocks(type, 5, 3)
+        yield torch.tensor(3), random_blocks(type, 5, 1)
+        yield torch.empty(0, 3, dtype=torch.int64), random_blocks(type, 5, 1)
+    yield torch.arange(300, dtype=torch.int32) % 50, random_blocks(BlockType.Q8_0, 50, 16)
+
+
+@op(quantized_embedding_samples, EXACT)
+def quantized_embedding(ids: Tensor, weight: QuantizedTensor) -> Tensor:
+    """The rows of weight that ids name, dequantised to float32: [*] -> [*, E]"""
+    rows = weight.rows(ids.long().flatten()).dequantize()
+    return rows.view(*ids.shape, weight.shape[-1])
 
 
 def random_sample_samples(dtype: torch.dtype) -> Samples:
@@ -228,10 +287,7 @@ def random_sample_samples(dtype: torch.dtype) -> Samples:
     yield torch.tensor([-torch.inf, 1.0, -torch.inf], dtype=dtype), 0.99, 1.0, 0, 1.0
 
 
-@op(
-    random_sample_samples,
-    {dtype: Tolerance(0, 0) for dtype in (torch.float32, torch.float16, torch.bfloat16)},
-)
+@op(random_sample_samples, EXACT)
 def random_sample(logits: Tensor, random_val: float, topp: float, topk: int, temperature: float) -> Tensor:
     """The token drawn by random_val from softmax(logits / temperature) cut to topk, then to topp of the rest.
 
@@ -255,3 +311,66 @@ def falling_weights(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]
     """Unnormalised probabilities in float64, largest first, and the token of each."""
     scaled = logits.double() / temperature
     return torch.sort((scaled - scaled.max()).exp(), descending=True, stable=True)
+
+
+def attention_samples(dtype: torch.dtype) -> Samples:
+    """Caches in `dtype`, queries in float32; room beyond the positions is never read, so it holds NaN."""
+    for num_heads, num_kv_heads, dim, window in (
+        (1, 1, 8, 0),
+        (6, 2, 33, 0),
+        (9, 3, 64, 0),
+        (4, 4, 16, 5),
+        (8, 1, 128, 300),
+    ):
+        for positions in ([0], [6, 7, 3], [530, 2], list(range(20, 60)), []):
+            streams = torch.tensor(
+                [i % 2 if len(positions) < 9 else 1 for i in range(len(positions))], dtype=torch.int64
+            )
+            keys, values = (random(2, num_kv_heads, 600, dim, dtype=dtype).flip(i) for i in (0, 2))
+            keys[:, :, max(positions, default=0) + 1 :] = torch.nan
+            values[:, :, max(positions, default=0) + 1 :] = torch.nan
+            q = random(len(positions), num_heads, dim, dtype=torch.float32)
+            places = torch.tensor(positions, dtype=torch.int64)
+            yield q, keys, values, streams, places, dim**-0.5, window
+
+
+@op(attention_samples, dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), Tolerance(2e-5, 2e-6)))
+def attention(
+    q: Tensor, keys: Tensor, values: Tensor, streams: Tensor, positions: Tensor, scale: float, window: int
+) -> Tensor:
+    """Each token attends to the keys of its stream up to its position, the last `window` of them (0: all).
+
+    q [N, H, D], keys and values [B, K, T, D], streams and positions [N] -> [N, H, D]
+    """
+    num_kv_heads, room = keys.shape[1:3]
+    column = torch.arange(room, device=q.device)
+    visible = column <= positions[:, None]  # [N, T]
+    if window:
+        visible = visible & (column > positions[:, None] - window)
+    k = keys[streams.long()].to(q.dtype)  # [N, K, T, D]
+    v = values[streams.long()].to(q.dtype).masked_fill(~visible[:, None, :, None], 0)
+    group = q.shape[1] // num_kv_heads
+    grouped = q.reshape(len(q), num_kv_heads, group, q.shape[2])  # [N, K, H/K, D]
+    scores = (grouped @ k.transpose(2, 3) * scale).masked_fill(~visible[:, None, None], -torch.inf)
+    return (torch.softmax(scores, -1) @ v).flatten(1, 2)
+
+
+def store_kv_samples(dtype: torch.dtype) -> Samples:
+    for num_tokens in (1, 3, 0):
+        keys, values = random(2, 3, 9, 17, dtype=dtype), random(2, 3, 9, 17, dtype=dtype).flip(0)
+        k, v = (
+            random(num_tokens, 3, 17, dtype=torch.float32),
+            random(num_tokens, 3, 17, dtype=torch.float32).neg(),
+        )
+        yield keys, values, k, v, torch.tensor([1, 0, 1])[:num_tokens], torch.tensor([8, 0, 3])[:num_tokens]
+
+
+@op(store_kv_samples, dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), Tolerance(0, 0)))
+def store_kv(
+    keys: Tensor, values: Tensor, k: Tensor, v: Tensor, streams: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The caches [B, K, T, D] with k and v [N, K, D] at (stream, position) of each token"""
+    new_keys, new_values = keys.clone(), values.clone()
+    new_keys[streams.long(), :, positions.long()] = k.to(keys.dtype)
+    new_values[streams.long(), :, positions.long()] = v.to(values.dtype)
+    return new_keys, new_values

@@ -25,6 +25,9 @@ ACCELERATOR_DEVICES = ("cuda", "musa")
 
 OPS: dict[str, Op[Any]] = {}
 
+# The calls of the graph being recorded (infinicore.graph), innermost last; empty outside of a recording.
+RECORDING: list[list[Callable[[], None]]] = []
+
 
 @dataclass(frozen=True)
 class Kernel:
@@ -35,6 +38,12 @@ class Kernel:
     accepts: Callable[..., bool]
     run: Callable[..., Any]
     bind: Callable[..., Callable[[], None]]
+
+    def __call__(self, out: Any, *args: Any) -> Any:
+        result = self.run(out, *args)
+        if RECORDING:
+            RECORDING[-1].append(self.bind(result, *args))
+        return result
 
 
 @dataclass(frozen=True)
@@ -64,7 +73,7 @@ class Op(Generic[Result]):
     def __call__(self, *args: Any, out: Any = None) -> Result:
         for kernel in self.kernels:
             if kernel.accepts(out, *args):
-                return kernel.run(out, *args)  # type: ignore[no-any-return]
+                return kernel(out, *args)  # type: ignore[no-any-return]
         return write(self.reference(*args), out)
 
     def pick(self, *args: Any, out: Any = None) -> Kernel | None:

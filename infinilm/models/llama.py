@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infinicore import nn
+from infinicore import nn, ops
 from infinicore.nn import functional as F
 from infinilm.cache import DynamicCache
 from infinilm.checkpoint import Checkpoint, open_checkpoint
@@ -104,10 +104,9 @@ class LlamaAttention(nn.Module):
         past_key_values: DynamicCache | None = None,
         rope_instance: nn.RoPE | None = None,
         *,
-        position_ids: Tensor,
-        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
     ) -> Tensor:
-        """hidden_states [B, S, E] -> [B, S, E]; attention_mask [B, T] is False at padding."""
+        """hidden_states [B, S, E] -> [B, S, E]; without a cache, the tokens see each other alone."""
         q = self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim))  # [B, S, H, D]
         k = self.k_proj(hidden_states).unflatten(-1, (-1, self.head_dim))  # [B, S, K, D]
         v = self.v_proj(hidden_states).unflatten(-1, (-1, self.head_dim))  # [B, S, K, D]
@@ -115,37 +114,13 @@ class LlamaAttention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if rope_instance is not None:
             q, k = rope_instance(q, position_ids), rope_instance(k, position_ids)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads, S, D]
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)  # [B, K, T, D]
-        attended = self.attend(q, k, v, attention_mask)  # [B, H, S, D]
-        projected: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
+        cache, layer = past_key_values, self.layer_idx
+        if cache is None:
+            cache, layer = DynamicCache(), 0
+            cache.begin(hidden_states.shape[0], hidden_states.shape[1], None)
+        attended = cache.attend(layer, q, k, v, self.scaling, self.sliding_window)  # [B, S, H, D]
+        projected: Tensor = self.o_proj(attended.flatten(2))
         return projected
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        visible = visible_keys(q.shape[2], k.shape[2], key_mask, self.sliding_window, q.device)
-        return torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=visible, scale=self.scaling, enable_gqa=self.num_key_value_groups > 1
-        )
-
-
-def visible_keys(
-    num_queries: int, num_keys: int, key_mask: Tensor | None, window: int | None, device: torch.device
-) -> Tensor | None:
-    """Which keys each query sees, broadcast to [B, 1, S, T]; None where it is all of them.
-
-    The queries are the last ones. Every query sees itself, so that padding yields numbers rather than NaN.
-    """
-    if num_queries == 1 and key_mask is None and (window is None or num_keys <= window):
-        return None
-    query = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
-    key = torch.arange(num_keys, device=device)
-    visible = key <= query  # [S, T]
-    if window is not None:
-        visible &= key > query - window
-    if key_mask is None:
-        return visible
-    return (visible & key_mask[:, None, None, :].to(device)) | (key == query)
 
 
 class LlamaDecoderLayer(nn.Module):
@@ -165,10 +140,14 @@ class LlamaDecoderLayer(nn.Module):
         rope_instance: nn.RoPE | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        normed = self.input_layernorm(hidden_states)
-        hidden_states = hidden_states + self.self_attn(normed, past_key_values, rope_instance, **kwargs)
-        mixed: Tensor = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
-        return mixed
+        attended = self.self_attn(
+            self.input_layernorm(hidden_states), past_key_values, rope_instance, **kwargs
+        )
+        norm = self.post_attention_layernorm
+        normed, hidden_states = F.add_rms_norm(
+            attended, hidden_states, norm.normalized_shape, norm.weight, norm.eps
+        )
+        return ops.add(hidden_states, self.mlp(normed))
 
 
 class LlamaModel(nn.Module):
@@ -196,28 +175,22 @@ class LlamaModel(nn.Module):
         attention_mask [B, S] is 0 at padding among the new tokens, on either side.
         """
         check_inputs(input_ids, attention_mask, past_key_values)
-        if past_key_values is None and use_cache:
-            past_key_values = DynamicCache()
+        cache = past_key_values if past_key_values is not None else DynamicCache()
         batch_size, num_new = input_ids.shape
-        key_mask = None
-        if past_key_values is not None:
-            key_mask = past_key_values.extend_mask(attention_mask, batch_size, num_new)
-        elif attention_mask is not None:
-            key_mask = attention_mask.bool()
+        cache.begin(batch_size, num_new, attention_mask)
         if position_ids is None:
-            position_ids = positions(input_ids, past_key_values, key_mask)
-        hidden_states = self.embed_tokens(input_ids).to(self.norm.weight.dtype)  # [B, S, E]
-        self.rope_instance.prepare(int(position_ids.max()) + 1, hidden_states)
-        for layer in self.layers:
-            hidden_states = layer(
-                hidden_states,
-                past_key_values,
-                self.rope_instance,
-                position_ids=position_ids,
-                attention_mask=key_mask,
-            )
+            position_ids = positions(input_ids, cache)
+        self.rope_instance.prepare(int(position_ids.max()) + 1, self.norm.weight)
+        hidden_states = self.run_layers(input_ids, position_ids, cache)  # [B, S, E]
         normed: Tensor = self.norm(kept(hidden_states, attention_mask, logits_to_keep))
         return normed
+
+    def run_layers(self, input_ids: Tensor, position_ids: Tensor, cache: DynamicCache) -> Tensor:
+        """The layers alone, on tensors alone: for one token a stream this can be recorded."""
+        hidden_states: Tensor = self.embed_tokens(input_ids).to(self.norm.weight.dtype)  # [B, S, E]
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, cache, self.rope_instance, position_ids=position_ids)
+        return hidden_states
 
 
 def check_inputs(input_ids: Tensor, attention_mask: Tensor | None, cache: DynamicCache | None) -> None:
@@ -234,12 +207,13 @@ def check_inputs(input_ids: Tensor, attention_mask: Tensor | None, cache: Dynami
         raise TypeError(f"past_key_values must be a DynamicCache, but is {type(cache).__name__}")
 
 
-def positions(input_ids: Tensor, cache: DynamicCache | None, key_mask: Tensor | None) -> Tensor:
+def positions(input_ids: Tensor, cache: DynamicCache) -> Tensor:
     """Where each new token stands in its stream [B, S], padding not counted"""
     num_new = input_ids.shape[1]
-    if key_mask is not None:
-        return (key_mask.long().cumsum(1) - 1).clamp(min=0)[:, -num_new:].to(input_ids.device).contiguous()
-    start = cache.get_seq_length() if cache is not None else 0
+    if cache.key_mask is not None:
+        counted = (cache.key_mask.long().cumsum(1) - 1).clamp(min=0)[:, -num_new:]
+        return counted.to(input_ids.device).contiguous()
+    start = cache.get_seq_length()
     return torch.arange(start, start + num_new, device=input_ids.device).expand(input_ids.shape).contiguous()
 
 

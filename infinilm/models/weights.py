@@ -6,6 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -47,7 +48,7 @@ def load_weights(
         give_weight(model, name, checkpoint, placement)
         report(checkpoint.num_bytes_of(name))
     if config.tie_word_embeddings:
-        model.lm_head.weight = model.model.embed_tokens.weight
+        share_weight(model.lm_head, model.model.embed_tokens.weight)
     return model.eval()  # type: ignore[no-any-return]
 
 
@@ -118,11 +119,25 @@ def give_weight(model: torch.nn.Module, name: str, checkpoint: Checkpoint, place
     weight = checkpoint.tensor(name)
     check_finite(checkpoint, name, weight)
     if leaf == "weight" and placement.keeps(module, weight):
-        module.set_weight(weight.clone())
+        module.set_weight(owned_copy(weight))  # type: ignore[operator]
         return
     dense = weight.dequantize(placement.dtype) if isinstance(weight, QuantizedTensor) else weight
     owned = dense.to(device=placement.device, dtype=placement.dtype, copy=True)
     setattr(module, leaf, nn.Parameter(owned))
+
+
+def owned_copy(weight: Tensor | QuantizedTensor) -> Tensor | QuantizedTensor:
+    """Not a view of the file any more, so that nothing done to the file reaches it."""
+    if isinstance(weight, QuantizedTensor):
+        return replace(weight, blocks=weight.blocks.clone())
+    return weight.clone()
+
+
+def share_weight(module: nn.Linear, weight: nn.Parameter | QuantizedTensor) -> None:
+    if isinstance(weight, QuantizedTensor):
+        module.set_weight(weight)
+    else:
+        module.weight = weight
 
 
 def check_finite(checkpoint: Checkpoint, name: str, weight: Tensor | QuantizedTensor) -> None:
