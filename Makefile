@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup test test-long test-asan lint bench clean
+.PHONY: setup demo test test-long test-asan lint bench clean
 
 setup: .venv/.built
 
@@ -38,6 +38,10 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Fetches the built-in model (98 MB, once) and lets it answer.
+demo: setup
+	$(BIN)/infinilm generate "Why is the sky blue?" --max-tokens 100 --stats
 
 bench: setup
 	$(BIN)/python -m benchmarks.ops

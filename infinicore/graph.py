@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from infinicore import _native
 from infinicore.ops.registry import RECORDING
@@ -36,7 +37,7 @@ class Graph(Generic[Result]):
         calls: list[Callable[[], None]] = []
         RECORDING.append(calls)
         try:
-            with torch.inference_mode(), OnlyViews():  # type: ignore[no-untyped-call]
+            with torch.inference_mode(), OnlyViews():
                 result = function()
         finally:
             RECORDING.pop()
@@ -50,14 +51,26 @@ class Graph(Generic[Result]):
         return len(self._graph)
 
 
-class OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets torch make empty tensors and views, and refuses every computation."""
+class OnlyViews(TorchFunctionMode):
+    """Lets torch make empty tensors and views, and refuses every computation.
 
-    def __torch_dispatch__(
+    It watches calls from Python, which is all that can come between two native ops.
+    """
+
+    def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        is_view = any(result.alias_info is not None for result in func._schema.returns)
-        is_write = func._schema.is_mutable
-        if is_write or not (is_view or "empty" in func._schema.name or func._schema.name == "aten::detach"):
-            raise RecordError(f"{func} is not a native op, so a replay would leave it out")
-        return func(*args, **(kwargs or {}))
+        name = func.__name__
+        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+            raise RecordError(f"{name} writes without a native op, so a replay would leave it out")
+        result = func(*args, **(kwargs or {}))
+        results = result if isinstance(result, tuple | list) else (result,)
+        made = [t for t in results if isinstance(t, Tensor)]
+        if made and not name.removeprefix("new_").startswith("empty") and not are_views(made, args):
+            raise RecordError(f"{name} is not a native op, so a replay would leave it out")
+        return result
+
+
+def are_views(made: list[Tensor], args: tuple[Any, ...]) -> bool:
+    storages = {a.untyped_storage().data_ptr() for a in args if isinstance(a, Tensor)}
+    return all(t.untyped_storage().data_ptr() in storages for t in made)

@@ -43,6 +43,22 @@ class BlockType(Enum):
         return row_length // self.elements_per_block * self.bytes_per_block
 
 
+# Where the float16 scale of a block lies, and its minimum if it has one: the first byte and the end.
+SCALE_BYTES = {
+    BlockType.Q4_0: (0, 2),
+    BlockType.Q4_1: (0, 4),
+    BlockType.Q5_0: (0, 2),
+    BlockType.Q5_1: (0, 4),
+    BlockType.Q8_0: (0, 2),
+    BlockType.Q2_K: (80, 84),
+    BlockType.Q3_K: (108, 110),
+    BlockType.Q4_K: (0, 4),
+    BlockType.Q5_K: (0, 4),
+    BlockType.Q6_K: (208, 210),
+    BlockType.IQ4_NL: (0, 2),
+}
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class QuantizedTensor:
     """A tensor of `shape` kept in blocks, uint8 [rows, bytes per row], where a row is the last dimension.
@@ -80,6 +96,13 @@ class QuantizedTensor:
     def rows(self, indices: Tensor) -> Self:
         """The rows that indices [R] name, still in blocks: [R, last dimension]"""
         return replace(self, blocks=self.blocks[indices], shape=(len(indices), self.shape[-1]))
+
+    def has_finite_scales(self) -> bool:
+        """Whether every scale and minimum is a number: the codes beside them always are."""
+        blocks = self.blocks.reshape(-1, self.type.bytes_per_block)
+        begin, end = SCALE_BYTES[self.type]
+        halves = blocks[:, begin:end].contiguous().view(torch.float16)
+        return bool(torch.isfinite(halves).all())
 
     def __repr__(self) -> str:
         return f"QuantizedTensor({self.type.name}, shape={self.shape}, device={str(self.device)!r})"

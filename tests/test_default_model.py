@@ -85,7 +85,7 @@ print(time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_m
 
 
 def test_loading_takes_little_memory_beyond_the_file(default_model_path: Path) -> None:
-    """Peak resident memory, of weights, tokenizer and all, stays within the file and the tokenizer's share."""
+    """Peak resident memory of weights, tokenizer and all stays within the file and the tokenizer's share."""
     command = [sys.executable, "-c", MEASURE, str(default_model_path)]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     _, kilobytes = result.stdout.split()

@@ -7,13 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf_files
 import pytest
 import torch
 from torch import Tensor
 
 import infinicore
+from infinicore.quantization import SCALE_BYTES, BlockType, QuantizedTensor
 from infinilm import DynamicCache
-from infinilm.checkpoint import CheckpointError
+from infinilm.checkpoint import CheckpointError, open_checkpoint
 from infinilm.models.llama import (
     AutoLlamaModel,
     LlamaAttention,
@@ -304,6 +306,33 @@ def test_loaded_weights_do_not_change_with_the_file(make: Any) -> None:
     with (folder / "model.safetensors").open("r+b") as file:
         file.truncate(100)
     assert torch.equal(model(prompt()), before)
+
+
+def test_a_gguf_and_a_safetensors_copy_of_one_model_give_equal_logits(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    weights = gguf_files.llama_weights()
+    (tmp_path / "model.gguf").write_bytes(gguf_files.llama_file(weights).encode())
+    with open_checkpoint(tmp_path / "model.gguf") as checkpoint:
+        config = checkpoint.config
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights, folder / "model.safetensors")
+    ids = torch.tensor([[1, 2, 3, 0]])
+    paths = (folder, tmp_path / "model.gguf")
+    one, other = (LlamaForCausalLM.from_pretrained(path, dtype=torch.float32) for path in paths)
+    assert torch.equal(one(ids, logits_to_keep=0), other(ids, logits_to_keep=0))
+
+
+def test_a_quantised_scale_that_is_not_a_number_is_refused_by_name(tmp_path: Path) -> None:
+    for block_type in BlockType:
+        blocks = torch.zeros(2, block_type.bytes_per_block, dtype=torch.uint8)
+        weight = QuantizedTensor(blocks, block_type, (2, block_type.elements_per_block))
+        assert weight.has_finite_scales()
+        begin, end = SCALE_BYTES[block_type]
+        blocks[1, end - 1] = 0x7E  # the high byte of a float16 NaN
+        assert not weight.has_finite_scales() and not torch.isfinite(weight.dequantize()).all()
 
 
 # ---- attention and generation ----

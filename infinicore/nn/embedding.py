@@ -37,8 +37,8 @@ class Embedding(WeightLayer):
                 raise ValueError(f"Embedding: padding_idx {padding_idx} is outside [0, {num_embeddings})")
         self.padding_idx = padding_idx
         std = math.sqrt(2.0 / (num_embeddings + embedding_dim))
-        weight = torch.empty(num_embeddings, embedding_dim, dtype=dtype, device=device).normal_(0, std)
-        if padding_idx is not None:
+        weight = normal((num_embeddings, embedding_dim), std, dtype, device)
+        if padding_idx is not None and not weight.is_meta:
             weight[padding_idx] = 0
         self.weight = Parameter(weight)
 
@@ -49,6 +49,14 @@ class Embedding(WeightLayer):
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         sizes = f"num_embeddings={self.num_embeddings}, embedding_dim={self.embedding_dim}"
         return f"{sizes}{padding}{super().extra_repr()}"
+
+
+def normal(
+    shape: tuple[int, ...], std: float, dtype: torch.dtype | None, device: torch.device | str | None
+) -> Tensor:
+    """First values; none on the meta device, where torch would take seconds to find out that it has none."""
+    weight = torch.empty(shape, dtype=dtype, device=device)
+    return weight if weight.is_meta else weight.normal_(0, std)
 
 
 def ids_tensor(indices: Ids, device: torch.device) -> Tensor:
@@ -87,8 +95,7 @@ class PositionalEmbedding(Module):
         check_place("PositionalEmbedding", dtype, device)
         self.max_len = positive("PositionalEmbedding", "max_len", max_len)
         self.embed_dim = positive("PositionalEmbedding", "embed_dim", embed_dim)
-        weight = torch.empty(self.max_len, self.embed_dim, dtype=dtype, device=device)
-        self.weight = Parameter(weight.normal_(0, 0.02))
+        self.weight = Parameter(normal((self.max_len, self.embed_dim), 0.02, dtype, device))
 
     @classmethod
     def sinusoidal(

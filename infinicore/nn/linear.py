@@ -119,7 +119,9 @@ class RowParallelLinear(BaseLinear):
 
 
 def uniform(shape: tuple[int, ...], bound: float, dtype: torch.dtype | None, device: Device) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device=device).uniform_(-bound, bound)
+    """First values; none on the meta device, where torch would take seconds to find out that it has none."""
+    weight = torch.empty(shape, dtype=dtype, device=device)
+    return weight if weight.is_meta else weight.uniform_(-bound, bound)
 
 
 def check_communicator(communicator: Communicator | None, tp_rank: int, tp_size: int) -> None:

@@ -6,7 +6,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -64,13 +63,11 @@ class Placement:
         self.keeps_stored = dtype is None and device.type == "cpu"
         self.dtype = dtype or (torch.float32 if self.keeps_stored else config.dtype or torch.bfloat16)
 
-    def keeps(self, module: torch.nn.Module, weight: Tensor | QuantizedTensor) -> bool:
+    def keeps(self, weight: Tensor | QuantizedTensor) -> bool:
         """Whether this matrix stays in the form it is stored in."""
-        if self.device.type != "cpu" or not isinstance(module, nn.Linear | nn.Embedding):
-            return False
         if isinstance(weight, QuantizedTensor):
-            return self.dtype == torch.float32
-        return self.keeps_stored and weight.dim() == 2
+            return self.device.type == "cpu" and self.dtype == torch.float32
+        return self.keeps_stored
 
 
 def read_config(checkpoint: Checkpoint) -> LlamaConfig:
@@ -118,19 +115,12 @@ def give_weight(model: torch.nn.Module, name: str, checkpoint: Checkpoint, place
         raise CheckpointError(f"{checkpoint.path}: {name!r} has shape {shapes}")
     weight = checkpoint.tensor(name)
     check_finite(checkpoint, name, weight)
-    if leaf == "weight" and placement.keeps(module, weight):
-        module.set_weight(owned_copy(weight))  # type: ignore[operator]
+    if isinstance(module, nn.Linear | nn.Embedding) and leaf == "weight" and placement.keeps(weight):
+        module.set_weight(weight.clone())  # a copy: nothing done to the file reaches it
         return
     dense = weight.dequantize(placement.dtype) if isinstance(weight, QuantizedTensor) else weight
     owned = dense.to(device=placement.device, dtype=placement.dtype, copy=True)
     setattr(module, leaf, nn.Parameter(owned))
-
-
-def owned_copy(weight: Tensor | QuantizedTensor) -> Tensor | QuantizedTensor:
-    """Not a view of the file any more, so that nothing done to the file reaches it."""
-    if isinstance(weight, QuantizedTensor):
-        return replace(weight, blocks=weight.blocks.clone())
-    return weight.clone()
 
 
 def share_weight(module: nn.Linear, weight: nn.Parameter | QuantizedTensor) -> None:
@@ -142,11 +132,11 @@ def share_weight(module: nn.Linear, weight: nn.Parameter | QuantizedTensor) -> N
 
 def check_finite(checkpoint: Checkpoint, name: str, weight: Tensor | QuantizedTensor) -> None:
     """NaN and infinity in a weight would spoil every answer; they are refused here, by name."""
-    if (
-        isinstance(weight, Tensor)
-        and weight.numel()
-        and not bool(torch.isfinite(torch.stack(weight.aminmax())).all())
-    ):
+    if isinstance(weight, QuantizedTensor):
+        is_finite = weight.has_finite_scales()
+    else:
+        is_finite = weight.numel() == 0 or bool(torch.isfinite(torch.stack(weight.aminmax())).all())
+    if not is_finite:
         raise CheckpointError(f"{checkpoint.path}: {name!r} holds NaN or infinity")
 
 
