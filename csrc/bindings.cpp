@@ -7,6 +7,7 @@
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
+#include <atomic>
 #include <functional>
 #include <string>
 #include <vector>
@@ -638,6 +639,21 @@ void use_torch(nb::handle tensor_type, nb::handle parameter_type, nb::handle is_
     if (api->version.major == 1 && api->view) g_torch.api = api;
 }
 
+// The wrapped sum of every word, so that none of the reads can be left out
+uint64_t read_all(nb::handle buffer) {
+    const Tensor t = tensor(buffer);
+    require(t.dtype == DType::i64 && is_contiguous(t), "read_all: expected a contiguous int64 tensor");
+    const auto* words = static_cast<const uint64_t*>(t.data);
+    std::atomic<uint64_t> total{0};
+    nb::gil_scoped_release release;
+    parallel_for(num_elements(t), 1 << 16, [&](int64_t begin, int64_t end) {
+        uint64_t sum = 0;
+        for (int64_t i = begin; i < end; ++i) sum += words[i];
+        total += sum;
+    });
+    return total;
+}
+
 nb::list level_names() {
     nb::list names;
     for (int i = 0; i < kNumLevels; ++i)
@@ -659,6 +675,7 @@ NB_MODULE(_native, m) {
     def_accepts(m, "accepts_quantized_linear", accepts_quantized_linear);
     def_accepts(m, "accepts_quantized_embedding", accepts_quantized_embedding);
     m.def("are_apart", &are_apart);
+    m.def("read_all", &read_all);
     m.def("num_threads", &num_threads);
     m.def("set_num_threads", [](int count) {
         require(count >= 1 && count <= 1024, "set_num_threads: expected 1 to 1024");

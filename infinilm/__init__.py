@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -10,7 +11,6 @@ if TYPE_CHECKING:
     from infinilm.llm import LLM, CompletionOutput, RequestOutput, load_model
     from infinilm.sampling import SamplingParams
 
-__version__ = "0.1.0"
 __all__ = ["LLM", "CompletionOutput", "DynamicCache", "RequestOutput", "SamplingParams", "load_model"]
 
 HOMES = {"DynamicCache": "cache", "SamplingParams": "sampling"}
@@ -18,6 +18,8 @@ HOMES = {"DynamicCache": "cache", "SamplingParams": "sampling"}
 
 def __getattr__(name: str) -> object:
     """Names are fetched when they are used, so that `infinilm --help` need not wait for torch."""
+    if name == "__version__":
+        return version("infinilm")
     if name not in __all__:
         raise AttributeError(f"module 'infinilm' has no attribute {name!r}")
     return getattr(import_module(f"infinilm.{HOMES.get(name, 'llm')}"), name)

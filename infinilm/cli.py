@@ -8,10 +8,10 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infinilm import __version__
 
 if TYPE_CHECKING:
     from infinilm.llm import LLM
@@ -43,7 +43,7 @@ def one_line(error: BaseException) -> str:
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="infinilm", description="Run Llama-family models.")
-    top.add_argument("--version", action="version", version=f"infinilm {__version__}")
+    top.add_argument("--version", action="version", version=f"infinilm {version('infinilm')}")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     generate = commands.add_parser("generate", help="answer one prompt")
     generate.add_argument("prompt", help="the prompt; - reads it from standard input")
@@ -59,6 +59,16 @@ def parser() -> argparse.ArgumentParser:
     add_model_options(chat)
     add_sampling_options(chat)
     chat.set_defaults(run=run_chat)
+    bench = commands.add_parser("bench", help="measure speed").add_subparsers(required=True, metavar="WHAT")
+    latency = bench.add_parser("latency", help="prefill and decode tokens per second")
+    latency.add_argument("--model", help="a path or a Hugging Face id; the built-in model if left out")
+    latency.add_argument("--dtype", help="float32, bfloat16 or float16; as stored if left out")
+    latency.add_argument("--prompt-length", type=int, default=512)
+    latency.add_argument("--output-length", type=int, default=64)
+    latency.add_argument("--batch-size", type=int, default=1)
+    latency.add_argument("--rounds", type=int, default=5)
+    latency.add_argument("--json", action="store_true", help="print one JSON object")
+    latency.set_defaults(run=run_latency)
     info = commands.add_parser("info", help="what a model is and the memory it needs")
     info.add_argument("model", nargs="?", help="a path or a Hugging Face id; the built-in model if left out")
     info.set_defaults(run=run_info)
@@ -232,6 +242,20 @@ class Chat:
             path.write_text(json.dumps(self.messages, indent=2, ensure_ascii=False) + "\n")
         except OSError as error:
             print(f"infinilm: cannot write {path}: {error.strerror}", file=sys.stderr)
+
+
+def run_latency(options: argparse.Namespace) -> None:
+    from infinilm.bench import Workload, measure_latency
+
+    workload = Workload(options.prompt_length, options.output_length, options.batch_size, options.rounds)
+    measured = measure_latency(options.model, options.dtype, workload)
+    if options.json:
+        values = {name: value.median for name, value in measured.items()}
+        spreads = {f"{name}_spread": value.spread for name, value in measured.items()}
+        print(json.dumps(values | spreads))
+        return
+    for name, value in measured.items():
+        print(f"{name.replace('_', ' '):34} {value.median:18,.1f} ±{value.spread:.0%}")
 
 
 def run_info(options: argparse.Namespace) -> None:

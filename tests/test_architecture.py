@@ -14,12 +14,14 @@ SOURCES = sorted(path for package in ("infinicore", "infinilm") for path in (ROO
 # The parts of infinilm, from the top down; a part imports only parts of later rows.
 LAYERS = (
     ("__init__", "__main__", "cli"),
+    ("bench",),
     ("llm", "server"),
     ("engine",),
     ("models",),
     ("generation",),
     ("cache", "checkpoint", "hub", "sampling", "tokenizer"),
     ("config",),
+    ("rope",),
 )
 ROW = {part: row for row, parts in enumerate(LAYERS) for part in parts}
 

@@ -87,5 +87,18 @@ def test_a_users_error_is_one_line_and_a_failing_exit(
     assert line.startswith("infinilm: error:") and expected in line
 
 
+def test_bench_latency_prints_every_quantity_with_its_spread(default_model_path: Path) -> None:
+    sizes = ("--prompt-length", "16", "--output-length", "4", "--batch-size", "2", "--rounds", "2")
+    result = json.loads(infinilm("bench", "latency", *sizes, "--json").stdout)
+    for name in (
+        "prefill_tokens_per_second",
+        "decode_tokens_per_second",
+        "load_seconds",
+        "peak_memory_bytes",
+        "read_bandwidth_bytes_per_second",
+    ):
+        assert result[name] > 0 and result[f"{name}_spread"] >= 0
+
+
 def test_unknown_commands_are_a_usage_error() -> None:
     assert infinilm("fly").returncode == 2

@@ -192,6 +192,11 @@ reference.attention.register(Kernel("native", accepts_attention, run_attention, 
 reference.store_kv.register(Kernel("native", accepts_store_kv, run_store_kv, bind_store_kv))
 
 
+def read_all(buffer: Tensor) -> int:
+    """Read every word of a contiguous int64 tensor on all threads and return their sum: memory's speed."""
+    return _native.read_all(buffer)  # type: ignore[no-any-return]
+
+
 def get_num_threads() -> int:
     """How many threads the native core uses."""
     return _native.num_threads()

@@ -1,0 +1,110 @@
+"""How fast a model runs here: prefill and decode, as a user gets them, next to the memory's own speed."""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+import infinicore
+from infinilm.cache import DynamicCache
+from infinilm.llm import load_model
+from infinilm.models.llama import LlamaForCausalLM
+from infinilm.sampling import SamplingParams
+
+BANDWIDTH_BYTES = 512 << 20  # far beyond any cache
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Some runs of one quantity: their median, and half the distance of the quartiles as a share of it."""
+
+    runs: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.runs)
+
+    @property
+    def spread(self) -> float:
+        if len(self.runs) < 2:
+            return 0.0
+        low, _, high = statistics.quantiles(self.runs, n=4)
+        return (high - low) / 2 / self.median
+
+
+@dataclass(frozen=True)
+class Workload:
+    prompt_length: int = 512
+    output_length: int = 64
+    batch_size: int = 1
+    num_rounds: int = 5
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            least = 2 if name == "output_length" else 1
+            if value < least:
+                raise ValueError(f"{name.replace('_', '-')} must be at least {least}, but is {value}")
+
+
+def measure_latency(model: str | None, dtype: str | None, workload: Workload) -> dict[str, Measured]:
+    """Random prompts in, end-of-text ignored. A first round, which is not counted, warms everything up."""
+    loads = []
+
+    def load() -> LlamaForCausalLM:
+        start = time.perf_counter()
+        loaded, _ = load_model(model, dtype=dtype)
+        loads.append(time.perf_counter() - start)
+        return loaded
+
+    llama = load()
+    rounds = [run_once(llama, workload, seed) for seed in range(workload.num_rounds + 1)][1:]
+    memory = peak_memory()  # before the bandwidth's own buffer
+    bandwidth = [read_bandwidth() for _ in range(workload.num_rounds)]
+    num_prompt = workload.batch_size * workload.prompt_length
+    num_decoded = workload.batch_size * (workload.output_length - 1)
+    return {
+        "prefill_tokens_per_second": Measured(tuple(num_prompt / prefill for prefill, _ in rounds)),
+        "decode_tokens_per_second": Measured(tuple(num_decoded / decode for _, decode in rounds)),
+        "load_seconds": Measured(tuple(loads)),
+        "peak_memory_bytes": Measured((memory,)),
+        "read_bandwidth_bytes_per_second": Measured(tuple(bandwidth)),
+    }
+
+
+def run_once(model: LlamaForCausalLM, workload: Workload, seed: int) -> tuple[float, float]:
+    """(seconds up to the first tokens, seconds for the rest)"""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (workload.batch_size, workload.prompt_length)
+    token_ids = torch.randint(0, model.config.vocab_size, shape, generator=generator)
+    params = SamplingParams(max_tokens=workload.output_length, temperature=0.0, ignore_eos=True)
+    start = time.perf_counter()
+    steps = model.steps(token_ids, params, DynamicCache())
+    next(steps)
+    first = time.perf_counter()
+    for _ in steps:
+        pass
+    return first - start, time.perf_counter() - first
+
+
+def read_bandwidth() -> float:
+    """Bytes a second that the threads of the native core read from memory"""
+    buffer = torch.ones(BANDWIDTH_BYTES // 8, dtype=torch.int64)
+    return BANDWIDTH_BYTES / timed(lambda: infinicore.ops.native.read_all(buffer))
+
+
+def timed(call: Callable[[], object]) -> float:
+    call()
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def peak_memory() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
