@@ -15,6 +15,8 @@ from infinilm.sampling import Sampler, SamplingParams
 if TYPE_CHECKING:
     from infinilm.config import LlamaConfig
 
+PREFILL_CHUNK = 512
+
 Prompt = Tensor | Sequence[Sequence[int]]
 Callback = Callable[[list[int | None]], bool | None]
 
@@ -86,7 +88,7 @@ class GenerationMixin:
     ) -> Iterator[list[int | None]]:
         """The next token of every stream of token_ids [B, S], step by step; None once a stream has ended."""
         streams = [Stream(params, row, i) for i, row in enumerate(real_tokens(token_ids, attention_mask))]
-        logits = self(input_ids=token_ids, past_key_values=cache, attention_mask=attention_mask)
+        logits = self.prefill(token_ids, cache, attention_mask)
         step = DecodeStep(self, cache)
         for i in range(params.max_tokens):
             tokens = [stream.next_token(row) for stream, row in zip(streams, logits[:, -1], strict=True)]
@@ -94,6 +96,13 @@ class GenerationMixin:
             if all(stream.has_ended for stream in streams) or i + 1 == params.max_tokens:
                 return
             logits = step(filled(tokens, pad_token_id, token_ids.device))
+
+    def prefill(self, token_ids: Tensor, cache: DynamicCache, attention_mask: Tensor | None) -> Tensor:
+        """The logits after a prompt, fed in chunks: memory stays bounded, and an interrupt is heard soon."""
+        size = PREFILL_CHUNK if attention_mask is None else token_ids.shape[1]
+        for chunk in token_ids.split(size, dim=1):
+            logits = self(input_ids=chunk, past_key_values=cache, attention_mask=attention_mask)
+        return logits
 
     def eos_ids(self, given: int | Sequence[int] | None) -> tuple[int, ...]:
         if given is None:

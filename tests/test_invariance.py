@@ -1,0 +1,75 @@
+"""A stream's logits are the same bits alone, in any batch, with any chunking of its prompt, on any threads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import infinicore
+from infinilm import DynamicCache
+from infinilm.generation import DecodeStep
+from infinilm.models.llama import LlamaForCausalLM
+
+LENGTH = 40
+
+
+@pytest.fixture(scope="module", params=[None, "float32"], ids=["as stored", "float32"])
+def model(default_model_path: Path, request: pytest.FixtureRequest) -> LlamaForCausalLM:
+    return LlamaForCausalLM.from_pretrained(default_model_path, dtype=request.param)
+
+
+def prompt(stream: int = 0) -> Tensor:
+    return torch.randint(0, 49152, (1, LENGTH), generator=torch.Generator().manual_seed(stream))
+
+
+def all_logits(model: LlamaForCausalLM, token_ids: Tensor, *chunks: int) -> Tensor:
+    """Logits of every position, the prompt fed in chunks of these sizes and then whole"""
+    cache, parts, start = DynamicCache(), [], 0
+    for size in (*chunks, token_ids.shape[1] - sum(chunks)):
+        part = token_ids[:, start : start + size]
+        parts.append(model(part, past_key_values=cache, logits_to_keep=0))
+        start += size
+    return torch.cat(parts, dim=1)
+
+
+@torch.inference_mode()
+def test_logits_do_not_depend_on_the_batch(model: LlamaForCausalLM) -> None:
+    alone = all_logits(model, prompt())
+    for batch_size in (2, 5, 17):
+        batch = torch.cat([prompt(i) for i in range(1, batch_size)] + [prompt(0)])
+        assert torch.equal(all_logits(model, batch)[-1:], alone)
+
+
+@torch.inference_mode()
+def test_logits_do_not_depend_on_how_the_prompt_is_cut(model: LlamaForCausalLM) -> None:
+    whole = all_logits(model, prompt())
+    for chunks in ((1,), (7, 16, 3), (39,), (1,) * 39):
+        assert torch.equal(all_logits(model, prompt(), *chunks), whole)
+
+
+@torch.inference_mode()
+def test_logits_do_not_depend_on_the_threads(model: LlamaForCausalLM) -> None:
+    before = infinicore.get_num_threads()
+    results = []
+    for count in (1, 2, 3):
+        infinicore.set_num_threads(count)
+        results.append(all_logits(model, prompt()))
+    infinicore.set_num_threads(before)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+@torch.inference_mode()
+def test_replayed_decoding_gives_the_bits_of_a_prefill(model: LlamaForCausalLM) -> None:
+    whole = all_logits(model, prompt())
+    for batch_size in (1, 3):
+        batch = prompt().expand(batch_size, LENGTH).contiguous()
+        cache = DynamicCache()
+        model(batch[:, :20], past_key_values=cache)
+        step = DecodeStep(model, cache)
+        for i in range(20, LENGTH):
+            logits = step(batch[:, i : i + 1])
+            assert torch.equal(logits[-1, 0], whole[0, i])
+        assert step.graph is not None
