@@ -100,7 +100,7 @@ class GenerationMixin:
     def prefill(self, token_ids: Tensor, cache: DynamicCache, attention_mask: Tensor | None) -> Tensor:
         """The logits after a prompt, fed in chunks: memory stays bounded, and an interrupt is heard soon."""
         size = PREFILL_CHUNK if attention_mask is None else token_ids.shape[1]
-        for chunk in token_ids.split(size, dim=1):
+        for chunk in torch.split(token_ids, size, dim=1):
             logits = self(input_ids=chunk, past_key_values=cache, attention_mask=attention_mask)
         return logits
 

@@ -1,4 +1,4 @@
-"""A stream's logits are the same bits alone, in any batch, with any chunking of its prompt, on any threads."""
+"""A stream's logits are the same bits alone, in any batch, its prompt cut anyhow, on any threads."""
 
 from __future__ import annotations
 
