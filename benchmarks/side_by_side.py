@@ -1,8 +1,9 @@
 """infinilm, llama.cpp and transformers on the same GGUF, in one run: `python -m benchmarks.side_by_side`.
 
-Every contender lives in a process of its own and is asked in turn, so that all meet the same machine. Prompts
-are random token ids, end-of-text is ignored, a first round is not counted. A ratio above 1 means that infinilm
-is faster. llama-cpp-python and transformers are optional (`pip install .[bench]`); what is missing is left out.
+Every contender lives in a process of its own and is asked in turn, so that all meet the same machine.
+Prompts are random token ids, end-of-text is ignored, a first round is not counted. A ratio above 1 means that
+infinilm is faster. llama-cpp-python and transformers are optional (`pip install .[bench]`): what is missing
+is left out.
 """
 
 from __future__ import annotations
