@@ -35,7 +35,7 @@ struct ExchangeApi {
 
 struct TorchTypes {
     PyTypeObject *tensor = nullptr, *parameter = nullptr;
-    PyObject* is_grad_enabled = nullptr;
+    nb::handle is_grad_enabled, empty_like;
     const ExchangeApi* api = nullptr;
 } g_torch;
 
@@ -165,17 +165,19 @@ bool needs_grad(nb::handle h) {
     static PyObject* const name = PyUnicode_InternFromString("requires_grad");
     nb::object flag = nb::steal(PyObject_GetAttr(h.ptr(), name));
     if (!flag.is_valid()) throw nb::python_error();
-    return is_true(flag) && is_true(nb::steal(PyObject_CallNoArgs(g_torch.is_grad_enabled)));
+    return is_true(flag) && is_true(g_torch.is_grad_enabled());
 }
 
 // Can the row kernels take these? One floating dtype, rows contiguous, no gradient wanted, out None or safe to write.
 // Arguments that are not tensors are passed over.
-bool accepts_rows(nb::handle out, const nb::args& arguments) {
+template <class Handles>
+bool accepts_rows(nb::handle out, const Handles& arguments) {
     Tensor x[4], y;
     int count = 0;
+    const bool may_need_grad = is_true(g_torch.is_grad_enabled());
     for (nb::handle argument : arguments) {
         if (!is_tensor(argument)) continue;
-        if (count == 4 || !read(argument, &x[count]) || needs_grad(argument)) return false;
+        if (count == 4 || !read(argument, &x[count]) || (may_need_grad && needs_grad(argument))) return false;
         const Tensor& t = x[count++];
         if (!is_float(t.dtype) || t.dtype != x[0].dtype || t.ndim == 0 || !has_rows(t)) return false;
     }
@@ -184,6 +186,15 @@ bool accepts_rows(nb::handle out, const nb::args& arguments) {
     for (int i = 0; i < count; ++i)
         if (!may_write(y, x[i])) return false;
     return count > 0;
+}
+
+template <class... P>
+bool accepts_row_op(nb::handle out, P... p) {
+    const auto tensor_or_none = [](auto p) -> nb::handle {
+        if constexpr (std::is_same_v<decltype(p), nb::handle>) return p;
+        return Py_None;
+    };
+    return accepts_rows(out, std::initializer_list<nb::handle>{tensor_or_none(p)...});
 }
 
 bool may_write_all(const Tensor& y, const Tensor* x, int count) {
@@ -227,6 +238,10 @@ AddRmsNorm make_add_rms_norm(nb::handle y, nb::handle sum, nb::handle x, nb::han
     return a;
 }
 
+bool accepts_layer_norm(nb::handle out, nb::handle x, nb::handle weight, nb::handle bias, double eps) {
+    return weight.is_none() == bias.is_none() && accepts_row_op(out, x, weight, bias, eps);
+}
+
 LayerNorm make_layer_norm(nb::handle y, nb::handle x, nb::handle weight, nb::handle bias, double eps) {
     const bool has_affine = !weight.is_none();
     LayerNorm a{tensor(y), tensor(x), {}, {}, eps, has_affine};
@@ -259,7 +274,7 @@ const char* broken_rope_rule(const Rope& a) {
     return fits ? nullptr : "rope: positions must be [seq] or [batch, seq]";
 }
 
-bool accepts_rope(nb::handle out, nb::handle x, nb::handle positions, nb::handle sin, nb::handle cos, nb::handle) {
+bool accepts_rope(nb::handle out, nb::handle x, nb::handle positions, nb::handle sin, nb::handle cos, bool) {
     Tensor in[4], y;
     if (!read(x, &in[0]) || !read(positions, &in[1]) || !read(sin, &in[2]) || !read(cos, &in[3])) return false;
     if (!read(out.is_none() ? x : out, &y)) return false;
@@ -620,17 +635,57 @@ void def_accepts(nb::module_& m, const char* name, bool (*accepts)(P...)) {
 }
 
 template <class Args, class... P>
-void def_op(nb::module_& m, const char* name, Args (*make)(P...), int64_t (*Kernels::*member)(const Args&)) {
-    const auto run = [=](P... p) { run_kernel(active_level().kernels->*member, make(p...)); };
+void def_bind(nb::module_& m, const char* name, Args (*make)(P...), int64_t (*Kernels::*member)(const Args&)) {
     const auto bind = [=](P... p) { return bind_call(active_level().kernels->*member, make, p...); };
-    m.def(name, run, any_object<P>()...);
     m.def((std::string("bind_") + name).c_str(), bind, any_object<P>()...);
 }
 
-void use_torch(nb::handle tensor_type, nb::handle parameter_type, nb::handle is_grad_enabled, bool use_exchange) {
+template <class Args, class... P>
+void def_op(nb::module_& m, const char* name, Args (*make)(P...), int64_t (*Kernels::*member)(const Args&)) {
+    const auto run = [=](P... p) { run_kernel(active_level().kernels->*member, make(p...)); };
+    m.def(name, run, any_object<P>()...);
+    def_bind(m, name, make, member);
+}
+
+template <class... P>
+nb::object empty_like_first(nb::handle x, P...) { return g_torch.empty_like(x); }
+
+nb::object empty_rows(nb::handle ids, nb::handle weight) {  // [*] and [rows, E] -> [*, E]
+    const Tensor t = tensor(ids);
+    nb::list sizes;
+    for (int i = 0; i < t.ndim; ++i) sizes.append(t.shape[i]);
+    sizes.append(tensor(weight).shape[1]);
+    return weight.attr("new_empty")(*sizes);
+}
+
+// The whole of an op in one call: the function makes an output that is None, and returns the output, or None where
+// `accepts` says no or `make` finds a rule broken.
+template <class Args, class... P>
+void def_whole_op(nb::module_& m, const char* name, Args (*make)(nb::handle, P...), int64_t (*Kernels::*member)(const Args&),
+                  bool (*accepts)(nb::handle, P...) = accepts_row_op, nb::object (*empty)(P...) = empty_like_first) {
+    const auto run = [=](nb::handle out, P... p) -> nb::object {
+        if (!accepts(out, p...)) return nb::none();
+        nb::object y = out.is_none() ? empty(p...) : nb::borrow(out);
+        Args args;
+        try {
+            args = make(y, p...);
+        } catch (const nb::builtin_exception&) {
+            return nb::none();
+        }
+        run_kernel(active_level().kernels->*member, args);
+        return y;
+    };
+    m.def(name, run, nb::arg().none(), any_object<P>()...);
+    def_accepts(m, (std::string("accepts_") + name).c_str(), accepts);
+    def_bind(m, name, make, member);
+}
+
+void use_torch(nb::handle tensor_type, nb::handle parameter_type, nb::handle is_grad_enabled, nb::handle empty_like,
+               bool use_exchange) {
     g_torch.tensor = reinterpret_cast<PyTypeObject*>(tensor_type.ptr());
     g_torch.parameter = reinterpret_cast<PyTypeObject*>(parameter_type.ptr());
-    g_torch.is_grad_enabled = is_grad_enabled.inc_ref().ptr();
+    g_torch.is_grad_enabled = is_grad_enabled.inc_ref();
+    g_torch.empty_like = empty_like.inc_ref();
     g_torch.api = nullptr;
     if (!use_exchange || !nb::hasattr(tensor_type, "__dlpack_c_exchange_api__")) return;
     nb::object capsule = tensor_type.attr("__dlpack_c_exchange_api__");
@@ -669,8 +724,6 @@ NB_MODULE(_native, m) {
     m.def("use_torch", &use_torch);
     m.def("accepts_rows", [](nb::handle out, nb::args inputs) { return accepts_rows(out, inputs); },
           nb::arg().none(), nb::arg());
-    def_accepts(m, "accepts_rope", accepts_rope);
-    def_accepts(m, "accepts_embedding", accepts_embedding);
     def_accepts(m, "accepts_linear", accepts_linear);
     def_accepts(m, "accepts_quantized_linear", accepts_quantized_linear);
     def_accepts(m, "accepts_quantized_embedding", accepts_quantized_embedding);
@@ -690,19 +743,19 @@ NB_MODULE(_native, m) {
         refuse("set_isa and INFINICORE_ISA take a level of this CPU, one of " + levels + ", but found '" + name + "'");
     });
 
-    def_op(m, "rms_norm", make_rms_norm, &Kernels::rms_norm);
+    def_whole_op(m, "rms_norm", make_rms_norm, &Kernels::rms_norm);
     def_op(m, "add_rms_norm", make_add_rms_norm, &Kernels::add_rms_norm);
-    def_op(m, "layer_norm", make_layer_norm, &Kernels::layer_norm);
-    def_op(m, "rope", make_rope, &Kernels::rope);
-    def_op(m, "silu", make_unary, &Kernels::silu);
-    def_op(m, "gelu", make_unary, &Kernels::gelu);
-    def_op(m, "gelu_tanh", make_unary, &Kernels::gelu_tanh);
-    def_op(m, "gelu_fast", make_unary, &Kernels::gelu_fast);
-    def_op(m, "swiglu", make_binary, &Kernels::swiglu);
-    def_op(m, "add", make_binary, &Kernels::add);
-    def_op(m, "softmax", make_softmax, &Kernels::softmax);
-    def_op(m, "causal_softmax", make_causal_softmax, &Kernels::softmax);
-    def_op(m, "embedding", make_embedding, &Kernels::embedding);
+    def_whole_op(m, "layer_norm", make_layer_norm, &Kernels::layer_norm, accepts_layer_norm);
+    def_whole_op(m, "rope", make_rope, &Kernels::rope, accepts_rope);
+    def_whole_op(m, "silu", make_unary, &Kernels::silu);
+    def_whole_op(m, "gelu", make_unary, &Kernels::gelu);
+    def_whole_op(m, "gelu_tanh", make_unary, &Kernels::gelu_tanh);
+    def_whole_op(m, "gelu_fast", make_unary, &Kernels::gelu_fast);
+    def_whole_op(m, "swiglu", make_binary, &Kernels::swiglu);
+    def_whole_op(m, "add", make_binary, &Kernels::add);
+    def_whole_op(m, "softmax", make_softmax, &Kernels::softmax);
+    def_whole_op(m, "causal_softmax", make_causal_softmax, &Kernels::softmax);
+    def_whole_op(m, "embedding", make_embedding, &Kernels::embedding, accepts_embedding, empty_rows);
     def_op(m, "random_sample", make_random_sample, &Kernels::random_sample);
     def_op(m, "linear", make_linear, &Kernels::linear);
     def_op(m, "quantized_linear", make_quantized_linear, &Kernels::linear);

@@ -164,38 +164,44 @@ def test_every_native_function_belongs_to_an_op() -> None:
 def test_kernels_without_a_fast_tensor_exchange_read_attributes_instead() -> None:
     x = torch.randn(3, 4, 5)[:, 1:]
     wanted = ops.silu(x)
-    _native.use_torch(torch.Tensor, torch.nn.Parameter, torch.is_grad_enabled, False)
+    from_torch = torch.Tensor, torch.nn.Parameter, torch.is_grad_enabled, torch.empty_like
+    _native.use_torch(*from_torch, False)
     try:
+        assert ops.silu.attempt(None, x) is not None
         assert_same_bits(ops.silu(x), wanted)
     finally:
-        _native.use_torch(torch.Tensor, torch.nn.Parameter, torch.is_grad_enabled, True)
+        _native.use_torch(*from_torch, True)
 
 
-def test_native_functions_refuse_what_would_leave_a_buffer() -> None:
-    x, ids = torch.randn(3, 4), torch.tensor([1])
-    for call in (
-        lambda: _native.silu(torch.empty(2, 4), x),
-        lambda: _native.silu(torch.empty(3, 4, dtype=torch.float16), x),
-        lambda: _native.silu(torch.empty(4, 3).t(), x),
-        lambda: _native.rms_norm(torch.empty_like(x), x, torch.ones(3), 1e-5),
-        lambda: _native.swiglu(torch.empty_like(x), x, torch.randn(3, 5)),
-        lambda: _native.embedding(torch.empty(1, 4), torch.tensor([[1, 2]]), x),
-        lambda: _native.causal_softmax(torch.empty(4, 3), torch.randn(4, 3)),
-        lambda: _native.random_sample(ids[0], x[0], torch.empty(7, dtype=torch.int32), 0.5, 1.0, 0, 1.0),
-        lambda: _native.rope(
-            torch.empty(2, 1, 4),
-            torch.randn(2, 1, 4),
-            torch.tensor([0]),
-            x[:, :2].contiguous(),
-            x[:, 2:].contiguous(),
-            True,
-        ),
+def test_native_functions_decline_what_would_leave_a_buffer_and_refuse_to_prepare_it() -> None:
+    x = torch.randn(3, 4)
+    y, tables = torch.zeros(3, 4), (x[:, :2].contiguous(), x[:, 2:].contiguous())
+    for name, out, *args in (
+        ("silu", torch.zeros(2, 4), x),
+        ("silu", y.half(), x),
+        ("silu", torch.zeros(4, 3).t(), x),
+        ("rms_norm", y, x, torch.ones(3), 1e-5),
+        ("layer_norm", y, x, torch.ones(4), torch.ones(3), 1e-5),
+        ("swiglu", y, x, torch.randn(3, 5)),
+        ("embedding", torch.zeros(1, 4), torch.tensor([[1, 2]]), x),
+        ("causal_softmax", torch.zeros(4, 3), torch.randn(4, 3)),
+        ("rope", torch.zeros(2, 1, 4), torch.randn(2, 1, 4), torch.tensor([0]), *tables, True),
+        *(("silu", bad, x) for bad in (3, "x", [1.0], y.to("meta"), y.to(torch.complex64))),
+        *(("silu", y, bad) for bad in (None, 3, "x", [1.0], x.to("meta"))),
     ):
-        with pytest.raises(ValueError):
-            call()
-    for bad in (None, 3, "x", [1.0], torch.empty(2, 2, device="meta"), torch.zeros(1, dtype=torch.complex64)):
-        with pytest.raises(TypeError):
-            _native.silu(bad, x)
+        assert getattr(_native, name)(out, *args) is None
+        with pytest.raises((ValueError, TypeError)):
+            getattr(_native, "bind_" + name)(out, *args)
+        assert not isinstance(out, Tensor) or out.is_meta or not out.any()
+    workspace = torch.empty(7, dtype=torch.int32)
+    with pytest.raises(ValueError):
+        _native.random_sample(torch.tensor(1), x[0], workspace, 0.5, 1.0, 0, 1.0)
+
+
+def test_an_op_refuses_an_output_of_another_shape_also_by_its_reference() -> None:
+    for dtype in (torch.float32, torch.float64):
+        with pytest.raises(ValueError, match=r"out has shape \(3, 4\), but the result has \(1, 4\)"):
+            ops.silu(torch.randn(1, 4, dtype=dtype), out=torch.empty(3, 4, dtype=dtype))
 
 
 def test_a_resolved_call_refuses_tensors_of_another_layout() -> None:

@@ -1,5 +1,7 @@
 """Every public function: its signature, its argument checks, one call into ops.
 
+Kernels know the rules for tensors that they can take, and look faster than Python does. So they are asked
+first, and the rules are gone through by name when they decline.
 `out=` takes a tensor of the result's shape, dtype and device, is returned, and may be an input.
 """
 
@@ -38,12 +40,13 @@ LARGEST_TOPK = 2**31  # beyond any vocabulary
 
 def causal_softmax(input: Tensor, out: Tensor | None = None) -> Tensor:
     """Softmax over the columns each query may see: of [..., S, T], row i sees columns up to T - S + i."""
+    if (y := ops.causal_softmax.attempt(out, input)) is not None:
+        return y
     check_float("causal_softmax", "input", input)
     if input.dim() < 2 or input.shape[-2] > input.shape[-1]:
         shape = tuple(input.shape)
         raise ValueError(f"causal_softmax: input must be [..., S, T] with S <= T, but has shape {shape}")
-    if out is not None:
-        check_out("causal_softmax", out, input, input.shape)
+    check_out("causal_softmax", out, input, input.shape)
     return ops.causal_softmax(input, out=out)
 
 
@@ -72,16 +75,17 @@ def embedding(
         options = (padding_idx, max_norm, norm_type, bool(scale_grad_by_freq), bool(sparse))
         rows = torch.nn.functional.embedding(input.long(), weight, *options)
         return rows if out is None else out.copy_(rows)
-    # As in rope: the kernel checks for itself, and only when it declines are the rules gone through by name.
-    if out is None and (kernel := ops.embedding.pick(input, weight)):
-        return kernel(None, input, weight)  # type: ignore[no-any-return]
+    if out is None and (found := ops.embedding.attempt(None, input, weight)) is not None:
+        return found
     check_lookup(input, weight, out)
     return ops.embedding(input.contiguous(), weight, out=out)
 
 
 def look_up_blocks(ids: Tensor, weight: QuantizedTensor, out: Tensor | None) -> Tensor:
-    if out is None and len(weight.shape) == 2 and (kernel := ops.quantized_embedding.pick(ids, weight)):
-        return kernel(None, ids, weight)  # type: ignore[no-any-return]
+    if out is None and len(weight.shape) == 2:
+        rows = ops.quantized_embedding.attempt(None, ids, weight)
+        if rows is not None:
+            return rows
     check_quantized_lookup(ids, weight, out)
     return ops.quantized_embedding(ids.contiguous(), weight, out=out)
 
@@ -145,12 +149,13 @@ def rms_norm(
     out: Tensor | None = None,
 ) -> Tensor:
     """input / sqrt(mean(input^2) + eps) * weight over the last dimensions, which normalized_shape names."""
+    check_eps("rms_norm", eps)
+    if is_last(input, normalized_shape) and (y := ops.rms_norm.attempt(out, input, weight, eps)) is not None:
+        return y
     check_float("rms_norm", "input", input)
     shape = check_normalized("rms_norm", input, normalized_shape)
     check_like("rms_norm", input, "weight", weight, shape)
-    check_eps("rms_norm", eps)
-    if out is not None:
-        check_out("rms_norm", out, input, input.shape)
+    check_out("rms_norm", out, input, input.shape)
     if len(shape) == 1:
         return ops.rms_norm(input, weight, eps, out=out)
     return unflattened(ops.rms_norm(flattened(input, len(shape)), weight.reshape(-1), eps), input, out)
@@ -188,15 +193,17 @@ def layer_norm(
     out: Tensor | None = None,
 ) -> Tensor:
     """(input - mean) / sqrt(var + eps) * weight + bias over the last dimensions, the sums in float64."""
+    check_eps("layer_norm", eps)
+    if is_last(input, normalized_shape):
+        y = ops.layer_norm.attempt(out, input, weight, bias, eps)
+        if y is not None:
+            return y
     check_float("layer_norm", "input", input)
     shape = check_normalized("layer_norm", input, normalized_shape)
-    if weight is not None:
-        check_like("layer_norm", input, "weight", weight, shape)
-    if bias is not None:
-        check_like("layer_norm", input, "bias", bias, shape)
-    check_eps("layer_norm", eps)
-    if out is not None:
-        check_out("layer_norm", out, input, input.shape)
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None:
+            check_like("layer_norm", input, name, tensor, shape)
+    check_out("layer_norm", out, input, input.shape)
     if len(shape) == 1:
         return ops.layer_norm(input, weight, bias, eps, out=out)
     w = None if weight is None else weight.reshape(-1)
@@ -218,11 +225,10 @@ def rope(
     x [(B,) S, H, D], pos_ids [S] or [B, S], tables [length, D/2] -> as x
     """
     is_interleaved = algo is RopeAlgo.GPT_J
-    # The kernel checks every rule itself, faster; only when it declines are the rules gone through by name.
     if isinstance(algo, RopeAlgo):
-        kernel = ops.rope.pick(x, pos_ids, sin_table, cos_table, is_interleaved, out=out)
-        if kernel is not None:
-            return kernel(out, x, pos_ids, sin_table, cos_table, is_interleaved)  # type: ignore[no-any-return]
+        y = ops.rope.attempt(out, x, pos_ids, sin_table, cos_table, is_interleaved)
+        if y is not None:
+            return y
     check_float("rope", "x", x)
     for name, table in (("pos_ids", pos_ids), ("sin_table", sin_table), ("cos_table", cos_table)):
         check_tensor("rope", name, table)
@@ -236,40 +242,44 @@ def silu(input: Tensor, inplace: bool = False, *, out: Tensor | None = None) -> 
     """input * sigmoid(input); inplace writes over the input."""
     if inplace and out is not None:
         raise ValueError("silu: inplace=True and out= exclude each other; pass one of them")
+    out = input if inplace else out
+    if (y := ops.silu.attempt(out, input)) is not None:
+        return y
     check_float("silu", "input", input)
-    if out is not None:
-        check_out("silu", out, input, input.shape)
-    return ops.silu(input, out=input if inplace else out)
+    check_out("silu", out, input, input.shape)
+    return ops.silu(input, out=out)
 
 
 def swiglu(input: Tensor, other: Tensor, *, out: Tensor | None = None) -> Tensor:
     """silu(input) * other"""
+    if (y := ops.swiglu.attempt(out, input, other)) is not None:
+        return y
     check_float("swiglu", "input", input)
     check_like("swiglu", input, "other", other, input.shape)
-    if out is not None:
-        check_out("swiglu", out, input, input.shape)
+    check_out("swiglu", out, input, input.shape)
     return ops.swiglu(input, other, out=out)
 
 
 def gelu(input: Tensor, approximate: str = "none", *, out: Tensor | None = None) -> Tensor:
     """input * Phi(input): exactly ("none"), in its tanh form, or as input * sigmoid(1.702 input) ("fast")"""
-    check_float("gelu", "input", input)
     if approximate not in ("none", "tanh", "fast"):
         raise ValueError(f"gelu: approximate must be 'none', 'tanh' or 'fast', but is {approximate!r}")
-    if out is not None:
-        check_out("gelu", out, input, input.shape)
+    if (y := ops.gelu.attempt(out, input, approximate)) is not None:
+        return y
+    check_float("gelu", "input", input)
+    check_out("gelu", out, input, input.shape)
     return ops.gelu(input, approximate, out=out)
 
 
 def softmax(input: Tensor, dim: int = -1, *, out: Tensor | None = None) -> Tensor:
     """exp(input) / sum(exp(input)) over dim"""
+    if isinstance(dim, int) and dim == -1 and (y := ops.softmax.attempt(out, input)) is not None:
+        return y
     check_float("softmax", "input", input)
-    if not isinstance(dim, int):
-        dim = integer("softmax", "dim", dim)
+    dim = integer("softmax", "dim", dim)
     if not -input.dim() <= dim < input.dim():
         raise IndexError(f"softmax: dim {dim} is out of range for an input with {input.dim()} dimensions")
-    if out is not None:
-        check_out("softmax", out, input, input.shape)
+    check_out("softmax", out, input, input.shape)
     if dim % input.dim() == input.dim() - 1:
         return ops.softmax(input, out=out)
     result = ops.softmax(input.transpose(dim, -1).contiguous()).transpose(dim, -1)
@@ -328,6 +338,15 @@ def check_pair(function: str, out: tuple[Tensor, Tensor], like: Tensor) -> None:
         raise TypeError(f"{function}: out must be a pair of tensors, but is {found}")
     for tensor in out:
         check_like(function, like, "out", tensor, like.shape)
+
+
+def is_last(input: Tensor, normalized_shape: int | Sequence[int]) -> bool:
+    """Does normalized_shape surely name the last dimension and no other?"""
+    try:
+        (size,) = normalized_shape  # type: ignore[misc]
+        return type(size) is int and input.shape[-1] == size
+    except (TypeError, ValueError, AttributeError, IndexError):
+        return False
 
 
 def check_normalized(function: str, input: Tensor, normalized_shape: int | Sequence[int]) -> tuple[int, ...]:

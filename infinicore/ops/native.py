@@ -14,17 +14,23 @@ from infinicore.ops import reference
 from infinicore.ops.registry import Kernel, Op
 from infinicore.quantization import QuantizedTensor
 
-_native.use_torch(torch.Tensor, torch.nn.Parameter, torch.is_grad_enabled, True)
+_native.use_torch(torch.Tensor, torch.nn.Parameter, torch.is_grad_enabled, torch.empty_like, True)
 if level := os.environ.get("INFINICORE_ISA"):
     _native.set_isa(level)
 
 GELU_KERNELS = {"none": "gelu", "tanh": "gelu_tanh", "fast": "gelu_fast"}
 
 
-def register(
+def register(op: Op[Any]) -> None:
+    """Make `_native.<op>` a kernel of the op, one that accepts, allocates and runs in one call."""
+    accepts, run, bind = (getattr(_native, prefix + op.name) for prefix in ("accepts_", "", "bind_"))
+    op.register(Kernel("native", accepts, run, bind, is_whole=True))
+
+
+def register_parts(
     op: Op[Any],
-    accepts: Callable[..., bool] = _native.accepts_rows,
-    empty: Callable[..., Any] = lambda first, *_: torch.empty_like(first),
+    accepts: Callable[..., bool],
+    empty: Callable[..., Any],
     adapt: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda native: native,
 ) -> None:
     """Make `_native.<op>(out, *args)` a kernel of the op; `adapt` brings the op's arguments into its form."""
@@ -39,10 +45,8 @@ def register(
     op.register(Kernel("native", accepts, run, bind_native))
 
 
-def run_gelu(out: Tensor | None, x: Tensor, approximate: str) -> Tensor:
-    y = torch.empty_like(x) if out is None else out
-    getattr(_native, GELU_KERNELS[approximate])(y, x)
-    return y
+def run_gelu(out: Tensor | None, x: Tensor, approximate: str) -> Tensor | None:
+    return getattr(_native, GELU_KERNELS[approximate])(out, x)  # type: ignore[no-any-return]
 
 
 def bind_gelu(out: Tensor, x: Tensor, approximate: str) -> Callable[[], None]:
@@ -66,12 +70,6 @@ def run_add_rms_norm(out: tuple[Tensor, Tensor] | None, x: Tensor, *args: Any) -
 
 def bind_add_rms_norm(out: tuple[Tensor, Tensor], *args: Any) -> Callable[[], None]:
     return _native.bind_add_rms_norm(*out, *args)  # type: ignore[no-any-return]
-
-
-def accepts_layer_norm(
-    out: Tensor | None, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> bool:
-    return (weight is None) == (bias is None) and _native.accepts_rows(out, x, weight, bias)
 
 
 def accepts_random_sample(out: Tensor | None, logits: Tensor, *_: Any) -> bool:
@@ -115,21 +113,17 @@ register(reference.swiglu)
 register(reference.add)
 register(reference.softmax)
 register(reference.causal_softmax)
-register(reference.layer_norm, accepts_layer_norm)
-register(reference.rope, _native.accepts_rope)
-register(
-    reference.embedding,
-    _native.accepts_embedding,
-    empty=lambda ids, weight: weight.new_empty(*ids.shape, weight.shape[1]),
-)
-register(reference.linear, _native.accepts_linear, empty_product)
-register(
+register(reference.layer_norm)
+register(reference.rope)
+register(reference.embedding)
+register_parts(reference.linear, _native.accepts_linear, empty_product)
+register_parts(
     reference.quantized_linear, given_blocks(_native.accepts_quantized_linear), empty_product, given_blocks
 )
-register(
+register_parts(
     reference.quantized_embedding, given_blocks(_native.accepts_quantized_embedding), empty_rows, given_blocks
 )
-reference.gelu.register(Kernel("native", _native.accepts_rows, run_gelu, bind_gelu))
+reference.gelu.register(Kernel("native", _native.accepts_rows, run_gelu, bind_gelu, is_whole=True))
 reference.add_rms_norm.register(Kernel("native", accepts_add_rms_norm, run_add_rms_norm, bind_add_rms_norm))
 reference.random_sample.register(
     Kernel("native", accepts_random_sample, run_random_sample, bind_random_sample)

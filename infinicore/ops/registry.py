@@ -32,18 +32,14 @@ RECORDING: list[list[Callable[[], None]]] = []
 @dataclass(frozen=True)
 class Kernel:
     """One way to compute an op. All three take (out, *args), where out is None, a tensor, or a tuple of them:
-    `accepts` says when, `run` does it and returns the output, `bind` prepares a call that can be repeated."""
+    `accepts` says when, `run` does it and returns the output, `bind` prepares a call that can be repeated.
+    A `run` that is whole needs no `accepts` before it: it returns None for what it does not accept."""
 
     name: str
     accepts: Callable[..., bool]
     run: Callable[..., Any]
     bind: Callable[..., Callable[[], None]]
-
-    def __call__(self, out: Any, *args: Any) -> Any:
-        result = self.run(out, *args)
-        if RECORDING:
-            RECORDING[-1].append(self.bind(result, *args))
-        return result
+    is_whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,10 +67,19 @@ class Op(Generic[Result]):
     kernels: list[Kernel] = field(default_factory=list)
 
     def __call__(self, *args: Any, out: Any = None) -> Result:
+        result = self.attempt(out, *args)
+        return write(self.reference(*args), out) if result is None else result
+
+    def attempt(self, out: Any, *args: Any) -> Result | None:
+        """What the first kernel that accepts these arguments makes of them; None if there is none."""
         for kernel in self.kernels:
-            if kernel.accepts(out, *args):
-                return kernel(out, *args)  # type: ignore[no-any-return]
-        return write(self.reference(*args), out)
+            if kernel.is_whole or kernel.accepts(out, *args):
+                result: Result | None = kernel.run(out, *args)
+                if result is not None:
+                    if RECORDING:
+                        RECORDING[-1].append(kernel.bind(result, *args))
+                    return result
+        return None
 
     def pick(self, *args: Any, out: Any = None) -> Kernel | None:
         """The first kernel that accepts these arguments, or None for the reference."""
@@ -130,4 +135,6 @@ def write(result: Result, out: Any) -> Result:
         return result
     if isinstance(result, tuple):
         return tuple(write(part, target) for part, target in zip(result, out, strict=True))  # type: ignore[return-value]
+    if out.shape != result.shape:  # type: ignore[attr-defined]
+        raise ValueError(f"out has shape {tuple(out.shape)}, but the result has {tuple(result.shape)}")  # type: ignore[attr-defined]
     return out.copy_(result)  # type: ignore[no-any-return]
