@@ -1,9 +1,12 @@
 """What README and docs say about the repository is true of it."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+
+from infinilm import cli
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -30,6 +33,25 @@ def file_map() -> dict[str, str]:
     return found
 
 
+def blocks(page: Path, language: str = "") -> list[str]:
+    """The page's blocks of code in one language; those of shell have none."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    return [content for name, content in found if name == language]
+
+
+def run_example(page: Path, containing: str) -> None:
+    """Run the one block of Python of a page that contains this text."""
+    (example,) = (block for block in blocks(page, "python") if containing in block)
+    exec(example, {})
+
+
+def commands(page: Path) -> list[str]:
+    """What a page has callers type after `infinilm`."""
+    lines = "".join(blocks(page)).splitlines()
+    found = (re.match(r"(?:\$ )?(?:[^#]*\| )?infinilm ([^#]+)", line) for line in lines)
+    return [match[1] for match in found if match]
+
+
 def prose(page: Path) -> str:
     """The page without its blocks of code."""
     return re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
@@ -49,9 +71,30 @@ def test_file_map_lists_nothing_that_is_absent() -> None:
     assert [path for path in file_map() if not (ROOT / path).exists()] == []
 
 
-def test_start_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    exec(README.partition("```python\n")[2].partition("```")[0], {})
+def test_start_with_infinicore_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    run_example(ROOT / "README.md", "import infinicore")
     assert "(3, 100) logits" in capsys.readouterr().out
+
+
+def test_start_with_infinilm_runs(default_model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_example(ROOT / "README.md", "LLM()")
+    answer, counted = capsys.readouterr().out.split("\n", 1)
+    assert "Paris" in answer and "four, five, six" in counted
+
+
+def test_reading_a_checkpoint_runs(default_model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_example(ROOT / "docs" / "checkpoints.md", "open_checkpoint")
+    assert "QuantizedTensor(Q4_1" in capsys.readouterr().out
+
+
+def test_commands_of_the_readme_are_understood() -> None:
+    parsed = [cli.parser().parse_args(shlex.split(command)) for command in commands(ROOT / "README.md")]
+    assert {options.run.__name__ for options in parsed} == {
+        "run_generate",
+        "run_chat",
+        "run_info",
+        "run_latency",
+    }
 
 
 def test_readme_names_only_targets_of_the_makefile() -> None:
