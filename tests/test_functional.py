@@ -332,7 +332,7 @@ OPTIONAL = ("out", "bias", "padding_idx", "max_norm")
 @pytest.mark.parametrize("function, argument", [(f, name) for f in CALLS for name in CALLS[f]])
 def test_an_argument_of_a_wrong_type_is_refused_by_its_name(function: str, argument: str) -> None:
     getattr(F, function)(**CALLS[function])
-    for wrong in (None, "a", [1.5], {}, object(), (X, X, X)):
+    for wrong in (None, "a", [1.5], {}, object(), (X, X, X), X.to_sparse()):
         is_left_out = wrong is None and (
             argument in OPTIONAL or (function, argument) == ("layer_norm", "weight")
         )

@@ -296,11 +296,12 @@ class ShapeError(ValueError, AssertionError):
 def check_tensor(function: str, name: str, tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{function}: {name} must be a tensor, but is {type(tensor).__name__}")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{function}: {name} must be dense, but its layout is {tensor.layout}; call to_dense")
 
 
 def check_float(function: str, name: str, tensor: Tensor) -> None:
-    if not isinstance(tensor, Tensor):
-        check_tensor(function, name, tensor)
+    check_tensor(function, name, tensor)
     if tensor.dtype not in FLOATS:
         raise TypeError(
             f"{function}: {name} must be float16, bfloat16, float32 or float64, but is {tensor.dtype}"
@@ -308,8 +309,7 @@ def check_float(function: str, name: str, tensor: Tensor) -> None:
 
 
 def check_same(function: str, like: Tensor, name: str, tensor: Tensor) -> None:
-    if not isinstance(tensor, Tensor):
-        check_tensor(function, name, tensor)
+    check_tensor(function, name, tensor)
     if tensor.dtype is not like.dtype or tensor.device != like.device:
         raise TypeError(
             f"{function}: {name} is {tensor.dtype} on {tensor.device}, "
