@@ -32,7 +32,8 @@ test-asan: setup
 	cp build/asan/_native*.so build/asan/tree/infinicore/
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
 	    PYTHONPATH=build/asan/tree:$$(echo .venv/lib/python*/site-packages) $(BIN)/python -PS -m pytest \
-	    -p no:cacheprovider tests/test_ops.py tests/test_functional.py tests/test_rope.py tests/test_layers.py
+	    -p no:cacheprovider tests/test_ops.py tests/test_functional.py tests/test_rope.py tests/test_layers.py \
+	    tests/test_attention.py tests/test_graph.py tests/test_matmul.py tests/test_quantized_layers.py
 
 lint: setup
 	$(BIN)/ruff check .

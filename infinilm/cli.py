@@ -1,4 +1,4 @@
-"""infinilm generate | chat | info: arguments to calls. Heavy imports wait until a command needs them."""
+"""infinilm generate | chat | bench | info: arguments to calls. Heavy imports wait until they are needed."""
 
 from __future__ import annotations
 

@@ -98,8 +98,13 @@ class GenerationMixin:
             logits = step(filled(tokens, pad_token_id, token_ids.device))
 
     def prefill(self, token_ids: Tensor, cache: DynamicCache, attention_mask: Tensor | None) -> Tensor:
-        """The logits after a prompt, fed in chunks: memory stays bounded, and an interrupt is heard soon."""
-        size = PREFILL_CHUNK if attention_mask is None else token_ids.shape[1]
+        """The logits after a prompt, fed in chunks: memory stays bounded, and an interrupt is heard soon.
+
+        A rope whose frequencies depend on the whole length must see the prompt whole.
+        """
+        length, rope = cache.get_seq_length() + token_ids.shape[1], self.config.rope
+        can_cut = attention_mask is None and rope.regime(1) == rope.regime(length)
+        size = PREFILL_CHUNK if can_cut else token_ids.shape[1]
         for chunk in torch.split(token_ids, size, dim=1):
             logits = self(input_ids=chunk, past_key_values=cache, attention_mask=attention_mask)
         return logits

@@ -1,6 +1,7 @@
 """A model's name becomes a local path: a path as it is, the built-in default, or a Hugging Face id.
 
-A model that is on disk is resolved without the network.
+Paths and the default, once it is fetched, are resolved without the network; for a Hugging Face id the hub is
+asked what is new unless HF_HUB_OFFLINE is set.
 """
 
 import fnmatch

@@ -160,6 +160,17 @@ def test_rope_beyond_the_trained_length_equals_transformers_token_for_token(
     assert torch.equal(ours.generate(ids, max_new_tokens=64), wanted)
 
 
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope", "default"])
+def test_a_prompt_longer_than_chunk_and_training_equals_transformers(rope_type: str, make: Any) -> None:
+    sizes = {"max_position_embeddings": 600, "num_hidden_layers": 1}
+    rope = {"rope_theta": 5000.0, **ROPES[rope_type]}
+    theirs, folder = make("Llama", **sizes, rope_parameters=rope)
+    ours = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = prompt(1, 700).clamp(min=1)  # transformers would take 0 for padding
+    wanted = theirs.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert torch.equal(ours.generate(ids, max_new_tokens=8), wanted)
+
+
 @pytest.mark.parametrize(
     "scaling, reason",
     [
@@ -272,6 +283,8 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
         (lambda t: t.update({"model.norm.weight": torch.ones(3)}), "model.norm.weight"),
         (lambda t: t.update({"model.norm.weight": torch.full((64,), float("nan"))}), "model.norm.weight"),
         (lambda t: t["lm_head.weight"].__setitem__((5, 5), float("inf")), "lm_head.weight"),
+        (lambda t: t.update({"lm_head.weight": t["lm_head.weight"].to(torch.int8)}), "lm_head.weight"),
+        (lambda t: t.update({"lm_head.weight": t["lm_head.weight"].double()}), "lm_head.weight"),
     ],
 )
 def test_missing_extra_misshapen_and_nan_weights_are_named(change: Any, named: str, make: Any) -> None:

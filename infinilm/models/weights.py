@@ -14,7 +14,7 @@ from torch import Tensor
 from infinicore import nn
 from infinicore.quantization import BlockType, QuantizedTensor
 from infinilm.checkpoint import Checkpoint, CheckpointError
-from infinilm.config import LlamaConfig
+from infinilm.config import DTYPES, LlamaConfig
 
 # Tables that older files carry and models recompute.
 RECOMPUTED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.masked_bias$|\.attn\.bias$")
@@ -113,6 +113,7 @@ def give_weight(model: torch.nn.Module, name: str, checkpoint: Checkpoint, place
     if tuple(checkpoint.shape(name)) != tuple(place.shape):
         shapes = f"{tuple(checkpoint.shape(name))}, but the config asks for {tuple(place.shape)}"
         raise CheckpointError(f"{checkpoint.path}: {name!r} has shape {shapes}")
+    check_dtype(checkpoint, name)
     weight = checkpoint.tensor(name)
     check_finite(checkpoint, name, weight)
     if isinstance(module, nn.Linear | nn.Embedding) and leaf == "weight" and placement.keeps(weight):
@@ -128,6 +129,12 @@ def share_weight(module: nn.Linear, weight: nn.Parameter | QuantizedTensor) -> N
         module.set_weight(weight)
     else:
         module.weight = weight
+
+
+def check_dtype(checkpoint: Checkpoint, name: str) -> None:
+    dtype = checkpoint.dtype(name)
+    if not isinstance(dtype, BlockType) and dtype not in DTYPES.values():
+        raise CheckpointError(f"{checkpoint.path}: {name!r} is {dtype}; expected one of {sorted(DTYPES)}")
 
 
 def check_finite(checkpoint: Checkpoint, name: str, weight: Tensor | QuantizedTensor) -> None:
