@@ -28,8 +28,8 @@ ROW = {part: row for row, parts in enumerate(LAYERS) for part in parts}
 # Where a library may be imported; nowhere means that it serves tests and benchmarks alone.
 HOMES = {
     "safetensors": "infinilm/checkpoint/huggingface.py",
-    "tokenizers": "infinilm/tokenizer.py",
-    "jinja2": "infinilm/tokenizer.py",
+    "tokenizers": "infinilm/tokenizer/",
+    "jinja2": "infinilm/tokenizer/",
     "huggingface_hub": "infinilm/hub.py",
     "triton": "infinicore/ops/triton/",
     "transformers": "nowhere",

@@ -15,16 +15,8 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from infinilm import tokenizer as module
-from infinilm.tokenizer import (
-    BYTE,
-    CONTROL,
-    NORMAL,
-    UNKNOWN,
-    USER_DEFINED,
-    Detokenizer,
-    Tokenizer,
-    TokenizerError,
-)
+from infinilm.tokenizer import Detokenizer, Tokenizer, TokenizerError
+from infinilm.tokenizer.gguf import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED
 
 RECORDED = json.loads((Path(__file__).parent / "data" / "smollm2_tokenizer.json").read_text())
 FAMILY = "👩‍👩‍👧‍👦"

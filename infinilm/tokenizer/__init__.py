@@ -7,12 +7,10 @@ Merging is done by the `tokenizers` library, templates by `jinja2`; both have th
 import codecs
 import functools
 import json
-import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,17 +18,19 @@ import jinja2
 import jinja2.ext
 import jinja2.sandbox
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken
+
+from infinilm.tokenizer.chat import break_up, chat_environment, check_messages, unused_character
+from infinilm.tokenizer.error import BYTE_TOKEN, TokenizerError
+from infinilm.tokenizer.gguf import GgufVocabulary
+
+__all__ = ["Detokenizer", "Tokenizer", "TokenizerError"]
 
 # Far above any vocabulary in use: nothing of ours is to be sized by an id of four thousand million.
 MAX_VOCAB_SIZE = 1 << 24
 
 # The special tokens that have a role, under the names configuration files and chat templates give them.
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-
-class TokenizerError(ValueError):
-    """A tokenizer file, a chat template or an input to them that cannot be used, and why."""
 
 
 class Tokenizer:
@@ -113,7 +113,7 @@ class Tokenizer:
         The template sees template_variables by name. Its text has BOS where the model wants it: encode with
         add_special_tokens=False, or use encode_chat.
         """
-        _check_messages(messages)
+        check_messages(messages)
         if self.chat_template is None:
             raise TokenizerError("the model has no chat template; complete plain text or take a chat model")
         with _errors_of("chat template"):
@@ -134,8 +134,8 @@ class Tokenizer:
         can end a turn or speak in another role from within one.
         """
         text = self.apply_chat_template(messages, add_generation_prompt, **template_variables)
-        marker = _unused_character(text)
-        marked = [_break_up(message, self._special_pattern, marker) for message in messages]
+        marker = unused_character(text)
+        marked = [break_up(message, self._special_pattern, marker) for message in messages]
         if marked == list(messages):
             return self.encode(text, add_special_tokens=False)
         text = self.apply_chat_template(marked, add_generation_prompt, **template_variables)
@@ -157,7 +157,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _compiled_template(self) -> jinja2.Template:
-        return _chat_environment().from_string(self.chat_template or "")
+        return chat_environment().from_string(self.chat_template or "")
 
 
 class Detokenizer:
@@ -257,7 +257,6 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 BYTE_ALPHABET = _byte_alphabet()
-BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 @dataclass(frozen=True)
@@ -310,71 +309,6 @@ def _with_decoder_step(spelling: Spelling, step: dict[str, Any]) -> Spelling:
         case {"type": "Metaspace", "replacement": mark, "prepend_scheme": scheme}:
             return replace(spelling, replacements=((mark, " "),), drops_first_space=scheme != "never")
     raise TokenizerError(f"decoder step {step!r} is not known; byte-level and sentencepiece decoders are")
-
-
-# --- Chat templates -----------------------------------------------------------------------------------------
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's words for training; here only what stands in it counts."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line_number = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body, lineno=line_number)
-
-
-def _chat_environment() -> jinja2.Environment:
-    """The one place a template environment is made: templates come with the model and are not trusted."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_template_error
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
-
-
-def _to_json(value: object, ensure_ascii: bool = False, **options: Any) -> str:
-    # jinja's own filter escapes <, >, & and ' for HTML, which no model was trained on.
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-
-def _raise_template_error(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _check_messages(messages: object) -> None:
-    if not isinstance(messages, list | tuple) or not messages:
-        raise TokenizerError(
-            f"messages must be a list of at least one message, but got {str(messages)[:60]!r}"
-        )
-    for index, message in enumerate(messages):
-        if not isinstance(message, dict):
-            raise TokenizerError(f"messages[{index}] must be a dict, but is a {type(message).__name__}")
-        for key in ("role", "content"):
-            found = type(message.get(key)).__name__
-            if not isinstance(message.get(key), str):
-                raise TokenizerError(f"messages[{index}][{key!r}] must be a string, but is a {found}")
-
-
-def _unused_character(text: str) -> str:
-    used = set(text)
-    return next(chr(code) for code in range(0xE000, 0x110000) if chr(code) not in used)
-
-
-def _break_up(value: Any, pattern: re.Pattern[str], marker: str) -> Any:
-    """The same data with a marker inside every match of pattern, so that nothing matches any more."""
-    match value:
-        case str():
-            return pattern.sub(lambda match: match[0][0] + marker + match[0][1:], value)
-        case dict():
-            return {key: _break_up(item, pattern, marker) for key, item in value.items()}
-        case list() | tuple():
-            return [_break_up(item, pattern, marker) for item in value]
-    return value
 
 
 # --- A Hugging Face folder ----------------------------------------------------------------------------------
@@ -434,201 +368,3 @@ def _template_in(folder: Path, config: Mapping[str, Any]) -> str | None:
         if not isinstance(template, str | None):
             raise TypeError(f"must be a string, but is a {type(template).__name__}")
     return template
-
-
-# --- GGUF metadata ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class TextSplit:
-    """How a family of models cuts text into words before merging, and what else its name implies."""
-
-    steps: Sequence[pre_tokenizers.PreTokenizer]
-    normalizer: normalizers.Normalizer | None = None
-    ignore_merges: bool = False  # a word that is a token is that token, whatever the merges say
-    adds_bos: bool = False
-
-
-def _isolate(pattern: str) -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Split(Regex(pattern), "isolated")
-
-
-_TO_BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-_GPT2_WORDS = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-
-# Llama 3 and Qwen 2 differ in nothing but how many digits make a word.
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3 = rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
-_QWEN2 = rf"{_WORDS}|\p{{N}}|{_REST}"
-_TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_DEFAULT = (
-    r"[\p{P}\$\+<=>\^~\|]+",
-    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
-    r"\p{N}+",
-    r"[0-9][0-9][0-9]",
-)
-
-# The known values of tokenizer.ggml.pre: "default" is GGUF's own, the others are as in their tokenizer.json.
-TEXT_SPLITS = {
-    "default": TextSplit([*map(_isolate, _DEFAULT), _TO_BYTES]),
-    "gpt-2": TextSplit([_GPT2_WORDS]),
-    "smollm": TextSplit([pre_tokenizers.Digits(individual_digits=True), _GPT2_WORDS]),
-    "llama-bpe": TextSplit([_isolate(_LLAMA3), _TO_BYTES], ignore_merges=True, adds_bos=True),
-    "qwen2": TextSplit([_isolate(_QWEN2), _TO_BYTES], normalizer=normalizers.NFC()),
-    "tekken": TextSplit([_isolate(_TEKKEN), _TO_BYTES], ignore_merges=True, adds_bos=True),
-}
-
-# The values of tokenizer.ggml.token_type.
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-
-# Cutting a token in all places costs its length squared; no real sentencepiece token comes near this.
-MAX_PIECE_LENGTH = 512
-
-
-class GgufVocabulary:
-    """The `tokenizer.*` entries of GGUF metadata, checked, and the library's tokenizer built from them."""
-
-    def __init__(self, metadata: Mapping[str, object]) -> None:
-        self._metadata = metadata
-        self._kind = self._one_of("ggml.model", ["gpt2", "llama"])
-        self._tokens = self._array("ggml.tokens", lambda v: isinstance(v, str) and v, "a non-empty string")
-        self._ids = {token: index for index, token in enumerate(self._tokens)}
-        self._types = self._token_types()
-        self._check_tokens()
-        self.roles = self._find_roles()
-        self.eos_token_ids = tuple(dict.fromkeys(self._token_ids("eos", "eot")))
-        self.chat_template = self._entry("chat_template", lambda v: isinstance(v, str | None), "text")
-
-    def build_library(self) -> tokenizers.Tokenizer:
-        library = self._byte_level() if self._kind == "gpt2" else self._sentencepiece()
-        library.add_tokens(self._added_tokens())
-        library.post_processor = self._frame()
-        return library
-
-    def _frame(self) -> processors.PostProcessor:
-        """BOS before and EOS after a text, where the file asks for them."""
-        adds_bos = self._kind == "llama" or self._text_split().adds_bos
-        bos = [self.roles["bos_token"]] if self._asks_for("bos", adds_bos) else []
-        eos = [self.roles["eos_token"]] if self._asks_for("eos", False) else []
-        ids = [(token, self._ids[token]) for token in bos + eos]
-        return processors.TemplateProcessing(single=[*bos, "$A", *eos], special_tokens=ids)
-
-    def _asks_for(self, role: str, default: bool) -> bool:
-        return self._flag(f"add_{role}_token", default) and f"{role}_token" in self.roles
-
-    def _byte_level(self) -> tokenizers.Tokenizer:
-        split = self._text_split()
-        model = models.BPE(vocab=self._ids, merges=self._merges(), ignore_merges=split.ignore_merges)
-        library = tokenizers.Tokenizer(model)
-        library.normalizer = split.normalizer
-        library.pre_tokenizer = pre_tokenizers.Sequence(list(split.steps))
-        library.decoder = decoders.ByteLevel()
-        return library
-
-    def _sentencepiece(self) -> tokenizers.Tokenizer:
-        merges = self._merges() if "tokenizer.ggml.merges" in self._metadata else self._merges_by_score()
-        unknown = self.roles.get("unk_token")
-        model = models.BPE(self._ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
-        library = tokenizers.Tokenizer(model)
-        has_prefix = self._flag("add_space_prefix", True)
-        prepend = [normalizers.Prepend("▁")] if has_prefix else []
-        strip = [decoders.Strip(" ", 1, 0)] if has_prefix else []
-        library.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", "▁")])
-        to_text = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-        library.decoder = decoders.Sequence(to_text)
-        return library
-
-    def _added_tokens(self) -> list[AddedToken]:
-        """What is recognised whole in a text: control tokens, which are special, and user-defined ones."""
-        named = self._token_ids("bos", "eos", "eot")
-        added = []
-        for index, (token, kind) in enumerate(zip(self._tokens, self._types, strict=True)):
-            is_special = kind in (UNKNOWN, CONTROL) or index in named
-            if is_special or kind == USER_DEFINED:
-                added.append(AddedToken(token, special=is_special, normalized=False))
-        return added
-
-    def _merges(self) -> list[tuple[str, str]]:
-        pairs = []
-        for index, merge in enumerate(self._array("ggml.merges", lambda v: isinstance(v, str), "a string")):
-            left, _, right = merge.partition(" ")
-            for token in (left, right, left + right):
-                if token not in self._ids:
-                    raise TokenizerError(f"tokenizer.ggml.merges[{index}] = {merge!r}: {token!r} is no token")
-            pairs.append((left, right))
-        return pairs
-
-    def _merges_by_score(self) -> list[tuple[str, str]]:
-        """Sentencepiece joins the neighbours whose union scores best: each cut of each token, best first."""
-        scores = self._per_token("ggml.scores", lambda v: type(v) is float and math.isfinite(v), "a float")
-        pieces = {token: scores[index] for token, index in self._ids.items() if self._types[index] == NORMAL}
-        ranked = []
-        for piece, score in pieces.items():
-            for cut in range(1, len(piece)):
-                left, right = piece[:cut], piece[cut:]
-                if left in pieces and right in pieces:
-                    ranked.append((-score, -cut, left, right))
-        ranked.sort(key=lambda entry: entry[:2])
-        return [(left, right) for _, _, left, right in ranked]
-
-    def _token_types(self) -> list[int]:
-        if "tokenizer.ggml.token_type" not in self._metadata:
-            return [NORMAL] * len(self._tokens)
-        return self._per_token("ggml.token_type", lambda v: type(v) is int and 1 <= v <= BYTE, "1 to 6")
-
-    def _check_tokens(self) -> None:
-        for index, (token, kind) in enumerate(zip(self._tokens, self._types, strict=True)):
-            if self._ids[token] != index:
-                raise self._token_error(index, f"which is also token {self._ids[token]}")
-            if kind == BYTE and not BYTE_TOKEN.fullmatch(token):
-                raise self._token_error(index, "but a byte token is <0x00> to <0xFF>")
-            if self._kind == "llama" and len(token) > MAX_PIECE_LENGTH:
-                raise self._token_error(index, f"but a token has at most {MAX_PIECE_LENGTH} characters")
-
-    def _token_error(self, index: int, rule: str) -> TokenizerError:
-        return TokenizerError(f"tokenizer.ggml.tokens[{index}] is {self._tokens[index][:60]!r}, {rule}")
-
-    def _find_roles(self) -> dict[str, str]:
-        names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-        return {role: self._tokens[i] for role, name in names.items() for i in self._token_ids(name)}
-
-    def _token_ids(self, *names: str) -> list[int]:
-        """The ids of those roles that the file names."""
-        size = len(self._tokens)
-        entries = (f"ggml.{name}_token_id" for name in names)
-        present = [entry for entry in entries if f"tokenizer.{entry}" in self._metadata]
-        rule = f"a token id below {size}"
-        return [self._entry(entry, lambda v: type(v) is int and 0 <= v < size, rule) for entry in present]
-
-    def _text_split(self) -> TextSplit:
-        return TEXT_SPLITS[self._one_of("ggml.pre", list(TEXT_SPLITS), default="default")]
-
-    def _one_of(self, name: str, known: list[str], default: str | None = None) -> str:
-        return str(self._entry(name, lambda v: v in known, f"one of {', '.join(known)}", default))
-
-    def _flag(self, name: str, default: bool) -> bool:
-        return bool(self._entry(f"ggml.{name}", lambda v: isinstance(v, bool), "true or false", default))
-
-    def _per_token(self, name: str, is_valid: Callable[[Any], object], rule: str) -> list[Any]:
-        values = self._array(name, is_valid, rule)
-        if len(values) != len(self._tokens):
-            raise TokenizerError(f"tokenizer.{name} has {len(values)} entries for {len(self._tokens)} tokens")
-        return values
-
-    def _array(self, name: str, is_valid: Callable[[Any], object], rule: str) -> list[Any]:
-        values = self._entry(name, lambda v: isinstance(v, list | tuple) and v, "a non-empty array")
-        for index, value in enumerate(values):
-            if not is_valid(value):
-                raise TokenizerError(f"tokenizer.{name}[{index}] is {value!r}, but must be {rule}")
-        return list(values)
-
-    def _entry(self, name: str, is_valid: Callable[[Any], object], rule: str, default: object = None) -> Any:
-        value = self._metadata.get(f"tokenizer.{name}", default)
-        if not is_valid(value):
-            raise TokenizerError(f"tokenizer.{name} is {str(value)[:60]!r}, but must be {rule}")
-        return value
