@@ -396,15 +396,43 @@ Linear make_quantized_linear(nb::handle y, nb::handle x, nb::handle blocks, nb::
     return checked(a);
 }
 
+// Packed rows seen as the rows they were, for the rules of those
+Tensor as_rows(Tensor packed, int64_t num_rows) {
+    const bool is_packed = packed.dtype == DType::u8 && packed.ndim == 2 && is_contiguous(packed) && num_rows >= 0 &&
+                           packed.shape[0] == (num_rows + kPackedRows - 1) / kPackedRows && packed.shape[1] % kPackedRows == 0;
+    if (!is_packed) return packed.ndim = 0, packed;  // breaks every rule
+    packed.shape[0] = num_rows, packed.shape[1] /= kPackedRows;
+    return packed;
+}
+
+bool accepts_packed_linear(nb::handle out, nb::handle x, nb::handle packed, nb::handle bias, int type, int64_t num_rows) {
+    Linear a{};
+    a.type = static_cast<BlockType>(type);
+    if (!read(x, &a.x) || !read(packed, &a.weight)) return false;
+    a.weight = as_rows(a.weight, num_rows);
+    return a.weight.ndim == 2 && accepts_product(out, bias, x, a);
+}
+
+PackedLinear make_packed_linear(nb::handle y, nb::handle x, nb::handle packed, nb::handle bias, nb::handle workspace, int type,
+                                int64_t num_rows) {
+    const PackedLinear a{tensor(y), tensor(x), tensor(packed), bias.is_none() ? Tensor{} : tensor(bias), tensor(workspace),
+                         static_cast<BlockType>(type), num_rows, !bias.is_none()};
+    checked({a.y, a.x, as_rows(a.weight, num_rows), a.bias, a.type, a.has_bias});
+    require(a.weight.dtype == DType::u8 && block_size(a.type).elements > 1, "packed_linear: weight must be packed blocks");
+    require(a.workspace.dtype == DType::f32 && is_contiguous(a.workspace) && num_elements(a.workspace) * 32 >= num_elements(a.x) * 11,
+            "packed_linear: the workspace needs 11 float32 for 32 values of x");
+    return a;
+}
+
 const char* broken_lookup_rule(const QuantizedEmbedding& a) {
     const BlockSize block = block_size(a.type);
-    if (block.bytes == 0) return "quantized_embedding: no such block type";
-    if (!is_index(a.ids.dtype) || !is_contiguous(a.ids)) return "quantized_embedding: ids must be contiguous integers";
+    if (block.elements <= 1) return "embedding: no such block type";
+    if (!is_index(a.ids.dtype) || !is_contiguous(a.ids)) return "embedding: ids must be contiguous integers";
     if (a.weight.dtype != DType::u8 || a.weight.ndim != 2 || !has_rows(a.weight) || a.weight.shape[1] % block.bytes)
-        return "quantized_embedding: weight must be rows of whole blocks, uint8";
+        return "embedding: weight must be rows of whole blocks, uint8";
     const int64_t row_length = a.weight.shape[1] / block.bytes * block.elements;
     const bool fits = a.y.dtype == DType::f32 && is_contiguous(a.y) && num_elements(a.y) == num_elements(a.ids) * row_length;
-    return fits ? nullptr : "quantized_embedding: out must be contiguous float32 with one row an id";
+    return fits ? nullptr : "embedding: out must be contiguous float32 with one row an id";
 }
 
 // Without `out` the caller allocates what fits, so the ids and the blocks are all there is to check.
@@ -417,9 +445,39 @@ bool accepts_quantized_embedding(nb::handle out, nb::handle ids, nb::handle bloc
 }
 
 QuantizedEmbedding make_quantized_embedding(nb::handle y, nb::handle ids, nb::handle blocks, int type) {
-    const QuantizedEmbedding a{tensor(y), tensor(ids), tensor(blocks), static_cast<BlockType>(type)};
+    QuantizedEmbedding a{tensor(y), tensor(ids), tensor(blocks), static_cast<BlockType>(type), 0};
     if (const char* rule = broken_lookup_rule(a)) refuse(rule);
+    a.num_rows = a.weight.shape[0];
     return a;
+}
+
+bool accepts_packed_embedding(nb::handle out, nb::handle ids, nb::handle packed, int type, int64_t num_rows) {
+    QuantizedEmbedding a{};
+    a.type = static_cast<BlockType>(type);
+    if (!read(ids, &a.ids) || !read(packed, &a.weight)) return false;
+    a.weight = as_rows(a.weight, num_rows);
+    if (out.is_none()) return is_index(a.ids.dtype) && is_contiguous(a.ids) && a.weight.ndim == 2;
+    return read(out, &a.y) && !broken_lookup_rule(a) && may_write_all(a.y, &a.ids, 1) && may_write_all(a.y, &a.weight, 1);
+}
+
+QuantizedEmbedding make_packed_embedding(nb::handle y, nb::handle ids, nb::handle packed, int type, int64_t num_rows) {
+    QuantizedEmbedding a{tensor(y), tensor(ids), tensor(packed), static_cast<BlockType>(type), num_rows};
+    const Tensor weight = a.weight;
+    a.weight = as_rows(weight, num_rows);
+    if (const char* rule = broken_lookup_rule(a)) refuse(rule);
+    a.weight = weight;
+    return a;
+}
+
+void move_rows(int64_t (*Kernels::*member)(const Pack&), nb::handle packed, nb::handle blocks, int type) {
+    const Pack a{tensor(packed), tensor(blocks), static_cast<BlockType>(type)};
+    const Tensor rows = as_rows(a.packed, a.blocks.ndim == 2 ? a.blocks.shape[0] : -1);
+    require(a.blocks.dtype == DType::u8 && is_contiguous(a.blocks) && rows.ndim == 2 && rows.shape[1] == a.blocks.shape[1],
+            "pack: expected uint8 blocks and room for 16 rows of them side by side");
+    const BlockSize block = block_size(a.type);
+    require(block.elements > 1 && a.blocks.shape[1] % block.bytes == 0, "pack: expected rows of whole blocks");
+    nb::gil_scoped_release release;
+    (active_level().kernels->*member)(a);
 }
 
 RandomSample make_random_sample(nb::handle y, nb::handle logits, nb::handle workspace, double random_val, double topp,
@@ -499,7 +557,8 @@ void report_place(const Tensor& streams, const Tensor& positions, const Tensor& 
 
 void report(const Attention& a, int64_t at) { report_place(a.streams, a.positions, a.keys, at); }
 void report(const StoreKv& a, int64_t at) { report_place(a.streams, a.positions, a.keys, at); }
-void report(const QuantizedEmbedding& a, int64_t at) { report_index("embedding: id", a.ids, at, a.weight.shape[0]); }
+void report(const QuantizedEmbedding& a, int64_t at) { report_index("embedding: id", a.ids, at, a.num_rows); }
+void report(const PackedLinear&, int64_t) { refuse("linear: out may not be the input, which is read while out is written"); }
 void report(const Linear&, int64_t) { refuse("linear: out may not be the input, which is read while out is written"); }
 void report(const RandomSample& a, int64_t at) {
     if (at == a.logits.shape[0]) refuse("random_sample: every logit is -inf, so there is no token to take");
@@ -727,6 +786,10 @@ NB_MODULE(_native, m) {
     def_accepts(m, "accepts_linear", accepts_linear);
     def_accepts(m, "accepts_quantized_linear", accepts_quantized_linear);
     def_accepts(m, "accepts_quantized_embedding", accepts_quantized_embedding);
+    def_accepts(m, "accepts_packed_linear", accepts_packed_linear);
+    def_accepts(m, "accepts_packed_embedding", accepts_packed_embedding);
+    m.def("pack_rows", [](nb::handle packed, nb::handle blocks, int type) { move_rows(&Kernels::pack_rows, packed, blocks, type); });
+    m.def("unpack_rows", [](nb::handle blocks, nb::handle packed, int type) { move_rows(&Kernels::unpack_rows, packed, blocks, type); });
     m.def("are_apart", &are_apart);
     m.def("read_all", &read_all);
     m.def("num_threads", &num_threads);
@@ -760,6 +823,8 @@ NB_MODULE(_native, m) {
     def_op(m, "linear", make_linear, &Kernels::linear);
     def_op(m, "quantized_linear", make_quantized_linear, &Kernels::linear);
     def_op(m, "quantized_embedding", make_quantized_embedding, &Kernels::quantized_embedding);
+    def_op(m, "packed_linear", make_packed_linear, &Kernels::packed_linear);
+    def_op(m, "packed_embedding", make_packed_embedding, &Kernels::packed_embedding);
     def_op(m, "attention", make_attention, &Kernels::attention);
     def_op(m, "store_kv", make_store_kv, &Kernels::store_kv);
 }

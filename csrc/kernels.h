@@ -15,6 +15,8 @@ enum class BlockType : uint8_t {
     q2_k = 10, q3_k = 11, q4_k = 12, q5_k = 13, q6_k = 14, iq4_nl = 20, bf16 = 30,
 };
 
+constexpr int kPackedRows = 16;  // weight rows side by side in a packed weight
+
 struct BlockSize { int64_t elements, bytes; };
 
 static inline BlockSize block_size(BlockType type) {
@@ -46,7 +48,9 @@ struct Binary { Tensor y, a, b; };
 struct Softmax { Tensor y, x; bool causal; };
 struct Embedding { Tensor y, ids, weight; };
 struct Linear { Tensor y, x, weight, bias; BlockType type; bool has_bias; };
-struct QuantizedEmbedding { Tensor y, ids, weight; BlockType type; };
+struct PackedLinear { Tensor y, x, weight, bias, workspace; BlockType type; int64_t num_rows; bool has_bias; };
+struct QuantizedEmbedding { Tensor y, ids, weight; BlockType type; int64_t num_rows; };
+struct Pack { Tensor packed, blocks; BlockType type; };
 struct Attention { Tensor y, q, keys, values, streams, positions, workspace; float scale; int64_t window; };
 struct StoreKv { Tensor keys, values, k, v, streams, positions; };
 struct RandomSample { Tensor y, logits, workspace; double random_val, topp, temperature; int64_t topk; };
@@ -68,7 +72,11 @@ struct Kernels {
     int64_t (*attention)(const Attention&);
     int64_t (*store_kv)(const StoreKv&);
     int64_t (*linear)(const Linear&);
+    int64_t (*packed_linear)(const PackedLinear&);
     int64_t (*quantized_embedding)(const QuantizedEmbedding&);
+    int64_t (*packed_embedding)(const QuantizedEmbedding&);
+    int64_t (*pack_rows)(const Pack&);
+    int64_t (*unpack_rows)(const Pack&);
 };
 
 }  // namespace infini

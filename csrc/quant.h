@@ -1,11 +1,17 @@
-// What the blocks of GGUF's weight types mean: value = scale * q, or scale * q + minimum, with one scale (and
-// minimum) for each group of a block. `fields` reads the integers q of a block, `scales` what multiplies and
-// shifts each group; float32 operations stand in ggml's order, so every value has the bits ggml gives it.
+// What the blocks of GGUF's weight types mean: value = scale * (q - offset), or scale * q + minimum, with a scale (and
+// minimum) for each group of a block. `fields` reads the integers q of a block, `scales` what multiplies and shifts
+// its groups; float32 operations stand in ggml's order, so every value has the bits ggml gives it.
+//
+// Every type is also read R blocks at a time, from R rows packed side by side (pack_rows): a field of n bytes then
+// takes n * R, at R times its offset, in pieces of 1, 2 or 4 bytes (`Field::piece`), the first piece of each row, then
+// the second of each. q comes out likewise, 4 elements of each row, the next 4 of each; scales one of each row.
 #pragma once
 #include "kernels.h"
 #include "vec.h"
 
 namespace infini::INFINI_LEVEL {
+
+struct Field { int bytes, piece; };
 
 inline float half(const uint8_t* p) {
     f16 lanes[W] = {};
@@ -21,188 +27,283 @@ inline float half(const uint8_t* p) {
 #endif
 }
 
-// 16 bytes of two halves: the low ones are elements 0-15, the high ones 16-31
-inline void nibbles(int8_t* __restrict q, const uint8_t* __restrict packed, int offset = 0) {
-    for (int i = 0; i < 16; ++i) q[i] = static_cast<int8_t>((packed[i] & 15) - offset);
-    for (int i = 0; i < 16; ++i) q[16 + i] = static_cast<int8_t>((packed[i] >> 4) - offset);
+template <int R>
+inline void halves(float* y, const uint8_t* p) {
+    if constexpr (R % W == 0)
+        for (int r = 0; r < R; r += W) store(y + r, load(reinterpret_cast<const f16*>(p) + r));
+    else
+        for (int r = 0; r < R; ++r) y[r] = half(p + 2 * r);
 }
 
-// As nibbles, with a fifth bit for each element in 4 bytes, element 0 lowest
-inline void five_bits(int8_t* __restrict q, const uint8_t* __restrict high, const uint8_t* __restrict packed, int offset) {
-    alignas(16) int8_t sixteens[32];
-    for (int i = 0; i < 4; ++i) {
-        // A copy of the byte for each of its bits, each copy keeping its own bit: 16 where that is set
-        const uint64_t own_bits = high[i] * 0x0101010101010101u & 0x8040201008040201u;
-        const uint64_t spread = ((own_bits + 0x7f7f7f7f7f7f7f7fu) & 0x8080808080808080u) >> 3;
-        memcpy(sixteens + 8 * i, &spread, 8);
+// ---- fields: n bytes at p, so n * R when rows are packed -----------------------------------------------------------
+
+// Two of four bits a byte: the low ones, then the high ones
+template <int N>
+inline void four_bits(int8_t* __restrict q, const uint8_t* __restrict p) {
+    for (int i = 0; i < N; ++i) {
+        q[i] = p[i] & 15;
+        q[N + i] = p[i] >> 4;
     }
-    nibbles(q, packed, offset);
-    for (int i = 0; i < 32; ++i) q[i] = static_cast<int8_t>(q[i] + sixteens[i]);
 }
 
-// q[i] = table[index[i]], 16 of 16
-inline void look_up(int8_t* q, const int8_t* table, const int8_t* index) {
+// Four of two bits a byte
+template <int N>
+inline void two_bits(int8_t* __restrict q, const uint8_t* __restrict p) {
+    for (int i = 0; i < N; ++i)
+        for (int field = 0; field < 4; ++field) q[N * field + i] = p[i] >> 2 * field & 3;
+}
+
+// Eight of one bit a byte, added to q as `worth`
+template <int N>
+inline void add_bits(int8_t* __restrict q, const uint8_t* __restrict p, int worth) {
+    for (int i = 0; i < N; ++i)
+        for (int field = 0; field < 8; ++field) q[N * field + i] = static_cast<int8_t>(q[N * field + i] + (p[i] >> field & 1) * worth);
+}
+
+// The fifth bits of 32 elements in 4 bytes, element 0 lowest
+template <int R>
+inline void add_fifth_bits(int8_t* __restrict q, const uint8_t* __restrict p) {
+    for (int i = 0; i < 8; ++i)
+        for (int r = 0; r < R; ++r) {
+            const uint32_t four = p[i / 2 * R + r] >> i % 2 * 4 & 15u;
+            const uint32_t spread = (four * 0x204081u & 0x01010101u) << 4;  // bit b to byte b
+            uint32_t low;
+            memcpy(&low, q + 4 * (i * R + r), 4);
+            low |= spread;
+            memcpy(q + 4 * (i * R + r), &low, 4);
+        }
+}
+
+// q[i] = table[q[i]], in place
+inline void look_up(int8_t* q, int count, const int8_t (&table)[16]) {
 #if defined(INFINI_NEON)
-    vst1q_s8(q, vqtbl1q_s8(vld1q_s8(table), vreinterpretq_u8_s8(vld1q_s8(index))));
+    for (int i = 0; i < count; i += 16) vst1q_s8(q + i, vqtbl1q_s8(vld1q_s8(table), vreinterpretq_u8_s8(vld1q_s8(q + i))));
 #elif defined(INFINI_AVX512) || defined(INFINI_AVX2)
     const __m128i entries = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
-    const __m128i found = _mm_shuffle_epi8(entries, _mm_loadu_si128(reinterpret_cast<const __m128i*>(index)));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(q), found);
+    for (int i = 0; i < count; i += 16) {
+        __m128i* at = reinterpret_cast<__m128i*>(q + i);
+        _mm_storeu_si128(at, _mm_shuffle_epi8(entries, _mm_loadu_si128(at)));
+    }
 #else
-    for (int i = 0; i < 16; ++i) q[i] = table[index[i]];
+    for (int i = 0; i < count; ++i) q[i] = table[q[i]];
 #endif
 }
 
-struct Q4_0 {  // scale f16 | 16 bytes of nibbles; value = scale * (q - 8)
-    static constexpr int kElements = 32, kBytes = 18, kGroup = 32;
-    static constexpr bool kHasMinimum = false;
-    static void fields(int8_t* q, const uint8_t* block) { nibbles(q, block + 2, 8); }
-    static void scales(float* scale, float*, const uint8_t* block) { scale[0] = half(block); }
+// ---- 32 elements a block -------------------------------------------------------------------------------------------
+
+struct Q4_0 {  // scale f16 | 16 bytes of four bits; value = scale * (q - 8)
+    static constexpr int kElements = 32, kBytes = 18, kGroup = 32, kOffset = 8;
+    static constexpr bool kHasMinimum = false, kIsSigned = false;
+    static constexpr int kData = 2, kBits = 4, kRun = 32;
+    static constexpr Field kFields[] = {{2, 2}, {16, 4}};
+    template <int R>
+    static void fields(int8_t* q, const uint8_t* block) { four_bits<16 * R>(q, block + 2 * R); }
+    template <int R>
+    static void scales(float* scale, float*, const uint8_t* block) { halves<R>(scale, block); }
 };
 
-struct Q4_1 {  // scale f16 | minimum f16 | 16 bytes of nibbles; value = scale * q + minimum
-    static constexpr int kElements = 32, kBytes = 20, kGroup = 32;
-    static constexpr bool kHasMinimum = true;
-    static void fields(int8_t* q, const uint8_t* block) { nibbles(q, block + 4); }
+struct Q4_1 {  // scale f16 | minimum f16 | 16 bytes of four bits; value = scale * q + minimum
+    static constexpr int kElements = 32, kBytes = 20, kGroup = 32, kOffset = 0;
+    static constexpr bool kHasMinimum = true, kIsSigned = false;
+    static constexpr int kData = 4, kBits = 4, kRun = 32;
+    static constexpr Field kFields[] = {{2, 2}, {2, 2}, {16, 4}};
+    template <int R>
+    static void fields(int8_t* q, const uint8_t* block) { four_bits<16 * R>(q, block + 4 * R); }
+    template <int R>
     static void scales(float* scale, float* minimum, const uint8_t* block) {
-        scale[0] = half(block);
-        minimum[0] = half(block + 2);
+        halves<R>(scale, block);
+        halves<R>(minimum, block + 2 * R);
     }
 };
 
-struct Q5_0 {  // scale f16 | 4 bytes of fifth bits | 16 bytes of nibbles; value = scale * (q - 16)
-    static constexpr int kElements = 32, kBytes = 22, kGroup = 32;
-    static constexpr bool kHasMinimum = false;
-    static void fields(int8_t* q, const uint8_t* block) { five_bits(q, block + 2, block + 6, 16); }
-    static void scales(float* scale, float*, const uint8_t* block) { scale[0] = half(block); }
+struct Q5_0 {  // scale f16 | 4 bytes of fifth bits | 16 bytes of four bits; value = scale * (q - 16)
+    static constexpr int kElements = 32, kBytes = 22, kGroup = 32, kOffset = 16;
+    static constexpr bool kHasMinimum = false, kIsSigned = false;
+    static constexpr int kBits = 0;
+    static constexpr Field kFields[] = {{2, 2}, {4, 1}, {16, 4}};
+    template <int R>
+    static void fields(int8_t* q, const uint8_t* block) {
+        four_bits<16 * R>(q, block + 6 * R);
+        add_fifth_bits<R>(q, block + 2 * R);
+    }
+    template <int R>
+    static void scales(float* scale, float*, const uint8_t* block) { halves<R>(scale, block); }
 };
 
-struct Q5_1 {  // scale f16 | minimum f16 | 4 bytes of fifth bits | 16 bytes of nibbles; value = scale * q + minimum
-    static constexpr int kElements = 32, kBytes = 24, kGroup = 32;
-    static constexpr bool kHasMinimum = true;
-    static void fields(int8_t* q, const uint8_t* block) { five_bits(q, block + 4, block + 8, 0); }
-    static void scales(float* scale, float* minimum, const uint8_t* block) { Q4_1::scales(scale, minimum, block); }
+struct Q5_1 {  // scale f16 | minimum f16 | 4 bytes of fifth bits | 16 bytes of four bits; value = scale * q + minimum
+    static constexpr int kElements = 32, kBytes = 24, kGroup = 32, kOffset = 0;
+    static constexpr bool kHasMinimum = true, kIsSigned = false;
+    static constexpr int kBits = 0;
+    static constexpr Field kFields[] = {{2, 2}, {2, 2}, {4, 1}, {16, 4}};
+    template <int R>
+    static void fields(int8_t* q, const uint8_t* block) {
+        four_bits<16 * R>(q, block + 8 * R);
+        add_fifth_bits<R>(q, block + 4 * R);
+    }
+    template <int R>
+    static void scales(float* scale, float* minimum, const uint8_t* block) { Q4_1::scales<R>(scale, minimum, block); }
 };
 
 struct Q8_0 {  // scale f16 | 32 signed bytes; value = scale * q
-    static constexpr int kElements = 32, kBytes = 34, kGroup = 32;
-    static constexpr bool kHasMinimum = false;
-    static void fields(int8_t* q, const uint8_t* block) { memcpy(q, block + 2, 32); }
-    static void scales(float* scale, float*, const uint8_t* block) { scale[0] = half(block); }
+    static constexpr int kElements = 32, kBytes = 34, kGroup = 32, kOffset = 0;
+    static constexpr bool kHasMinimum = false, kIsSigned = true;
+    static constexpr int kData = 2, kBits = 8, kRun = 32;
+    static constexpr Field kFields[] = {{2, 2}, {32, 4}};
+    template <int R>
+    static void fields(int8_t* q, const uint8_t* block) { memcpy(q, block + 2 * R, 32 * R); }
+    template <int R>
+    static void scales(float* scale, float*, const uint8_t* block) { halves<R>(scale, block); }
 };
 
-struct IQ4_NL {  // scale f16 | 16 bytes of nibbles; value = scale * level[q]
-    static constexpr int kElements = 32, kBytes = 18, kGroup = 32;
-    static constexpr bool kHasMinimum = false;
+struct IQ4_NL {  // scale f16 | 16 bytes of four bits; value = scale * level[q]
+    static constexpr int kElements = 32, kBytes = 18, kGroup = 32, kOffset = 0;
+    static constexpr bool kHasMinimum = false, kIsSigned = true;
+    static constexpr int kBits = 0;
+    static constexpr Field kFields[] = {{2, 2}, {16, 4}};
+    static constexpr int8_t kLevels[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+    template <int R>
     static void fields(int8_t* q, const uint8_t* block) {
-        alignas(16) static constexpr int8_t level[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
-                                                         1,    13,   25,  38,  53,  69,  89,  113};
-        alignas(16) int8_t index[32];
-        nibbles(index, block + 2);
-        look_up(q, level, index);
-        look_up(q + 16, level, index + 16);
+        four_bits<16 * R>(q, block + 2 * R);
+        look_up(q, 32 * R, kLevels);
     }
-    static void scales(float* scale, float*, const uint8_t* block) { scale[0] = half(block); }
+    template <int R>
+    static void scales(float* scale, float*, const uint8_t* block) { halves<R>(scale, block); }
 };
 
 // ---- 256 elements a block: a float16 scale (and minimum) of the block times a small integer of the group -----------
 
-// Two-bit fields in runs of 32 bytes: the lowest of each byte of a run, then the next of each
-inline void two_bits(int8_t* __restrict q, const uint8_t* __restrict packed) {
-    for (int field = 0; field < 8; ++field)
-        for (int i = 0; i < 32; ++i) q[32 * field + i] = packed[field / 4 * 32 + i] >> field % 4 * 2 & 3;
-}
-
-// Four-bit fields in runs of 32 bytes
-inline void four_bits(int8_t* __restrict q, const uint8_t* __restrict packed) {
-    for (int run = 0; run < 4; ++run)
-        for (int i = 0; i < 32; ++i) {
-            q[64 * run + i] = packed[32 * run + i] & 15;
-            q[64 * run + 32 + i] = packed[32 * run + i] >> 4;
-        }
-}
-
-struct Q2_K {  // 16 bytes: group scale low, minimum high | 64 bytes of two bits | scale f16 | minimum f16
+struct Q2_K {  // 16 bytes: group scale low, minimum high | 64 bytes of two bits in runs of 32 | scale f16 | minimum f16
     // value = scale * group scale * q - minimum * group minimum
-    static constexpr int kElements = 256, kBytes = 84, kGroup = 16;
-    static constexpr bool kHasMinimum = true;
-    static void fields(int8_t* q, const uint8_t* block) { two_bits(q, block + 16); }
+    static constexpr int kElements = 256, kBytes = 84, kGroup = 16, kOffset = 0;
+    static constexpr bool kHasMinimum = true, kIsSigned = false;
+    static constexpr int kBits = 0;
+    static constexpr Field kFields[] = {{16, 1}, {64, 4}, {2, 2}, {2, 2}};
+    template <int R>
+    static void fields(int8_t* q, const uint8_t* block) {
+        for (int run = 0; run < 2; ++run) two_bits<32 * R>(q + 128 * R * run, block + (16 + 32 * run) * R);
+    }
+    template <int R>
     static void scales(float* scale, float* minimum, const uint8_t* block) {
-        const float d = half(block + 80), least = half(block + 82);
-        for (int g = 0; g < 16; ++g) scale[g] = d * static_cast<float>(block[g] & 15);
-        for (int g = 0; g < 16; ++g) minimum[g] = -(least * static_cast<float>(block[g] >> 4));
+        float d[R], least[R];
+        halves<R>(d, block + 80 * R);
+        halves<R>(least, block + 82 * R);
+        for (int g = 0; g < 16; ++g)
+            for (int r = 0; r < R; ++r) {
+                scale[g * R + r] = d[r] * static_cast<float>(block[g * R + r] & 15);
+                minimum[g * R + r] = -(least[r] * static_cast<float>(block[g * R + r] >> 4));
+            }
     }
 };
 
-struct Q3_K {  // 32 bytes of third bits, bit f of byte i for element 32 f + i | 64 bytes of two bits |
+struct Q3_K {  // 32 bytes of third bits | 64 bytes of two bits in runs of 32 |
     // 12 bytes of group scales: low 4 bits in bytes 0-7, high 2 bits in bytes 8-11 | scale f16
     // value = scale * (group scale - 32) * (q - 4)
-    static constexpr int kElements = 256, kBytes = 110, kGroup = 16;
-    static constexpr bool kHasMinimum = false;
-    static void fields(int8_t* __restrict q, const uint8_t* __restrict block) {
-        two_bits(q, block + 32);
-        for (int field = 0; field < 8; ++field)
-            for (int i = 0; i < 32; ++i)
-                q[32 * field + i] = static_cast<int8_t>(q[32 * field + i] + (block[i] >> field & 1) * 4 - 4);
+    static constexpr int kElements = 256, kBytes = 110, kGroup = 16, kOffset = 4;
+    static constexpr bool kHasMinimum = false, kIsSigned = false;
+    static constexpr int kBits = 0;
+    static constexpr Field kFields[] = {{32, 4}, {64, 4}, {12, 1}, {2, 2}};
+    template <int R>
+    static void fields(int8_t* q, const uint8_t* block) {
+        for (int run = 0; run < 2; ++run) two_bits<32 * R>(q + 128 * R * run, block + (32 + 32 * run) * R);
+        add_bits<32 * R>(q, block, 4);
     }
+    template <int R>
     static void scales(float* scale, float*, const uint8_t* block) {
-        const uint8_t *low = block + 96, *high = block + 104;
-        const float d = half(block + 108);
-        for (int g = 0; g < 16; ++g) {
-            const int group_scale = (low[g % 8] >> g / 8 * 4 & 15) | (high[g % 4] >> g / 4 * 2 & 3) << 4;
-            scale[g] = d * static_cast<float>(group_scale - 32);
-        }
+        const uint8_t *low = block + 96 * R, *high = block + 104 * R;
+        float d[R];
+        halves<R>(d, block + 108 * R);
+        for (int g = 0; g < 16; ++g)
+            for (int r = 0; r < R; ++r) {
+                const int group_scale = (low[g % 8 * R + r] >> g / 8 * 4 & 15) | (high[g % 4 * R + r] >> g / 4 * 2 & 3) << 4;
+                scale[g * R + r] = d[r] * static_cast<float>(group_scale - 32);
+            }
     }
 };
 
-struct Q4_K {  // scale f16 | minimum f16 | 12 bytes of group scales and minimums | 128 bytes of four bits
+struct Q4_K {  // scale f16 | minimum f16 | 12 bytes of group scales and minimums | 128 bytes of four bits in runs of 32
     // Bytes 0-3 of the 12 hold scales 0-3 and bytes 4-7 minimums 0-3, in the low 6 bits. Their top 2 bits belong to
     // scales and minimums 4-7, whose low 4 bits are the low and the high halves of bytes 8-11.
     // value = scale * group scale * q - minimum * group minimum
-    static constexpr int kElements = 256, kBytes = 144, kGroup = 32;
-    static constexpr bool kHasMinimum = true;
-    static void fields(int8_t* q, const uint8_t* block) { four_bits(q, block + 16); }
+    static constexpr int kElements = 256, kBytes = 144, kGroup = 32, kOffset = 0;
+    static constexpr bool kHasMinimum = true, kIsSigned = false;
+    static constexpr int kData = 16, kBits = 4, kRun = 64;
+    static constexpr Field kFields[] = {{2, 2}, {2, 2}, {12, 1}, {128, 4}};
+    template <int R>
+    static void fields(int8_t* q, const uint8_t* block) {
+        for (int run = 0; run < 4; ++run) four_bits<32 * R>(q + 64 * R * run, block + (16 + 32 * run) * R);
+    }
+    template <int R>
     static void scales(float* scale, float* minimum, const uint8_t* block) {
-        const float d = half(block), least = half(block + 2);
-        const uint8_t* packed = block + 4;
-        for (int g = 0; g < 4; ++g) {
-            scale[g] = d * static_cast<float>(packed[g] & 63);
-            minimum[g] = -(least * static_cast<float>(packed[4 + g] & 63));
-            scale[4 + g] = d * static_cast<float>((packed[8 + g] & 15) | packed[g] >> 6 << 4);
-            minimum[4 + g] = -(least * static_cast<float>(packed[8 + g] >> 4 | packed[4 + g] >> 6 << 4));
-        }
-    }
-};
-
-struct Q5_K {  // as Q4_K, with 32 bytes of fifth bits before the nibbles: bit f of byte i for element 32 f + i
-    static constexpr int kElements = 256, kBytes = 176, kGroup = 32;
-    static constexpr bool kHasMinimum = true;
-    static void fields(int8_t* __restrict q, const uint8_t* __restrict block) {
-        four_bits(q, block + 48);
-        for (int field = 0; field < 8; ++field)
-            for (int i = 0; i < 32; ++i)
-                q[32 * field + i] = static_cast<int8_t>(q[32 * field + i] + (block[16 + i] >> field & 1) * 16);
-    }
-    static void scales(float* scale, float* minimum, const uint8_t* block) { Q4_K::scales(scale, minimum, block); }
-};
-
-struct Q6_K {  // 128 bytes of low four bits in runs of 64 | 64 bytes of high two bits | 16 signed group scales | scale f16
-    // value = scale * group scale * (q - 32)
-    static constexpr int kElements = 256, kBytes = 210, kGroup = 16;
-    static constexpr bool kHasMinimum = false;
-    static void fields(int8_t* __restrict q, const uint8_t* __restrict block) {
-        two_bits(q, block + 128);
-        for (int field = 0; field < 4; ++field)
-            for (int i = 0; i < 64; ++i) {
-                const int low = block[field / 2 * 64 + i] >> field % 2 * 4 & 15;
-                q[64 * field + i] = static_cast<int8_t>(q[64 * field + i] * 16 + low - 32);
+        float d[R], least[R];
+        halves<R>(d, block);
+        halves<R>(least, block + 2 * R);
+        for (int g = 0; g < 4; ++g)
+            for (int r = 0; r < R; ++r) {
+                const uint8_t* p = block + (4 + g) * R + r;
+                scale[g * R + r] = d[r] * static_cast<float>(p[0] & 63);
+                minimum[g * R + r] = -(least[r] * static_cast<float>(p[4 * R] & 63));
+                scale[(4 + g) * R + r] = d[r] * static_cast<float>((p[8 * R] & 15) | p[0] >> 6 << 4);
+                minimum[(4 + g) * R + r] = -(least[r] * static_cast<float>(p[8 * R] >> 4 | p[4 * R] >> 6 << 4));
             }
     }
+};
+
+struct Q5_K {  // as Q4_K, with 32 bytes of fifth bits before the 128
+    static constexpr int kElements = 256, kBytes = 176, kGroup = 32, kOffset = 0;
+    static constexpr bool kHasMinimum = true, kIsSigned = false;
+    static constexpr int kBits = 0;
+    static constexpr Field kFields[] = {{2, 2}, {2, 2}, {12, 1}, {32, 4}, {128, 4}};
+    template <int R>
+    static void fields(int8_t* q, const uint8_t* block) {
+        for (int run = 0; run < 4; ++run) four_bits<32 * R>(q + 64 * R * run, block + (48 + 32 * run) * R);
+        add_bits<32 * R>(q, block + 16 * R, 16);
+    }
+    template <int R>
+    static void scales(float* scale, float* minimum, const uint8_t* block) { Q4_K::scales<R>(scale, minimum, block); }
+};
+
+struct Q6_K {  // 128 bytes of low four bits in runs of 64 | 64 of high two bits in runs of 32 | 16 signed group scales |
+    // scale f16; value = scale * group scale * (q - 32)
+    static constexpr int kElements = 256, kBytes = 210, kGroup = 16, kOffset = 32;
+    static constexpr bool kHasMinimum = false, kIsSigned = false;
+    static constexpr int kBits = 0;
+    static constexpr Field kFields[] = {{128, 4}, {64, 4}, {16, 1}, {2, 2}};
+    template <int R>
+    static void fields(int8_t* __restrict q, const uint8_t* __restrict block) {
+        for (int field = 0; field < 8; ++field)
+            for (int i = 0; i < 32 * R; ++i) {
+                const int low = block[(field / 4 * 64 + field % 2 * 32) * R + i] >> field / 2 % 2 * 4 & 15;
+                const int high = block[(128 + field / 4 * 32) * R + i] >> field % 4 * 2 & 3;
+                q[32 * R * field + i] = static_cast<int8_t>(low | high << 4);
+            }
+    }
+    template <int R>
     static void scales(float* scale, float*, const uint8_t* block) {
-        const float d = half(block + 208);
-        for (int g = 0; g < 16; ++g) scale[g] = d * static_cast<float>(static_cast<int8_t>(block[192 + g]));
+        float d[R];
+        halves<R>(d, block + 208 * R);
+        for (int g = 0; g < 16; ++g)
+            for (int r = 0; r < R; ++r) scale[g * R + r] = d[r] * static_cast<float>(static_cast<int8_t>(block[(192 + g) * R + r]));
     }
 };
+
+// Calls body with a value of the type's struct
+template <class Body>
+inline void with_block(BlockType type, Body&& body) {
+    switch (type) {
+        case BlockType::q4_0: return body(Q4_0{});
+        case BlockType::q4_1: return body(Q4_1{});
+        case BlockType::q5_0: return body(Q5_0{});
+        case BlockType::q5_1: return body(Q5_1{});
+        case BlockType::q8_0: return body(Q8_0{});
+        case BlockType::q2_k: return body(Q2_K{});
+        case BlockType::q3_k: return body(Q3_K{});
+        case BlockType::q4_k: return body(Q4_K{});
+        case BlockType::q5_k: return body(Q5_K{});
+        case BlockType::q6_k: return body(Q6_K{});
+        case BlockType::iq4_nl: return body(IQ4_NL{});
+        default: return;
+    }
+}
 
 // ---- float32 values ------------------------------------------------------------------------------------------------
 
@@ -211,11 +312,12 @@ void dequantize_blocks(float* __restrict y, const uint8_t* __restrict blocks, in
     for (int64_t first = 0; first < num_elements; first += Block::kElements, blocks += Block::kBytes) {
         alignas(64) int8_t q[Block::kElements];
         float scale[Block::kElements / Block::kGroup], minimum[Block::kElements / Block::kGroup];
-        Block::fields(q, blocks);
-        Block::scales(scale, minimum, blocks);
+        Block::template fields<1>(q, blocks);
+        Block::template scales<1>(scale, minimum, blocks);
         for (int i = 0; i < Block::kElements; i += Block::kGroup)
             for (int j = i; j < i + Block::kGroup; ++j) {
-                const float scaled = scale[i / Block::kGroup] * static_cast<float>(q[j]);
+                const int8_t shifted = static_cast<int8_t>(q[j] - Block::kOffset);
+                const float scaled = scale[i / Block::kGroup] * static_cast<float>(shifted);
                 y[first + j] = Block::kHasMinimum ? scaled + minimum[i / Block::kGroup] : scaled;
             }
     }
@@ -229,23 +331,12 @@ void widen_elements(float* y, const uint8_t* x, int64_t num_elements) {
 using Dequantize = void (*)(float* y, const uint8_t* blocks, int64_t num_elements);
 
 inline Dequantize dequantizer(BlockType type) {
-    switch (type) {
-        case BlockType::f32: return widen_elements<float>;
-        case BlockType::f16: return widen_elements<f16>;
-        case BlockType::bf16: return widen_elements<bf16>;
-        case BlockType::q4_0: return dequantize_blocks<Q4_0>;
-        case BlockType::q4_1: return dequantize_blocks<Q4_1>;
-        case BlockType::q5_0: return dequantize_blocks<Q5_0>;
-        case BlockType::q5_1: return dequantize_blocks<Q5_1>;
-        case BlockType::q8_0: return dequantize_blocks<Q8_0>;
-        case BlockType::q2_k: return dequantize_blocks<Q2_K>;
-        case BlockType::q3_k: return dequantize_blocks<Q3_K>;
-        case BlockType::q4_k: return dequantize_blocks<Q4_K>;
-        case BlockType::q5_k: return dequantize_blocks<Q5_K>;
-        case BlockType::q6_k: return dequantize_blocks<Q6_K>;
-        case BlockType::iq4_nl: return dequantize_blocks<IQ4_NL>;
-    }
-    __builtin_unreachable();
+    if (type == BlockType::f32) return widen_elements<float>;
+    if (type == BlockType::f16) return widen_elements<f16>;
+    if (type == BlockType::bf16) return widen_elements<bf16>;
+    Dequantize found = nullptr;
+    with_block(type, [&](auto block) { found = dequantize_blocks<decltype(block)>; });
+    return found;
 }
 
 }  // namespace infini::INFINI_LEVEL

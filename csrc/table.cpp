@@ -19,7 +19,11 @@ int64_t random_sample(const RandomSample&);
 int64_t attention(const Attention&);
 int64_t store_kv(const StoreKv&);
 int64_t linear(const Linear&);
+int64_t packed_linear(const PackedLinear&);
 int64_t quantized_embedding(const QuantizedEmbedding&);
+int64_t packed_embedding(const QuantizedEmbedding&);
+int64_t pack_rows(const Pack&);
+int64_t unpack_rows(const Pack&);
 
 extern const Kernels kKernels;
 const Kernels kKernels = {
@@ -39,7 +43,11 @@ const Kernels kKernels = {
     .attention = attention,
     .store_kv = store_kv,
     .linear = linear,
+    .packed_linear = packed_linear,
     .quantized_embedding = quantized_embedding,
+    .packed_embedding = packed_embedding,
+    .pack_rows = pack_rows,
+    .unpack_rows = unpack_rows,
 };
 
 }  // namespace infini::INFINI_LEVEL

@@ -12,6 +12,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from infinicore import _native
+
 # N blocks, E elements of a block, G groups of a block, R runs of W bytes
 
 
@@ -93,7 +95,7 @@ class QuantizedTensor:
         """With blocks of its own, where these may be pages of a file."""
         return replace(self, blocks=self.blocks.clone())
 
-    def rows(self, indices: Tensor) -> Self:
+    def rows(self, indices: Tensor) -> "QuantizedTensor":
         """The rows that indices [R] name, still in blocks: [R, last dimension]"""
         return replace(self, blocks=self.blocks[indices], shape=(len(indices), self.shape[-1]))
 
@@ -105,7 +107,8 @@ class QuantizedTensor:
         return bool(torch.isfinite(halves).all())
 
     def __repr__(self) -> str:
-        return f"QuantizedTensor({self.type.name}, shape={self.shape}, device={str(self.device)!r})"
+        name = type(self).__name__
+        return f"{name}({self.type.name}, shape={self.shape}, device={str(self.device)!r})"
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values, computed in float32 and rounded once to dtype."""
@@ -116,6 +119,50 @@ class QuantizedTensor:
         for chunk in _chunks(len(blocks)):
             rows[chunk] = DEQUANTIZERS[self.type](blocks[chunk])
         return values
+
+    def pack(self) -> "PackedTensor":
+        """The same matrix on a CPU, laid out for products with activations rounded to int8."""
+        num_rows, row_bytes = self.blocks.shape
+        packed = torch.empty(-(-num_rows // PACKED_ROWS), PACKED_ROWS * row_bytes, dtype=torch.uint8)
+        _native.pack_rows(packed, self.blocks.contiguous(), self.type.ggml_id)
+        return PackedTensor(packed, self.type, self.shape)
+
+
+PACKED_ROWS = 16
+
+
+class PackedTensor(QuantizedTensor):
+    """A quantised matrix with 16 rows side by side, piece by piece, the last ones filled up with zeros.
+
+    To hold one is to choose speed: a linear layer rounds its activations to int8, 32 at a time, and works on
+    integers. The weights themselves are the same to the last bit, as `unpack` shows.
+    """
+
+    def __post_init__(self) -> None:
+        row_bytes = self.type.bytes_per_row(self.shape[-1])
+        wanted = (-(-self.shape[0] // PACKED_ROWS), PACKED_ROWS * row_bytes)
+        if len(self.shape) != 2 or tuple(self.blocks.shape) != wanted or self.blocks.dtype != torch.uint8:
+            raise ValueError(
+                f"packed {self.type.name} {self.shape} needs torch.uint8 blocks {wanted}, "
+                f"but has {self.blocks.dtype} {tuple(self.blocks.shape)}"
+            )
+
+    def unpack(self) -> QuantizedTensor:
+        blocks = torch.empty(self.shape[0], self.type.bytes_per_row(self.shape[1]), dtype=torch.uint8)
+        _native.unpack_rows(blocks, self.blocks, self.type.ggml_id)
+        return QuantizedTensor(blocks, self.type, self.shape)
+
+    def pack(self) -> "PackedTensor":
+        return self
+
+    def rows(self, indices: Tensor) -> "PackedTensor":
+        return self.unpack().rows(indices).pack()
+
+    def has_finite_scales(self) -> bool:
+        return self.unpack().has_finite_scales()
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self.unpack().dequantize(dtype)
 
 
 def quantize(tensor: Tensor, type: BlockType) -> QuantizedTensor:

@@ -13,12 +13,12 @@ import infinicore
 from infinicore import _native, ops
 from infinicore.nn import functional as F
 from infinicore.ops.reference import random_blocks
-from infinicore.quantization import BlockType, QuantizedTensor
+from infinicore.quantization import BlockType, PackedTensor, QuantizedTensor, quantize
 
 BLOCK_TYPES = pytest.mark.parametrize("block_type", list(BlockType), ids=lambda block_type: block_type.name)
-WEIGHTS = pytest.mark.parametrize(
-    "kind", [*BlockType, torch.float16, torch.bfloat16], ids=lambda kind: getattr(kind, "name", str(kind))
-)
+EXACT = [*(block_type.name for block_type in BlockType), "float16", "bfloat16"]
+PACKED = [f"packed {block_type.name}" for block_type in BlockType]
+KINDS = pytest.mark.parametrize("kind", EXACT + PACKED)
 
 
 @pytest.fixture(params=_native.isa_levels())
@@ -36,15 +36,20 @@ def threads() -> Iterator[None]:
     infinicore.set_num_threads(before)
 
 
+BIG = random_blocks(BlockType.Q8_0, 64, 2)
+
+
 def rows(num_rows: int, length: int) -> Tensor:
     return torch.randn(num_rows, length, generator=torch.Generator().manual_seed(num_rows))
 
 
-def weight_of(kind: BlockType | torch.dtype, num_rows: int) -> Tensor | QuantizedTensor:
+def weight_of(kind: str, num_rows: int) -> Tensor | QuantizedTensor:
     """Rows of 768, three chunks of the narrowest kernels."""
-    if isinstance(kind, BlockType):
-        return random_blocks(kind, num_rows, 768 // kind.elements_per_block)
-    return rows(num_rows, 768).to(kind)
+    name = kind.removeprefix("packed ")
+    if name not in BlockType.__members__:
+        return rows(num_rows, 768).to(getattr(torch, name))
+    weight = random_blocks(BlockType[name], num_rows, 768 // BlockType[name].elements_per_block)
+    return weight if kind == name else weight.pack()
 
 
 def nmse(found: Tensor, wanted: Tensor) -> float:
@@ -69,26 +74,72 @@ def test_native_values_are_those_of_dequantize_bit_for_bit(block_type: BlockType
     assert torch.equal(found.view(torch.int32)[~is_nan], wanted.view(torch.int32)[~is_nan])
 
 
-@WEIGHTS
-def test_product_is_that_of_float64_but_for_float32_rounding(
-    kind: BlockType | torch.dtype, level: str
-) -> None:
+@pytest.mark.parametrize("kind", EXACT)
+def test_product_is_that_of_float64_but_for_float32_rounding(kind: str, level: str) -> None:
     weight = weight_of(kind, 100)
     for num_rows in (1, 9):
         x = rows(num_rows, 768)
         assert nmse(F.linear(x, weight), product(x, weight)) <= 1e-10
 
 
-@WEIGHTS
-def test_a_row_has_the_same_bits_alone_and_among_others(kind: BlockType | torch.dtype, level: str) -> None:
+@pytest.mark.parametrize("kind", PACKED)
+def test_product_of_a_packed_weight_is_near_enough(kind: str, level: str) -> None:
+    weight = weight_of(kind, 100)
+    for num_rows in (1, 2, 9):
+        x = rows(num_rows, 768)
+        x[:, 40] *= 30  # an outlier costs the 31 values around it, not the row
+        assert nmse(F.linear(x, weight), product(x, weight)) <= 5e-4
+
+
+@BLOCK_TYPES
+@pytest.mark.parametrize("num_rows", [0, 1, 15, 16, 33])
+def test_packing_is_undone_by_unpacking(block_type: BlockType, num_rows: int, level: str) -> None:
+    weight = random_blocks(block_type, num_rows, 3)
+    packed = weight.pack()
+    assert packed.num_bytes == -(-num_rows // 16) * 16 * block_type.bytes_per_row(weight.shape[1])
+    assert torch.equal(packed.unpack().blocks, weight.blocks)
+    assert torch.equal(packed.dequantize(), weight.dequantize())
+
+
+def test_levels_agree_on_the_integers_of_a_packed_product() -> None:
+    """Steps and scales are powers of two, so that float32 sums are exact and any wrong integer shows."""
+    values = torch.randint(-127, 128, (3, 64), generator=torch.Generator().manual_seed(0)).float()
+    values[:, ::32] = 127.0
+    weight = quantize(torch.arange(40 * 64).reshape(40, 64).remainder(255).sub(127).float(), BlockType.Q8_0)
+    wanted = product(values, weight).float()
+    before = _native.isa()
+    for level in _native.isa_levels():
+        _native.set_isa(level)
+        torch.testing.assert_close(F.linear(values, weight.pack()), wanted, rtol=1e-6, atol=0)
+    _native.set_isa(before)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_spoils_its_own_row_and_no_other(bad: float, level: str) -> None:
+    weight, x = random_blocks(BlockType.Q4_0, 20, 2).pack(), rows(3, 64)
+    wanted = F.linear(x, weight)
+    x[1, 5] = bad
+    found = F.linear(x, weight)
+    assert found[1].isnan().all() and torch.equal(found[::2], wanted[::2])
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-44, 1e-36, 1e36])
+def test_activations_of_any_size_are_rounded_as_the_reference_does(scale: float, level: str) -> None:
+    weight, x = random_blocks(BlockType.Q4_0, 20, 2).pack(), rows(3, 64) * scale
+    wanted = ops.packed_linear.reference(x, weight, None)
+    torch.testing.assert_close(F.linear(x, weight), wanted, rtol=1e-4, atol=1e-5 * scale)
+
+
+@KINDS
+def test_a_row_has_the_same_bits_alone_and_among_others(kind: str, level: str) -> None:
     weight, x = weight_of(kind, 37), rows(131, 768)
     alone = torch.cat([F.linear(row, weight) for row in x.split(1)])
     for num_rows in (*range(2, 18), 64, 131):
         assert torch.equal(F.linear(x[:num_rows], weight), alone[:num_rows])
 
 
-@WEIGHTS
-def test_an_output_has_the_same_bits_among_any_others(kind: BlockType | torch.dtype) -> None:
+@KINDS
+def test_an_output_has_the_same_bits_among_any_others(kind: str) -> None:
     weight, x = weight_of(kind, 33), rows(5, 768)
     whole = F.linear(x, weight)
     for first, last in ((0, 1), (3, 20), (16, 33)):
@@ -97,8 +148,8 @@ def test_an_output_has_the_same_bits_among_any_others(kind: BlockType | torch.dt
         assert torch.equal(F.linear(x, some), whole[:, first:last])
 
 
-@WEIGHTS
-def test_threads_do_not_change_a_bit(kind: BlockType | torch.dtype, threads: None) -> None:
+@KINDS
+def test_threads_do_not_change_a_bit(kind: str, threads: None) -> None:
     weight, x = weight_of(kind, 200), rows(6, 768)
     results = []
     for count in (1, 2, 3):
@@ -107,11 +158,12 @@ def test_threads_do_not_change_a_bit(kind: BlockType | torch.dtype, threads: Non
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
-def test_out_may_be_the_input() -> None:
-    weight, x = random_blocks(BlockType.Q8_0, 64, 2), rows(3, 64)
+@pytest.mark.parametrize("weight", [BIG, BIG.pack()], ids=["blocks", "packed"])
+def test_out_may_be_the_input(weight: QuantizedTensor) -> None:
+    x = rows(3, 64)
     wanted = F.linear(x, weight)
     assert F.linear(x, weight, out=x) is x
-    torch.testing.assert_close(x, wanted)
+    torch.testing.assert_close(x, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_a_resolved_product_refuses_its_input_as_output() -> None:
@@ -126,8 +178,10 @@ def test_half_precision_inputs_take_the_reference() -> None:
     assert F.linear(x, weight).dtype == torch.bfloat16
 
 
-def test_views_of_rows_are_multiplied_in_place() -> None:
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_views_of_rows_are_multiplied_in_place(is_packed: bool) -> None:
     weight = random_blocks(BlockType.Q4_1, 20, 2)
+    weight = weight.pack() if is_packed else weight
     x, out = rows(8, 200)[::2, 100:164], torch.zeros(4, 60)[:, 10:30]
     assert F.linear(x, weight, out=out) is out
     assert torch.equal(out, F.linear(x.contiguous(), weight))
@@ -148,6 +202,17 @@ IDS = torch.tensor([1])
         (lambda: F.linear(X, Q8, out=torch.empty(3, 6)), ValueError, r"out has shape \(3, 6\)"),
         (lambda: F.linear(X.to("meta"), Q8), TypeError, "weight is on cpu, but the input is on meta"),
         (lambda: F.linear(X.double(), X.half()), TypeError, "weight is torch.float16"),
+        (
+            lambda: F.linear(X[:, :32], Q8.pack()),
+            ValueError,
+            r"input \(3, 32\) does not fit weight \(5, 64\)",
+        ),
+        (lambda: F.embedding(IDS + 4, Q8.pack()), IndexError, r"id 5 .*is outside \[0, 5\)"),
+        (
+            lambda: PackedTensor(Q8.blocks, Q8.type, Q8.shape),
+            ValueError,
+            r"needs torch.uint8 blocks \(1, 1088\)",
+        ),
         (lambda: F.embedding(IDS.float(), Q8), TypeError, "must be a tensor of integers"),
         (lambda: F.embedding(IDS + 4, Q8), IndexError, r"id 5 .*is outside \[0, 5\)"),
         (lambda: F.embedding(IDS - 2, Q8), IndexError, r"id -1 .*is outside \[0, 5\)"),
@@ -178,6 +243,37 @@ def test_native_functions_refuse_what_would_leave_a_buffer() -> None:
     ):
         with pytest.raises(ValueError):
             _native.quantized_linear(*arguments)
+    packed, room = Q8.pack().blocks, torch.empty(66)
+    for arguments in (
+        (y, X, packed[:, :-16], None, room, q8, 5),
+        (y, X, packed, None, room, q8, 17),
+        (torch.empty(3, 17), X, packed, None, room, q8, 17),
+        (y, X, packed, None, room, q8, -1),
+        (y, X, packed, None, room[:65], q8, 5),
+        (y, X, packed, None, room.int(), q8, 5),
+        (y, X, packed.to(torch.int8), None, room, q8, 5),
+        (y, X, packed, None, room, BlockType.Q4_K.ggml_id, 5),
+        (y, X, packed, None, room, 0, 5),
+        (y, X[:, :32], packed, None, room, q8, 5),
+    ):
+        with pytest.raises(ValueError):
+            _native.packed_linear(*arguments)
+    for function in (
+        _native.pack_rows,
+        lambda packed, blocks, type: _native.unpack_rows(blocks, packed, type),
+    ):
+        for arguments in (
+            (packed, blocks[:4, :-1], q8),
+            (packed[:, 16:], blocks, q8),
+            (packed, blocks, 3),
+            (packed, blocks, 0),
+        ):
+            with pytest.raises(ValueError):
+                function(*arguments)
+    with pytest.raises(IndexError):
+        _native.packed_embedding(torch.empty(1, 64), IDS + 4, packed, q8, 5)
+    with pytest.raises(ValueError):
+        _native.packed_embedding(torch.empty(1, 64), IDS, packed, q8, 17)
     with pytest.raises(ValueError):
         _native.linear(y, X, torch.ones(5, 63), None)
     with pytest.raises(ValueError):

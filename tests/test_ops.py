@@ -22,6 +22,8 @@ DTYPES = {
     "rope": (*HALF_AND_SINGLE, torch.float64),
     "quantized_linear": (torch.float32,),
     "quantized_embedding": (torch.float32,),
+    "packed_linear": (torch.float32,),
+    "packed_embedding": (torch.float32,),
 }
 NATIVE_OPS = [op for op in OPS.values() if any(kernel.name == "native" for kernel in op.kernels)]
 # The outputs of these have the layout of an input, so they may be written over it.
@@ -141,7 +143,7 @@ def test_inputs_that_need_a_gradient_take_the_differentiable_reference(op: Op) -
         a.requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() else a
         for a in next(iter(op.samples(torch.float32)))
     ]
-    if op.name in ("random_sample", "quantized_embedding"):  # nothing to differentiate by
+    if op.name in ("random_sample", "quantized_embedding", "packed_embedding"):  # nothing to differentiate by
         return
     result = as_tuple(op(*args))[0]
     assert result.requires_grad

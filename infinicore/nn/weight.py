@@ -7,7 +7,7 @@ from typing import Self
 from torch import Tensor
 
 from infinicore.nn.module import LoadError, Module, Parameter
-from infinicore.quantization import QuantizedTensor
+from infinicore.quantization import PackedTensor, QuantizedTensor
 
 
 class WeightLayer(Module):
@@ -40,7 +40,10 @@ class WeightLayer(Module):
         return self
 
     def extra_repr(self) -> str:
-        return f", weight={self.weight.type.name}" if isinstance(self.weight, QuantizedTensor) else ""
+        if not isinstance(self.weight, QuantizedTensor):
+            return ""
+        packed = ", packed" if isinstance(self.weight, PackedTensor) else ""
+        return f", weight={self.weight.type.name}{packed}"
 
 
 def check_weight(layer: str, weight: Tensor | QuantizedTensor, wanted: tuple[int, ...]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from infinicore import _native
 from infinicore.ops import reference
 from infinicore.ops.registry import Kernel, Op
-from infinicore.quantization import QuantizedTensor
+from infinicore.quantization import PackedTensor, QuantizedTensor
 
 _native.use_torch(torch.Tensor, torch.nn.Parameter, torch.is_grad_enabled, torch.empty_like, True)
 if level := os.environ.get("INFINICORE_ISA"):
@@ -95,6 +95,24 @@ def given_blocks(native: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def given_packed(native: Callable[..., Any]) -> Callable[..., Any]:
+    """As given_blocks, for a native function of (out, x, packed, ..., type, num_rows)."""
+
+    def call(out: Tensor | None, x: Tensor, weight: PackedTensor, *rest: Any) -> Any:
+        return native(out, x, weight.blocks, *rest, weight.type.ggml_id, weight.shape[0])
+
+    return call
+
+
+def with_workspace(native: Callable[..., Any]) -> Callable[..., Any]:
+    """As given_packed, with room for the rounded x: a byte for each value, 12 for each group of 32."""
+
+    def call(out: Tensor, x: Tensor, weight: PackedTensor, bias: Tensor | None) -> Any:
+        return given_packed(native)(out, x, weight, bias, torch.empty(x.numel() * 11 // 32))
+
+    return call
+
+
 def empty_product(x: Tensor, weight: Tensor | QuantizedTensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
@@ -122,6 +140,12 @@ register_parts(
 )
 register_parts(
     reference.quantized_embedding, given_blocks(_native.accepts_quantized_embedding), empty_rows, given_blocks
+)
+register_parts(
+    reference.packed_linear, given_packed(_native.accepts_packed_linear), empty_product, with_workspace
+)
+register_parts(
+    reference.packed_embedding, given_packed(_native.accepts_packed_embedding), empty_rows, given_packed
 )
 reference.gelu.register(Kernel("native", _native.accepts_rows, run_gelu, bind_gelu, is_whole=True))
 reference.add_rms_norm.register(Kernel("native", accepts_add_rms_norm, run_add_rms_norm, bind_add_rms_norm))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from infinicore.ops.registry import Tolerance, op
-from infinicore.quantization import BlockType, QuantizedTensor
+from infinicore.quantization import BlockType, PackedTensor, QuantizedTensor
 
 # R rows, E row length, S sequence, H heads, D head size, T keys, V vocabulary
 ODD_SIZES = (1, 7, 17, 31, 33, 127, 1023)
@@ -269,6 +269,40 @@ def quantized_embedding(ids: Tensor, weight: QuantizedTensor) -> Tensor:
     """The rows of weight that ids name, dequantised to float32: [*] -> [*, E]"""
     rows = weight.rows(ids.long().flatten()).dequantize()
     return rows.view(*ids.shape, weight.shape[-1])
+
+
+ACTIVATION_GROUP = 32
+SMALLEST_ACTIVATION = 2.0**-100  # what is below has no reciprocal in float32
+
+
+def rounded_activations(x: Tensor) -> Tensor:
+    """x with each group of 32 rounded to 255 equal steps, of which the largest absolute value is the last."""
+    groups = x.reshape(*x.shape[:-1], x.shape[-1] // ACTIVATION_GROUP, ACTIVATION_GROUP)
+    largest = groups.abs().amax(-1, keepdim=True)
+    inverse = torch.where(largest >= SMALLEST_ACTIVATION, 127 / largest, 0)
+    return ((groups * inverse).round() * (largest / 127)).flatten(-2)
+
+
+def packed_linear_samples(dtype: torch.dtype) -> Samples:
+    for x, weight, bias in quantized_linear_samples(dtype):
+        yield x, weight.pack(), bias
+
+
+@op(packed_linear_samples, PRODUCT)
+def packed_linear(x: Tensor, weight: PackedTensor, bias: Tensor | None) -> Tensor:
+    """x @ weight.T + bias with x rounded to int8, a scale for each group of 32"""
+    return torch.nn.functional.linear(rounded_activations(x), weight.dequantize(x.dtype), bias)
+
+
+def packed_embedding_samples(dtype: torch.dtype) -> Samples:
+    for ids, weight in quantized_embedding_samples(dtype):
+        yield ids, weight.pack()
+
+
+@op(packed_embedding_samples, EXACT)
+def packed_embedding(ids: Tensor, weight: PackedTensor) -> Tensor:
+    """quantized_embedding of the weight before it was packed"""
+    return quantized_embedding.reference(ids, weight.unpack())
 
 
 def random_sample_samples(dtype: torch.dtype) -> Samples:

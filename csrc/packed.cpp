@@ -1,0 +1,366 @@
+// packed_linear: y[m][n] = sum over groups g of x_scale[m][g] * (scale[n][g] * dot[m][n][g] + minimum[n][g] * sum[m][g])
+//                          + bias[n], in float32, over 16 weight rows packed side by side (quant.h)
+// where the activations of a group of 32 are rounded to x_scale * q, q in [-127, 127], sum is the sum of its q, and dot
+// the integer dot product of q with the weight's fields. Integers are exact in any order and the float32 sum runs over
+// the groups from first to last, so a row has the same bits alone and among others, whatever the tiles and threads.
+#include "quant.h"
+#include "rows.h"
+
+namespace infini::INFINI_LEVEL {
+namespace {
+
+constexpr int kRows = kPackedRows;  // weight rows side by side
+constexpr int kParts = kRows / W;   // vectors that hold a value for each of them
+constexpr int kChunk = 256;         // of K, read from a panel of weight rows at a time
+constexpr int kBand = 128;          // rows of x that share a chunk
+constexpr int kAhead = 4096;        // bytes of weight asked for ahead of their use
+#if defined(INFINI_AVX512)
+constexpr int kTile = 8;  // rows of x multiplied at a time, so that their sums stay in registers
+#else
+constexpr int kTile = 2;
+#endif
+
+inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// ---- activations, band after band: the groups of a band one after another, each with all rows of the band -----------
+
+constexpr int kGroup = 32, kSumLength = 16;
+
+struct Activations {
+    int64_t num_rows, num_groups;
+    int8_t* q;      // [band][group][row][32]
+    float* scale;   // [band][group][row]
+    int32_t* sums;  // [band][group][row][2], each of 16 q
+
+    Activations(const PackedLinear& a, int64_t num_rows, int64_t row_length)
+        : num_rows(num_rows), num_groups(row_length / kGroup), q(static_cast<int8_t*>(a.workspace.data)),
+          scale(reinterpret_cast<float*>(q + num_rows * row_length)),
+          sums(reinterpret_cast<int32_t*>(scale + num_rows * num_groups)) {}
+
+    int64_t at(int64_t group, int64_t row) const {
+        const int64_t first = row / kBand * kBand;
+        return first * num_groups + group * smaller(kBand, num_rows - first) + row - first;
+    }
+};
+
+// NaN and infinity make the scale NaN, and so every product of the row.
+float group_scale(const float* x, float* inverse) {
+    vf largest{}, not_finite{};
+    for (int i = 0; i < kGroup; i += W) {
+        const vf v = load(x + i);
+        largest = max(largest, as_float(as_bits(v) & 0x7fffffffu));
+        not_finite += v - v;
+    }
+    const float most = max(largest);
+    *inverse = most >= 0x1p-100f ? 127.0f / most : 0.0f;
+    return most / 127.0f + sum(not_finite);
+}
+
+void round_group(const Activations& to, int64_t at, const float* x) {
+    float inverse;
+    to.scale[at] = group_scale(x, &inverse);
+    alignas(64) uint32_t rounded[kGroup];
+    for (int i = 0; i < kGroup; i += W) {
+        const vu bits = as_bits(load(x + i) * inverse + 0x1.8p23f);  // the nearest integer, ties to even, in the low bits
+        memcpy(rounded + i, &bits, sizeof bits);
+    }
+    int8_t* q = to.q + at * kGroup;
+    for (int i = 0; i < kGroup; ++i) q[i] = static_cast<int8_t>(rounded[i]);
+    for (int half = 0; half < 2; ++half) {
+        int32_t total = 0;
+        for (int i = 0; i < kSumLength; ++i) total += q[half * kSumLength + i];
+        to.sums[2 * at + half] = total;
+    }
+}
+
+void round_rows(const Activations& to, const Tensor& x) {
+    for_rows(x, [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; ++r) {
+            const float* row = Rows{x}.at<const float>(r);
+            for (int64_t g = 0; g < to.num_groups; ++g) round_group(to, to.at(g, r), row + g * kGroup);
+        }
+    });
+}
+
+// ---- integer dot products of one row of x with 16 of weight ---------------------------------------------------------
+
+typedef uint8_t vb __attribute__((vector_size(W * 4)));
+
+inline vb load_bytes(const uint8_t* p) {
+    vb v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+// Four fields of each of the 16 rows
+struct Quad {
+    vb part[kParts];
+
+    explicit Quad(const uint8_t* p) {
+        for (int i = 0; i < kParts; ++i) part[i] = load_bytes(p + i * sizeof(vb));
+    }
+
+    Quad low_nibbles() const {
+        Quad q = *this;
+        for (int i = 0; i < kParts; ++i) q.part[i] &= 15;
+        return q;
+    }
+    Quad high_nibbles() const {
+        Quad q = *this;
+        for (int i = 0; i < kParts; ++i) q.part[i] >>= 4;
+        return q;
+    }
+};
+
+template <int quad>
+struct Index { static constexpr int value = quad; };
+
+template <class F>
+inline void for_quads(F&& f) {
+    f(Index<0>{});
+    f(Index<1>{});
+    f(Index<2>{});
+    f(Index<3>{});
+}
+
+template <class Block>
+struct Dots {
+    vi part[kParts];
+#if defined(INFINI_NEON)
+    int8x16_t x;  // 16 activations
+    void take(const int8_t* p) { x = vld1q_s8(p); }
+#else
+    const int8_t* x;
+    void take(const int8_t* p) { x = p; }
+#endif
+
+    void start(int32_t first) { for (int i = 0; i < kParts; ++i) part[i] = vi{} + first; }
+
+    // Of the 16 activations, `quad` names four.
+    template <int quad>
+    void add(Index<quad>, const Quad& w) {
+#if defined(INFINI_NEON)
+        for (int i = 0; i < kParts; ++i) part[i] = vdotq_laneq_s32(part[i], vreinterpretq_s8_u8(w.part[i]), x, quad);
+#else
+        int32_t four;
+        memcpy(&four, x + 4 * quad, 4);
+#if defined(INFINI_AVX512)
+        // Unsigned times signed bytes: signed fields are moved up by 128, which kOffset takes back.
+        const __m512i q = (__m512i)(Block::kIsSigned ? w.part[0] ^ 0x80 : w.part[0]);
+        part[0] = (vi)_mm512_dpbusd_epi32((__m512i)part[0], q, _mm512_set1_epi32(four));
+#elif defined(INFINI_AVX2)
+        // Unsigned times signed bytes, pairs added in 16 bits: 2 * 127 * 127 fits.
+        const __m256i v = _mm256_set1_epi32(four);
+        for (int i = 0; i < kParts; ++i) {
+            const __m256i q = (__m256i)w.part[i];
+            const __m256i pairs = Block::kIsSigned ? _mm256_maddubs_epi16(_mm256_abs_epi8(q), _mm256_sign_epi8(v, q))
+                                                   : _mm256_maddubs_epi16(q, v);
+            part[i] += (vi)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+        }
+#else
+        for (int i = 0; i < kRows; ++i)
+            for (int j = 0; j < 4; ++j) {
+                const int8_t field = static_cast<int8_t>(w.part[i / W][i % W * 4 + j]);
+                part[i / W][i % W] += field * x[4 * quad + j];
+            }
+#endif
+#endif
+    }
+};
+
+// ---- products -------------------------------------------------------------------------------------------------------
+
+// What the fields of a type stand above the integers they mean, as Dots::add takes them
+#if defined(INFINI_AVX512)
+template <class Block>
+constexpr int kOffset = Block::kIsSigned ? 128 : Block::kOffset;
+#else
+template <class Block>
+constexpr int kOffset = Block::kOffset;
+#endif
+
+// Adding an integer below 2^22 to these bits gives the float kShift + integer: faster than a conversion.
+constexpr float kShift = 0x1.8p23f;
+constexpr int32_t kShiftBits = 0x4b400000;
+
+// One row of x times 16 of weight
+template <class Block>
+struct Row {
+    Dots<Block> dots;  // of a group, plus kShiftBits
+    vf total[kParts];
+
+    static int32_t sum(const int32_t* sums) { return Block::kGroup == kSumLength ? sums[0] : sums[0] + sums[1]; }
+    static int32_t start(const int32_t* sums) { return kShiftBits - kOffset<Block> * sum(sums); }
+
+    void load_totals(const float* y) { for (int i = 0; i < kParts; ++i) total[i] = load(y + i * W); }
+    void store_totals(float* y) const { for (int i = 0; i < kParts; ++i) store(y + i * W, total[i]); }
+
+    void add_group(const float* scale, const float* minimum, float x_scale, const int32_t* sums) {
+        const vf shift = splat(x_scale * static_cast<float>(sum(sums)));
+        for (int i = 0; i < kParts; ++i) {
+            total[i] = fma((vf)dots.part[i] - kShift, load(scale + i * W) * x_scale, total[i]);
+            if constexpr (Block::kHasMinimum) total[i] = fma(load(minimum + i * W), shift, total[i]);
+        }
+    }
+};
+
+// M rows of x: a list rather than an array, which GCC would keep in memory. each(f) calls f(row, its index).
+template <class Block, int M>
+struct Tile {
+    Tile<Block, M - 1> rest;
+    Row<Block> last;
+
+    template <class F>
+    void each(F&& f) {
+        rest.each(f);
+        f(last, M - 1);
+    }
+};
+
+template <class Block>
+struct Tile<Block, 0> {
+    template <class F>
+    void each(F&&) {}
+};
+
+template <class Block>
+inline void prefetch(const uint8_t* packed) {
+    for (int line = 0; line < Block::kBytes * kRows; line += 64) __builtin_prefetch(packed + kAhead + line);
+}
+
+// A chunk of K of 16 weight rows
+struct Chunk {
+    alignas(64) int8_t q[kChunk * kRows];              // [K / 4][16][4]
+    alignas(64) float scale[kChunk], minimum[kChunk];  // [groups][16], groups of 16 or 32
+
+    template <class Block>
+    void read(const uint8_t* packed, int64_t length) {
+        constexpr int kGroups = Block::kElements / Block::kGroup;
+        for (int64_t b = 0; b < length / Block::kElements; ++b, packed += Block::kBytes * kRows) {
+            prefetch<Block>(packed);
+            Block::template fields<kRows>(q + b * Block::kElements * kRows, packed);
+            Block::template scales<kRows>(scale + b * kGroups * kRows, minimum + b * kGroups * kRows, packed);
+        }
+    }
+};
+
+// total[r][0:16] += the products of M rows of x from `row` on with a chunk of weight, whose first group of K is `first`
+template <class Block, int M>
+void add_tile(float* total, const Chunk& chunk, const Activations& x, int64_t first, int64_t num_groups, int64_t row) {
+    constexpr int kSplit = kGroup / Block::kGroup;  // weight groups to a group of x
+    Tile<Block, M> tile;
+    tile.each([&](auto& r, int m) { r.load_totals(total + m * kRows); });
+    for (int64_t g = 0; g < num_groups * kSplit; ++g) {
+        const int64_t at = x.at(first + g / kSplit, row), half = g % kSplit;
+        const uint8_t* w = reinterpret_cast<const uint8_t*>(chunk.q) + g * Block::kGroup * kRows;
+        const int8_t* q = x.q + at * kGroup + half * Block::kGroup;
+        const int32_t* sums = x.sums + 2 * at + half;
+        tile.each([&](auto& r, int m) { r.dots.start(r.start(sums + 2 * m)); });
+        for (int k = 0; k < Block::kGroup; k += 16, w += 16 * kRows) {
+            tile.each([&](auto& r, int m) { r.dots.take(q + m * kGroup + k); });
+            for_quads([&](auto quad) {
+                const Quad fields(w + 4 * kRows * quad.value);
+                tile.each([&](auto& r, int) { r.dots.add(quad, fields); });
+            });
+        }
+        const float *scale = chunk.scale + g * kRows, *minimum = chunk.minimum + g * kRows;
+        tile.each([&](auto& r, int m) { r.add_group(scale, minimum, x.scale[at + m], sums + 2 * m); });
+    }
+    tile.each([&](auto& r, int m) { r.store_totals(total + m * kRows); });
+}
+
+// total[0:16] += the products of one row of x with 16 of weight, whose fields of four or eight bits go straight from
+// memory into the dot products. Of a run of elements, the first half is in low nibbles, the second in high ones.
+template <class Block>
+void add_row(float* total, const uint8_t* packed, const Activations& x, int64_t row) {
+    constexpr int kHalf = Block::kRun / 2, kGroups = Block::kElements / kGroup;
+    constexpr bool kIsOneGroup = kHalf < kGroup;
+    Row<Block> r;
+    Dots<Block> second;
+    r.load_totals(total);
+    for (int64_t g = 0; g < x.num_groups; packed += Block::kBytes * kRows) {
+        alignas(64) float scale[kGroups * kRows], minimum[kGroups * kRows];
+        Block::template scales<kRows>(scale, minimum, packed);
+        prefetch<Block>(packed);
+        const uint8_t* data = packed + Block::kData * kRows;
+        for (int i = 0; i < kGroups * kRows; data += Block::kRun * Block::kBits / 8 * kRows) {
+            const int64_t at = x.at(g, row), next = kIsOneGroup ? at : x.at(g + 1, row);
+            const int8_t *q = x.q + at * kGroup, *q2 = x.q + next * kGroup + (kIsOneGroup ? kHalf : 0);
+            r.dots.start(r.start(x.sums + 2 * at));
+            second.start(kIsOneGroup ? 0 : r.start(x.sums + 2 * next));
+            for (int k = 0; k < kHalf; k += 16) {
+                r.dots.take(q + k);
+                second.take(q2 + k);
+                for_quads([&](auto quad) {
+                    const Quad w(data + (k + 4 * quad.value) * kRows);
+                    r.dots.add(quad, Block::kBits == 4 ? w.low_nibbles() : w);
+                    second.add(quad, Block::kBits == 4 ? w.high_nibbles() : Quad(data + (kHalf + k + 4 * quad.value) * kRows));
+                });
+            }
+            if constexpr (kIsOneGroup)
+                for (int p = 0; p < kParts; ++p) r.dots.part[p] += second.part[p];
+            r.add_group(scale + i, minimum + i, x.scale[at], x.sums + 2 * at);
+            ++g, i += kRows;
+            if constexpr (!kIsOneGroup) {
+                r.dots = second;
+                r.add_group(scale + i, minimum + i, x.scale[next], x.sums + 2 * next);
+                ++g, i += kRows;
+            }
+        }
+    }
+    r.store_totals(total);
+}
+
+template <class Block>
+void add_rows(float* total, const uint8_t* packed, const Activations& x, int64_t first_row, int64_t num_rows) {
+    Chunk chunk;
+    const int64_t row_length = x.num_groups * kGroup;
+    for (int64_t k = 0; k < row_length; k += kChunk, packed += kChunk / Block::kElements * Block::kBytes * kRows) {
+        const int64_t length = smaller(kChunk, row_length - k), first = k / kGroup, num_groups = length / kGroup;
+        chunk.template read<Block>(packed, length);
+        int64_t r = 0;
+        for (; r + kTile <= num_rows; r += kTile)
+            add_tile<Block, kTile>(total + r * kRows, chunk, x, first, num_groups, first_row + r);
+        for (; r < num_rows; ++r) add_tile<Block, 1>(total + r * kRows, chunk, x, first, num_groups, first_row + r);
+    }
+}
+
+// y[m : m + num_rows][n : n + 16]
+template <class Block>
+void multiply_band(const PackedLinear& a, const Activations& x, int64_t m, int64_t num_rows, int64_t n) {
+    float total[kBand * kRows];
+    memset(total, 0, num_rows * kRows * sizeof(float));
+    const uint8_t* packed = static_cast<const uint8_t*>(a.weight.data) + n / kRows * a.weight.shape[1];
+    if constexpr (Block::kBits != 0) {
+        if (num_rows == 1) add_row<Block>(total, packed, x, m);
+        else add_rows<Block>(total, packed, x, m, num_rows);
+    } else {
+        add_rows<Block>(total, packed, x, m, num_rows);
+    }
+    const float* bias = a.has_bias ? static_cast<const float*>(a.bias.data) + n : nullptr;
+    for (int64_t r = 0; r < num_rows; ++r) {
+        float* y = Rows{a.y}.at<float>(m + r) + n;
+        for (int64_t c = 0; c < smaller(kRows, a.num_rows - n); ++c)
+            y[c] = bias ? total[r * kRows + c] + bias[c] : total[r * kRows + c];
+    }
+}
+
+}  // namespace
+
+int64_t packed_linear(const PackedLinear& a) {
+    if (a.y.data == a.x.data && num_elements(a.y)) return 0;  // every value of x is needed until the end
+    const int64_t num_rows = Rows{a.x}.count(), row_length = a.x.shape[a.x.ndim - 1];
+    const Activations x(a, num_rows, row_length);
+    round_rows(x, a.x);
+    const int64_t num_panels = a.weight.shape[0], grain = kGrain / (kRows * (row_length + 1)) + 1;
+    with_block(a.type, [&](auto block) {
+        parallel_for(num_panels, grain, [&](int64_t begin, int64_t end) {
+            for (int64_t m = 0; m < num_rows; m += kBand)
+                for (int64_t p = begin; p < end; ++p)
+                    multiply_band<decltype(block)>(a, x, m, smaller(kBand, num_rows - m), p * kRows);
+        });
+    });
+    return kOk;
+}
+
+}  // namespace infini::INFINI_LEVEL
