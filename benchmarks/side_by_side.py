@@ -61,29 +61,31 @@ def load_infinilm(path: str) -> Callable[[Task], Answer]:
 
 
 def load_llama_cpp(path: str) -> Callable[[Task], Answer]:
+    """llama.cpp through its C interface, which alone decodes several streams at once."""
     import llama_cpp
 
+    llama_cpp.llama_backend_init()
+    model = llama_cpp.llama_model_load_from_file(path.encode(), llama_cpp.llama_model_default_params())
+
     def run(task: Task) -> Answer:
-        context = task.batch * (task.prompt + task.output)
-        llm = llama_cpp.Llama(
-            path,
-            n_ctx=context,
-            n_batch=512,
-            n_threads=NUM_THREADS,
-            n_threads_batch=NUM_THREADS,
-            verbose=False,
-        )
-        return decode_streams(llama_cpp, llm, task)
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx, params.n_batch = task.batch * (task.prompt + task.output + 32), 512
+        params.n_threads = params.n_threads_batch = NUM_THREADS
+        params.n_seq_max, params.kv_unified = task.batch, True
+        context = llama_cpp.llama_init_from_model(model, params)
+        answer = decode_streams(llama_cpp, context, task)
+        llama_cpp.llama_free(context)
+        return answer
 
     return run
 
 
-def decode_streams(llama_cpp: Any, llm: Any, task: Task) -> Answer:
-    """Streams share one batch a step, through llama.cpp's own batch interface."""
+def decode_streams(llama_cpp: Any, context: Any, task: Task) -> Answer:
+    """Streams share one batch a step."""
     import random
 
-    rng = random.Random(1)
-    vocab, context, batch = llm.n_vocab(), llm._ctx.ctx, llama_cpp.llama_batch_init(512, 0, task.batch)
+    rng, vocab = random.Random(1), 32000
+    batch = llama_cpp.llama_batch_init(512, 0, task.batch)
 
     def decode(entries: list[tuple[int, int, int, bool]]) -> None:
         batch.n_tokens = len(entries)
@@ -159,6 +161,7 @@ def serve(name: str, path: str) -> None:
 
 class Worker:
     def __init__(self, name: str, path: str) -> None:
+        self.name = name
         command = [sys.executable, "-m", "benchmarks.side_by_side", "--worker", name, "--model", path]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -168,7 +171,7 @@ class Worker:
     def read(self) -> dict[str, float]:
         line = self.process.stdout.readline() if self.process.stdout else ""
         if not line:
-            raise RuntimeError(f"worker ended with code {self.process.wait()}")
+            raise RuntimeError(f"{self.name} ended with code {self.process.wait()}")
         answer: dict[str, float] = json.loads(line)
         return answer
 

@@ -22,6 +22,10 @@ constexpr int kTile = 2;
 
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
+// Integers below 2^22 and floats, without a conversion: the bits of kShift + i are those of kShift, plus i.
+constexpr float kShift = 0x1.8p23f;
+constexpr int32_t kShiftBits = 0x4b400000;
+
 // ---- activations, band after band: the groups of a band one after another, each with all rows of the band -----------
 
 constexpr int kGroup = 32, kSumLength = 16;
@@ -43,34 +47,38 @@ struct Activations {
     }
 };
 
-// NaN and infinity make the scale NaN, and so every product of the row.
-float group_scale(const float* x, float* inverse) {
-    vf largest{}, not_finite{};
+// Of floats without their signs, the order is that of their bits, with infinity and NaN on top.
+float largest_magnitude(const float* x) {
+    vu largest{};
     for (int i = 0; i < kGroup; i += W) {
-        const vf v = load(x + i);
-        largest = max(largest, as_float(as_bits(v) & 0x7fffffffu));
-        not_finite += v - v;
+        const vu magnitude = as_bits(load(x + i)) & 0x7fffffffu;
+        largest = magnitude > largest ? magnitude : largest;
     }
-    const float most = max(largest);
-    *inverse = most >= 0x1p-100f ? 127.0f / most : 0.0f;
-    return most / 127.0f + sum(not_finite);
+    uint32_t most = 0;
+    for (int i = 0; i < W; ++i) most = largest[i] > most ? largest[i] : most;
+    float magnitude;
+    memcpy(&magnitude, &most, sizeof most);
+    return magnitude;
 }
 
+// A scale that is infinite or NaN makes every product of the row NaN: infinity rounds to 0.
 void round_group(const Activations& to, int64_t at, const float* x) {
-    float inverse;
-    to.scale[at] = group_scale(x, &inverse);
-    alignas(64) uint32_t rounded[kGroup];
+    const float largest = largest_magnitude(x);
+    const float inverse = largest >= 0x1p-100f ? 127.0f / largest : 0.0f;
+    to.scale[at] = largest / 127.0f;
+    alignas(64) int32_t rounded[kGroup];
+    vi lanes[kGroup / kSumLength] = {};
     for (int i = 0; i < kGroup; i += W) {
-        const vu bits = as_bits(load(x + i) * inverse + 0x1.8p23f);  // the nearest integer, ties to even, in the low bits
-        memcpy(rounded + i, &bits, sizeof bits);
+        const vi v = (vi)as_bits(load(x + i) * inverse + kShift) - kShiftBits;  // the nearest integer, ties to even
+        memcpy(rounded + i, &v, sizeof v);
+        lanes[i / kSumLength] += v;
     }
-    int8_t* q = to.q + at * kGroup;
-    for (int i = 0; i < kGroup; ++i) q[i] = static_cast<int8_t>(rounded[i]);
-    for (int half = 0; half < 2; ++half) {
+    for (int half = 0; half < kGroup / kSumLength; ++half) {
         int32_t total = 0;
-        for (int i = 0; i < kSumLength; ++i) total += q[half * kSumLength + i];
+        for (int i = 0; i < W; ++i) total += lanes[half][i];
         to.sums[2 * at + half] = total;
     }
+    for (int i = 0; i < kGroup; ++i) to.q[at * kGroup + i] = static_cast<int8_t>(rounded[i]);
 }
 
 void round_rows(const Activations& to, const Tensor& x) {
@@ -178,10 +186,6 @@ constexpr int kOffset = Block::kIsSigned ? 128 : Block::kOffset;
 template <class Block>
 constexpr int kOffset = Block::kOffset;
 #endif
-
-// Adding an integer below 2^22 to these bits gives the float kShift + integer: faster than a conversion.
-constexpr float kShift = 0x1.8p23f;
-constexpr int32_t kShiftBits = 0x4b400000;
 
 // One row of x times 16 of weight
 template <class Block>

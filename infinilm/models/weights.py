@@ -54,14 +54,21 @@ def load_weights(
 class Placement:
     """Where weights go and in which dtype.
 
-    Without a dtype, matrices stay as they are stored on a CPU, where kernels multiply them by float32;
-    elsewhere the checkpoint's own dtype is used. A float32 model keeps quantised matrices too.
+    Without a dtype, matrices stay as they are stored on a CPU: quantised ones packed, for kernels that round
+    activations to int8, others for kernels that multiply them by float32. Elsewhere the checkpoint's dtype
+    is used. A float32 model keeps quantised matrices too, and multiplies them exactly.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype | None, config: LlamaConfig) -> None:
         self.device = device
         self.keeps_stored = dtype is None and device.type == "cpu"
         self.dtype = dtype or (torch.float32 if self.keeps_stored else config.dtype or torch.bfloat16)
+
+    def kept(self, weight: Tensor | QuantizedTensor) -> Tensor | QuantizedTensor:
+        """A copy, which nothing done to the file reaches; quantised ones packed unless float32 is asked."""
+        if isinstance(weight, QuantizedTensor) and self.keeps_stored:
+            return weight.pack()
+        return weight.clone()
 
     def keeps(self, weight: Tensor | QuantizedTensor) -> bool:
         """Whether this matrix stays in the form it is stored in."""
@@ -117,7 +124,7 @@ def give_weight(model: torch.nn.Module, name: str, checkpoint: Checkpoint, place
     weight = checkpoint.tensor(name)
     check_finite(checkpoint, name, weight)
     if isinstance(module, nn.Linear | nn.Embedding) and leaf == "weight" and placement.keeps(weight):
-        module.set_weight(weight.clone())  # a copy: nothing done to the file reaches it
+        module.set_weight(placement.kept(weight))
         return
     dense = weight.dequantize(placement.dtype) if isinstance(weight, QuantizedTensor) else weight
     owned = dense.to(device=placement.device, dtype=placement.dtype, copy=True)
