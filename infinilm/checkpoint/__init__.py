@@ -80,6 +80,10 @@ class Checkpoint(ABC):
     def num_bytes(self) -> int:
         return sum(info.num_bytes for info in self._tensors.values())
 
+    def forget(self, name: str) -> None:
+        """Give the memory of a tensor's pages back, once it has been copied; it can be read again."""
+        self._info(name)
+
     def close(self) -> None:
         """Let go of the files. Each mapping ends with the last tensor that views it."""
         if not self._is_closed:

@@ -89,6 +89,12 @@ class GGUFCheckpoint(Checkpoint):
         num_heads = self._interleaved_heads.get(name)
         return tensor if num_heads is None else _in_halves(tensor, num_heads)
 
+    def forget(self, name: str) -> None:
+        if isinstance(self._buffer, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+            info = self._info(name)
+            start = info.offset // mmap.PAGESIZE * mmap.PAGESIZE
+            self._buffer.madvise(mmap.MADV_DONTNEED, start, info.offset + info.num_bytes - start)
+
     def _release(self) -> None:
         del self._buffer
 

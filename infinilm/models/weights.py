@@ -45,6 +45,7 @@ def load_weights(
     check_names(checkpoint, wanted, found - tied_names(config))
     for name in wanted:
         give_weight(model, name, checkpoint, placement)
+        checkpoint.forget(name)
         report(checkpoint.num_bytes_of(name))
     if config.tie_word_embeddings:
         share_weight(model.lm_head, model.model.embed_tokens.weight)
