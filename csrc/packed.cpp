@@ -61,11 +61,8 @@ float largest_magnitude(const float* x) {
     return magnitude;
 }
 
-// A scale that is infinite or NaN makes every product of the row NaN: infinity rounds to 0.
-void round_group(const Activations& to, int64_t at, const float* x) {
-    const float largest = largest_magnitude(x);
-    const float inverse = largest >= 0x1p-100f ? 127.0f / largest : 0.0f;
-    to.scale[at] = largest / 127.0f;
+// Writes the q of a group, and their sums.
+void round_group(const Activations& to, int64_t at, const float* x, float inverse) {
     alignas(64) int32_t rounded[kGroup];
     vi lanes[kGroup / kSumLength] = {};
     for (int i = 0; i < kGroup; i += W) {
@@ -78,15 +75,28 @@ void round_group(const Activations& to, int64_t at, const float* x) {
         for (int i = 0; i < W; ++i) total += lanes[half][i];
         to.sums[2 * at + half] = total;
     }
-    for (int i = 0; i < kGroup; ++i) to.q[at * kGroup + i] = static_cast<int8_t>(rounded[i]);
+    int8_t* q = to.q + at * kGroup;
+    for (int i = 0; i < kGroup; ++i) q[i] = static_cast<int8_t>(rounded[i]);
+}
+
+// Infinity less itself is NaN: what is not finite makes every product of its row NaN.
+void round_row(const Activations& to, int64_t row, const float* x) {
+    constexpr int kBatch = 8;  // groups whose divisions overlap
+    for (int64_t first = 0; first < to.num_groups; first += kBatch) {
+        const int64_t last = smaller(first + kBatch, to.num_groups);
+        float inverse[kBatch];
+        for (int64_t g = first; g < last; ++g) {
+            const float largest = largest_magnitude(x + g * kGroup);
+            inverse[g - first] = largest >= 0x1p-100f ? 127.0f / largest : 0.0f;
+            to.scale[to.at(g, row)] = largest / 127.0f + (largest - largest);
+        }
+        for (int64_t g = first; g < last; ++g) round_group(to, to.at(g, row), x + g * kGroup, inverse[g - first]);
+    }
 }
 
 void round_rows(const Activations& to, const Tensor& x) {
     for_rows(x, [&](int64_t begin, int64_t end) {
-        for (int64_t r = begin; r < end; ++r) {
-            const float* row = Rows{x}.at<const float>(r);
-            for (int64_t g = 0; g < to.num_groups; ++g) round_group(to, to.at(g, r), row + g * kGroup);
-        }
+        for (int64_t r = begin; r < end; ++r) round_row(to, r, Rows{x}.at<const float>(r));
     });
 }
 

@@ -9,13 +9,47 @@ namespace {
 
 constexpr int kRows = kPackedRows;
 
-// move(offset in the row's block, offset in the packed block, length) for each piece of row r
-template <class Block, class Move>
-inline void for_pieces(int64_t r, Move&& move) {
-    int start = 0;
+// The bits of 32 elements, element 0 lowest, to four bytes: byte i takes those of elements i, i + 4 … i + 28
+uint32_t transposed_bits(uint32_t bits) {
+    uint32_t bytes = 0;
+    for (int i = 0; i < 32; ++i) bytes |= (bits >> i & 1) << (i % 4 * 8 + i / 4);
+    return bytes;
+}
+
+uint32_t restored_bits(uint32_t bytes) {
+    uint32_t bits = 0;
+    for (int i = 0; i < 32; ++i) bits |= (bytes >> (i % 4 * 8 + i / 4) & 1) << i;
+    return bits;
+}
+
+template <class Change>
+inline void copy_bits(uint8_t* to, const uint8_t* from, Change&& change) {
+    uint32_t bits;
+    memcpy(&bits, from, 4);
+    bits = change(bits);
+    memcpy(to, &bits, 4);
+}
+
+// A block into its place r among the 16 of a packed one
+template <class Block>
+void pack_block(uint8_t* packed, const uint8_t* block, int64_t r) {
     for (const Field& field : Block::kFields) {
-        for (int i = 0; i < field.bytes; i += field.piece) move(start + i, (start + i) * kRows + r * field.piece, field.piece);
-        start += field.bytes;
+        for (int i = 0; i < field.bytes; i += field.piece) {
+            uint8_t* to = packed + i * kRows + r * field.piece;
+            field.is_transposed ? copy_bits(to, block + i, transposed_bits) : static_cast<void>(memcpy(to, block + i, field.piece));
+        }
+        packed += field.bytes * kRows, block += field.bytes;
+    }
+}
+
+template <class Block>
+void unpack_block(uint8_t* block, const uint8_t* packed, int64_t r) {
+    for (const Field& field : Block::kFields) {
+        for (int i = 0; i < field.bytes; i += field.piece) {
+            const uint8_t* from = packed + i * kRows + r * field.piece;
+            field.is_transposed ? copy_bits(block + i, from, restored_bits) : static_cast<void>(memcpy(block + i, from, field.piece));
+        }
+        packed += field.bytes * kRows, block += field.bytes;
     }
 }
 
@@ -52,9 +86,7 @@ int64_t pack_rows(const Pack& a) {
         for_packed_rows(a, [&](int64_t n, const uint8_t* row, uint8_t* panel, int64_t r) {
             const uint8_t nothing[Block::kBytes] = {};
             for (int64_t b = 0; b < a.blocks.shape[1]; b += Block::kBytes)
-                for_pieces<Block>(r, [&](int from, int to, int size) {
-                    memcpy(panel + b * kRows + to, (n < a.blocks.shape[0] ? row + b : nothing) + from, size);
-                });
+                pack_block<Block>(panel + b * kRows, n < a.blocks.shape[0] ? row + b : nothing, r);
         });
     });
     return kOk;
@@ -66,7 +98,7 @@ int64_t unpack_rows(const Pack& a) {
         for_packed_rows(a, [&](int64_t n, uint8_t* row, const uint8_t* panel, int64_t r) {
             if (n >= a.blocks.shape[0]) return;
             for (int64_t b = 0; b < a.blocks.shape[1]; b += Block::kBytes)
-                for_pieces<Block>(r, [&](int to, int from, int size) { memcpy(row + b + to, panel + b * kRows + from, size); });
+                unpack_block<Block>(row + b, panel + b * kRows, r);
         });
     });
     return kOk;
@@ -91,7 +123,7 @@ int64_t packed_embedding(const QuantizedEmbedding& a) {
             const uint8_t* panel = static_cast<const uint8_t*>(a.weight.data) + id / kRows * a.weight.shape[1];
             for (int64_t b = 0; b < num_blocks; ++b, panel += Block::kBytes * kRows) {
                 uint8_t own[Block::kBytes];
-                for_pieces<Block>(id % kRows, [&](int to, int from, int size) { memcpy(own + to, panel + from, size); });
+                unpack_block<Block>(own, panel, id % kRows);
                 dequantize_blocks<Block>(y + b * Block::kElements, own, Block::kElements);
             }
         });

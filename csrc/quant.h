@@ -11,7 +11,7 @@
 
 namespace infini::INFINI_LEVEL {
 
-struct Field { int bytes, piece; };
+struct Field { int bytes, piece; bool is_transposed = false; };
 
 inline float half(const uint8_t* p) {
     f16 lanes[W] = {};
@@ -35,9 +35,19 @@ inline void halves(float* y, const uint8_t* p) {
         for (int r = 0; r < R; ++r) y[r] = half(p + 2 * r);
 }
 
-// ---- fields: n bytes at p, so n * R when rows are packed -----------------------------------------------------------
+// ---- fields: of N bytes at p each, the low ones first ---------------------------------------------------------------
 
-// Two of four bits a byte: the low ones, then the high ones
+template <int... I, class F>
+inline void unrolled(std::integer_sequence<int, I...>, F&& f) { (f(std::integral_constant<int, I>{}), ...); }
+
+// f(0), f(1) … f(N - 1) with the number known to the compiler
+template <int N, class F>
+inline void unrolled(F&& f) { unrolled(std::make_integer_sequence<int, N>{}, f); }
+
+// v shifted so that its bit `from` becomes bit `to`
+template <int from, int to>
+inline int moved(uint8_t v) { return from < to ? v << (to - from) : v >> (from - to); }
+
 template <int N>
 inline void four_bits(int8_t* __restrict q, const uint8_t* __restrict p) {
     for (int i = 0; i < N; ++i) {
@@ -46,32 +56,38 @@ inline void four_bits(int8_t* __restrict q, const uint8_t* __restrict p) {
     }
 }
 
-// Four of two bits a byte
 template <int N>
 inline void two_bits(int8_t* __restrict q, const uint8_t* __restrict p) {
     for (int i = 0; i < N; ++i)
         for (int field = 0; field < 4; ++field) q[N * field + i] = p[i] >> 2 * field & 3;
 }
 
-// Eight of one bit a byte, added to q as `worth`
-template <int N>
-inline void add_bits(int8_t* __restrict q, const uint8_t* __restrict p, int worth) {
-    for (int i = 0; i < N; ++i)
-        for (int field = 0; field < 8; ++field) q[N * field + i] = static_cast<int8_t>(q[N * field + i] + (p[i] >> field & 1) * worth);
+// Four bits and a fifth one from `high`: bit `low_bit` of a byte for the low fields, `high_bit` for the high ones
+template <int N, int low_bit, int high_bit>
+inline void five_bits(int8_t* __restrict low, int8_t* __restrict up, const uint8_t* __restrict p, const uint8_t* __restrict high) {
+    for (int i = 0; i < N; ++i) {
+        low[i] = static_cast<int8_t>((p[i] & 15) | (moved<low_bit, 4>(high[i]) & 16));
+        up[i] = static_cast<int8_t>((p[i] >> 4) | (moved<high_bit, 4>(high[i]) & 16));
+    }
 }
 
-// The fifth bits of 32 elements in 4 bytes, element 0 lowest
+// The 32 elements of Q5_0 and Q5_1, whose 4 bytes of fifth bits have element 0 lowest. Packed, byte i of a row's four
+// has the bits of elements i, i + 4 … i + 28 (transposed_bits).
 template <int R>
-inline void add_fifth_bits(int8_t* __restrict q, const uint8_t* __restrict p) {
-    for (int i = 0; i < 8; ++i)
-        for (int r = 0; r < R; ++r) {
-            const uint32_t four = p[i / 2 * R + r] >> i % 2 * 4 & 15u;
-            const uint32_t spread = (four * 0x204081u & 0x01010101u) << 4;  // bit b to byte b
-            uint32_t low;
-            memcpy(&low, q + 4 * (i * R + r), 4);
-            low |= spread;
-            memcpy(q + 4 * (i * R + r), &low, 4);
+inline void five_bits_of_32(int8_t* __restrict q, const uint8_t* __restrict p, const uint8_t* __restrict high) {
+    if constexpr (R == 1) {
+        alignas(16) int8_t sixteens[32];
+        for (int i = 0; i < 4; ++i) {
+            // A copy of the byte for each of its bits, each copy keeping its own bit: 16 where that is set
+            const uint64_t own_bits = high[i] * 0x0101010101010101u & 0x8040201008040201u;
+            const uint64_t spread = ((own_bits + 0x7f7f7f7f7f7f7f7fu) & 0x8080808080808080u) >> 3;
+            memcpy(sixteens + 8 * i, &spread, 8);
         }
+        four_bits<16>(q, p);
+        for (int i = 0; i < 32; ++i) q[i] |= sixteens[i];
+    } else {
+        unrolled<4>([&](auto j) { five_bits<4 * R, j, j + 4>(q + 4 * R * j, q + 4 * R * (j + 4), p + 4 * R * j, high); });
+    }
 }
 
 // q[i] = table[q[i]], in place
@@ -120,11 +136,10 @@ struct Q5_0 {  // scale f16 | 4 bytes of fifth bits | 16 bytes of four bits; val
     static constexpr int kElements = 32, kBytes = 22, kGroup = 32, kOffset = 16;
     static constexpr bool kHasMinimum = false, kIsSigned = false;
     static constexpr int kBits = 0;
-    static constexpr Field kFields[] = {{2, 2}, {4, 1}, {16, 4}};
+    static constexpr Field kFields[] = {{2, 2}, {4, 4, true}, {16, 4}};
     template <int R>
     static void fields(int8_t* q, const uint8_t* block) {
-        four_bits<16 * R>(q, block + 6 * R);
-        add_fifth_bits<R>(q, block + 2 * R);
+        five_bits_of_32<R>(q, block + 6 * R, block + 2 * R);
     }
     template <int R>
     static void scales(float* scale, float*, const uint8_t* block) { halves<R>(scale, block); }
@@ -134,11 +149,10 @@ struct Q5_1 {  // scale f16 | minimum f16 | 4 bytes of fifth bits | 16 bytes of 
     static constexpr int kElements = 32, kBytes = 24, kGroup = 32, kOffset = 0;
     static constexpr bool kHasMinimum = true, kIsSigned = false;
     static constexpr int kBits = 0;
-    static constexpr Field kFields[] = {{2, 2}, {2, 2}, {4, 1}, {16, 4}};
+    static constexpr Field kFields[] = {{2, 2}, {2, 2}, {4, 4, true}, {16, 4}};
     template <int R>
     static void fields(int8_t* q, const uint8_t* block) {
-        four_bits<16 * R>(q, block + 8 * R);
-        add_fifth_bits<R>(q, block + 4 * R);
+        five_bits_of_32<R>(q, block + 8 * R, block + 4 * R);
     }
     template <int R>
     static void scales(float* scale, float* minimum, const uint8_t* block) { Q4_1::scales<R>(scale, minimum, block); }
@@ -203,9 +217,14 @@ struct Q3_K {  // 32 bytes of third bits | 64 bytes of two bits in runs of 32 |
     static constexpr int kBits = 0;
     static constexpr Field kFields[] = {{32, 4}, {64, 4}, {12, 1}, {2, 2}};
     template <int R>
-    static void fields(int8_t* q, const uint8_t* block) {
-        for (int run = 0; run < 2; ++run) two_bits<32 * R>(q + 128 * R * run, block + (32 + 32 * run) * R);
-        add_bits<32 * R>(q, block, 4);
+    static void fields(int8_t* __restrict q, const uint8_t* __restrict block) {
+        unrolled<2>([&](auto run) {
+            for (int i = 0; i < 32 * R; ++i)
+                unrolled<4>([&](auto field) {
+                    const int two = block[(32 + 32 * run) * R + i] >> 2 * field & 3;
+                    q[(128 * run + 32 * field) * R + i] = static_cast<int8_t>(two | (moved<4 * run + field, 2>(block[i]) & 4));
+                });
+        });
     }
     template <int R>
     static void scales(float* scale, float*, const uint8_t* block) {
@@ -255,8 +274,10 @@ struct Q5_K {  // as Q4_K, with 32 bytes of fifth bits before the 128
     static constexpr Field kFields[] = {{2, 2}, {2, 2}, {12, 1}, {32, 4}, {128, 4}};
     template <int R>
     static void fields(int8_t* q, const uint8_t* block) {
-        for (int run = 0; run < 4; ++run) four_bits<32 * R>(q + 64 * R * run, block + (48 + 32 * run) * R);
-        add_bits<32 * R>(q, block + 16 * R, 16);
+        unrolled<4>([&](auto run) {
+            int8_t* low = q + 64 * R * run;
+            five_bits<32 * R, 2 * run, 2 * run + 1>(low, low + 32 * R, block + (48 + 32 * run) * R, block + 16 * R);
+        });
     }
     template <int R>
     static void scales(float* scale, float* minimum, const uint8_t* block) { Q4_K::scales<R>(scale, minimum, block); }
@@ -270,12 +291,15 @@ struct Q6_K {  // 128 bytes of low four bits in runs of 64 | 64 of high two bits
     static constexpr Field kFields[] = {{128, 4}, {64, 4}, {16, 1}, {2, 2}};
     template <int R>
     static void fields(int8_t* __restrict q, const uint8_t* __restrict block) {
-        for (int field = 0; field < 8; ++field)
+        for (int run = 0; run < 2; ++run, q += 128 * R) {
+            const uint8_t *low = block + 64 * R * run, *high = block + (128 + 32 * run) * R;
             for (int i = 0; i < 32 * R; ++i) {
-                const int low = block[(field / 4 * 64 + field % 2 * 32) * R + i] >> field / 2 % 2 * 4 & 15;
-                const int high = block[(128 + field / 4 * 32) * R + i] >> field % 4 * 2 & 3;
-                q[32 * R * field + i] = static_cast<int8_t>(low | high << 4);
+                q[i] = static_cast<int8_t>((low[i] & 15) | (high[i] << 4 & 48));
+                q[32 * R + i] = static_cast<int8_t>((low[32 * R + i] & 15) | (high[i] << 2 & 48));
+                q[64 * R + i] = static_cast<int8_t>((low[i] >> 4) | (high[i] & 48));
+                q[96 * R + i] = static_cast<int8_t>((low[32 * R + i] >> 4) | (high[i] >> 2 & 48));
             }
+        }
     }
     template <int R>
     static void scales(float* scale, float*, const uint8_t* block) {
