@@ -52,13 +52,15 @@ class Workload:
                 raise ValueError(f"{name.replace('_', '-')} must be at least {least}, but is {value}")
 
 
-def measure_latency(model: str | None, dtype: str | None, workload: Workload) -> dict[str, Measured]:
+def measure_latency(
+    model: str | None, dtype: str | None, activations: str, workload: Workload
+) -> dict[str, Measured]:
     """Random prompts in, end-of-text ignored. A first round, which is not counted, warms everything up."""
     loads = []
 
     def load() -> LlamaForCausalLM:
         start = time.perf_counter()
-        loaded, _ = load_model(model, dtype=dtype)
+        loaded, _ = load_model(model, dtype=dtype, activations=activations)
         loads.append(time.perf_counter() - start)
         return loaded
 

@@ -62,6 +62,7 @@ def parser() -> argparse.ArgumentParser:
     latency = bench.add_parser("latency", help="prefill and decode tokens per second")
     latency.add_argument("--model", help="a path or a Hugging Face id; the built-in model if left out")
     latency.add_argument("--dtype", help="float32, bfloat16 or float16; as stored if left out")
+    add_activations(latency)
     latency.add_argument("--prompt-length", type=int, default=512)
     latency.add_argument("--output-length", type=int, default=64)
     latency.add_argument("--batch-size", type=int, default=1)
@@ -77,8 +78,18 @@ def parser() -> argparse.ArgumentParser:
 def add_model_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--model", help="a path or a Hugging Face id; the built-in model if left out")
     command.add_argument("--dtype", help="float32, bfloat16 or float16; as stored if left out")
+    add_activations(command)
     command.add_argument("--device", help="cpu (the default), cuda, cuda:1 ...")
     command.add_argument("--stats", action="store_true", help="print tokens per second at the end")
+
+
+def add_activations(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--activations",
+        choices=("float32", "int8"),
+        default="float32",
+        help="int8 makes quantised models faster and less exact",
+    )
 
 
 def add_sampling_options(command: argparse.ArgumentParser) -> None:
@@ -109,7 +120,13 @@ def load(options: argparse.Namespace) -> LLM:
     with open_checkpoint(path) as checkpoint:
         num_bytes = checkpoint.num_bytes
     with progress("loading", num_bytes) as report:
-        return LLM(path, device=options.device, dtype=options.dtype, report=report)
+        return LLM(
+            path,
+            device=options.device,
+            dtype=options.dtype,
+            activations=options.activations,
+            report=report,
+        )
 
 
 @contextmanager
@@ -247,7 +264,7 @@ def run_latency(options: argparse.Namespace) -> None:
     from infinilm.bench import Workload, measure_latency
 
     workload = Workload(options.prompt_length, options.output_length, options.batch_size, options.rounds)
-    measured = measure_latency(options.model, options.dtype, workload)
+    measured = measure_latency(options.model, options.dtype, options.activations, workload)
     if options.json:
         values = {name: value.median for name, value in measured.items()}
         spreads = {f"{name}_spread": value.spread for name, value in measured.items()}

@@ -42,13 +42,15 @@ def load_model(
     *,
     device: torch.device | str | None = None,
     dtype: torch.dtype | str | None = None,
+    activations: str = "float32",
     report: Callable[[int], None] = lambda num_bytes: None,
 ) -> tuple[LlamaForCausalLM, Tokenizer]:
     """A model and its tokenizer: a path, a Hugging Face id, or None for the built-in default."""
     path = resolve(None if model is None else str(model))
     with open_checkpoint(path) as checkpoint:
         tokenizer = tokenizer_of(checkpoint)
-        return LlamaForCausalLM.from_checkpoint(checkpoint, device, dtype, report), tokenizer
+        llama = LlamaForCausalLM.from_checkpoint(checkpoint, device, dtype, activations, report)
+        return llama, tokenizer
 
 
 def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer:
@@ -66,9 +68,12 @@ class LLM:
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | str | None = None,
+        activations: str = "float32",
         report: Callable[[int], None] = lambda num_bytes: None,
     ) -> None:
-        self.model, self.tokenizer = load_model(model, device=device, dtype=dtype, report=report)
+        self.model, self.tokenizer = load_model(
+            model, device=device, dtype=dtype, activations=activations, report=report
+        )
 
     def generate(
         self, prompts: str | Sequence[str], sampling_params: SamplingParams | None = None

@@ -30,7 +30,8 @@ def test_help_and_version_answer_without_torch() -> None:
 
 
 def test_generate_prints_an_answer_and_its_speed(default_model_path: Path) -> None:
-    result = infinilm("generate", "What is the capital of France?", "--max-tokens", "12", "--stats")
+    question = "What is the capital of France?"
+    result = infinilm("generate", question, "--max-tokens", "12", "--stats")
     assert result.returncode == 0
     assert "Paris" in result.stdout
     assert "tokens/s" in result.stderr
@@ -75,6 +76,7 @@ def test_info_tells_architecture_sizes_and_memory(default_model_path: Path) -> N
         (("generate", "x", "--top-p", "2"), "top_p"),
         (("generate", "x", "--max-tokens", "0"), "max_tokens"),
         (("generate", "x", "--dtype", "int3"), "dtype"),
+        (("generate", "x", "--dtype", "bfloat16", "--activations", "int8"), "int8"),
         (("generate", "", "--raw"), "prompt"),
     ],
 )

@@ -23,7 +23,7 @@ def exact(default_model_path: Path) -> LLM:
 
 @pytest.fixture(scope="module")
 def fast(default_model_path: Path) -> LLM:
-    return LLM(default_model_path)
+    return LLM(default_model_path, activations="int8")
 
 
 @pytest.mark.parametrize("record", RECORDED["answers"], ids=lambda record: record["prompt"][:20])
@@ -50,10 +50,16 @@ def test_quantised_weights_stay_quantised_in_either_mode(exact: LLM, fast: LLM) 
         assert llm.model.lm_head.weight is llm.model.model.embed_tokens.weight
 
 
-def test_the_fast_mode_answers_sensibly(fast: LLM) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=16)
-    (output,) = fast.chat([{"role": "user", "content": "What is the capital of France?"}], params)
-    assert "Paris" in output.outputs[0].text and output.outputs[0].finish_reason == "stop"
+@torch.inference_mode()
+def perplexity(llm: LLM, text: str) -> float:
+    ids = torch.tensor([llm.tokenizer.encode(text)])
+    log_probabilities = torch.log_softmax(llm.model(ids, logits_to_keep=0)[0, :-1].double(), -1)
+    return float(log_probabilities.gather(1, ids[0, 1:, None]).mean().neg().exp())
+
+
+def test_int8_activations_change_the_perplexity_by_little(exact: LLM, fast: LLM) -> None:
+    text = (Path(__file__).parent / "data" / "declaration.txt").read_text()[:1800]
+    assert abs(perplexity(fast, text) / perplexity(exact, text) - 1) < 0.02
 
 
 def test_a_stream_concatenates_to_the_whole_answer(fast: LLM) -> None:

@@ -16,9 +16,9 @@ from infinilm.models.llama import LlamaForCausalLM
 LENGTH = 40
 
 
-@pytest.fixture(scope="module", params=[None, "float32"], ids=["as stored", "float32"])
+@pytest.fixture(scope="module", params=["float32", "int8"])
 def model(default_model_path: Path, request: pytest.FixtureRequest) -> LlamaForCausalLM:
-    return LlamaForCausalLM.from_pretrained(default_model_path, dtype=request.param)
+    return LlamaForCausalLM.from_pretrained(default_model_path, activations=request.param)
 
 
 def prompt(stream: int = 0) -> Tensor:

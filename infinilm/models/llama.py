@@ -260,13 +260,15 @@ class LlamaForCausalLM(nn.Module, GenerationMixin):
         model_path: str | Path,
         device: torch.device | str | None = None,
         dtype: torch.dtype | str | None = None,
+        activations: str = "float32",
     ) -> LlamaForCausalLM:
         """The model in a Hugging Face folder or a GGUF file.
 
         dtype None keeps weights as they are stored, quantised ones too, and computes in float32 on a CPU.
+        activations "int8" rounds what enters quantised layers, which is faster and less exact.
         """
         with open_checkpoint(model_path) as checkpoint:
-            return cls.from_checkpoint(checkpoint, device, dtype)
+            return cls.from_checkpoint(checkpoint, device, dtype, activations)
 
     @classmethod
     def from_checkpoint(
@@ -274,10 +276,12 @@ class LlamaForCausalLM(nn.Module, GenerationMixin):
         checkpoint: Checkpoint,
         device: torch.device | str | None = None,
         dtype: torch.dtype | str | None = None,
+        activations: str = "float32",
         report: Callable[[int], None] = lambda num_bytes: None,
     ) -> LlamaForCausalLM:
         """The model of an open checkpoint; `report` is told the bytes of each weight once it is in."""
-        return load_weights(cls, checkpoint, torch.device(device or "cpu"), parse_dtype(dtype), report)
+        place = torch.device(device or "cpu")
+        return load_weights(cls, checkpoint, place, parse_dtype(dtype), activations, report)
 
 
 class AutoLlamaModel:

@@ -32,6 +32,7 @@ def load_weights(
     checkpoint: Checkpoint,
     device: torch.device,
     dtype: torch.dtype | None,
+    activations: str,
     report: Callable[[int], None],
 ) -> Model:
     """Build the model without memory, then give it the checkpoint's weights one by one."""
@@ -39,7 +40,7 @@ def load_weights(
     check_layers(checkpoint, config)
     with torch.device("meta"):
         model: Any = model_class(config)
-    placement = Placement(device, dtype, config)
+    placement = Placement(device, dtype, activations, config)
     wanted = wanted_names(model, config)
     found = {name for name in checkpoint.names() if not RECOMPUTED.search(name)}
     check_names(checkpoint, wanted, found - tied_names(config))
@@ -55,19 +56,28 @@ def load_weights(
 class Placement:
     """Where weights go and in which dtype.
 
-    Without a dtype, matrices stay as they are stored on a CPU: quantised ones packed, for kernels that round
-    activations to int8, others for kernels that multiply them by float32. Elsewhere the checkpoint's dtype
-    is used. A float32 model keeps quantised matrices too, and multiplies them exactly.
+    Without a dtype, matrices stay as they are stored on a CPU, where kernels multiply them by float32;
+    elsewhere the checkpoint's dtype is used. A float32 model keeps quantised matrices too: their products are
+    exact. With int8 activations they are packed for kernels that work on integers, faster and less exactly.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype | None, config: LlamaConfig) -> None:
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype | None, activations: str, config: LlamaConfig
+    ) -> None:
+        if activations not in ("float32", "int8"):
+            raise ValueError(f"activations must be 'float32' or 'int8', but are {activations!r}")
+        if activations == "int8" and (device.type != "cpu" or dtype not in (None, torch.float32)):
+            raise ValueError(
+                f"activations 'int8' need a CPU and no dtype, but are asked for on {device} in {dtype}"
+            )
+        self.activations = activations
         self.device = device
         self.keeps_stored = dtype is None and device.type == "cpu"
         self.dtype = dtype or (torch.float32 if self.keeps_stored else config.dtype or torch.bfloat16)
 
     def kept(self, weight: Tensor | QuantizedTensor) -> Tensor | QuantizedTensor:
-        """A copy, which nothing done to the file reaches; quantised ones packed unless float32 is asked."""
-        if isinstance(weight, QuantizedTensor) and self.keeps_stored:
+        """A copy, which nothing done to the file reaches."""
+        if isinstance(weight, QuantizedTensor) and self.activations == "int8":
             return weight.pack()
         return weight.clone()
 
