@@ -227,6 +227,7 @@ int64_t first_bad_token(const Tensor& streams, const Tensor& positions, const Te
 
 int64_t attention(const Attention& a) {
     if (const int64_t bad = first_bad_token(a.streams, a.positions, a.keys); bad != kOk) return bad;
+    if (num_elements(a.q) == 0) return kOk;
     const Problem p(a);
     int64_t most_splits = 0;
     for (int64_t n = 0; n < p.num_tokens; ++n) most_splits = p.num_splits(n) > most_splits ? p.num_splits(n) : most_splits;
