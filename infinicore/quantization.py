@@ -96,7 +96,9 @@ class QuantizedTensor:
 
     def clone(self) -> Self:
         """With blocks of its own, where these may be pages of a file."""
-        return replace(self, blocks=self.blocks.clone())
+        if not self.blocks.is_cpu:
+            return replace(self, blocks=self.blocks.clone())
+        return replace(self, blocks=aligned_bytes(*self.blocks.shape).copy_(self.blocks))
 
     def rows(self, indices: Tensor) -> "QuantizedTensor":
         """The rows that indices [R] name, still in blocks: [R, last dimension]"""
