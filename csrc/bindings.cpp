@@ -414,13 +414,15 @@ bool accepts_packed_linear(nb::handle out, nb::handle x, nb::handle packed, nb::
 }
 
 PackedLinear make_packed_linear(nb::handle y, nb::handle x, nb::handle packed, nb::handle bias, nb::handle workspace, int type,
-                                int64_t num_rows) {
+                                int64_t num_rows, int num_planes) {
     const PackedLinear a{tensor(y), tensor(x), tensor(packed), bias.is_none() ? Tensor{} : tensor(bias), tensor(workspace),
-                         static_cast<BlockType>(type), num_rows, !bias.is_none()};
+                         static_cast<BlockType>(type), num_rows, num_planes, !bias.is_none()};
     checked({a.y, a.x, as_rows(a.weight, num_rows), a.bias, a.type, a.has_bias});
     require(a.weight.dtype == DType::u8 && block_size(a.type).elements > 1, "packed_linear: weight must be packed blocks");
-    require(a.workspace.dtype == DType::f32 && is_contiguous(a.workspace) && num_elements(a.workspace) * 32 >= num_elements(a.x) * 11,
-            "packed_linear: the workspace needs 11 float32 for 32 values of x");
+    require(num_planes == 1 || num_planes == 2, "packed_linear: activations have one plane or two");
+    const int64_t room = num_elements(a.x) / 32 * (1 + 10 * num_planes);
+    require(a.workspace.dtype == DType::f32 && is_contiguous(a.workspace) && num_elements(a.workspace) >= room,
+            "packed_linear: the workspace needs a float32 for each 32 values of x, and 10 for each plane of them");
     return a;
 }
 

@@ -48,7 +48,7 @@ struct Binary { Tensor y, a, b; };
 struct Softmax { Tensor y, x; bool causal; };
 struct Embedding { Tensor y, ids, weight; };
 struct Linear { Tensor y, x, weight, bias; BlockType type; bool has_bias; };
-struct PackedLinear { Tensor y, x, weight, bias, workspace; BlockType type; int64_t num_rows; bool has_bias; };
+struct PackedLinear { Tensor y, x, weight, bias, workspace; BlockType type; int64_t num_rows; int num_planes; bool has_bias; };
 struct QuantizedEmbedding { Tensor y, ids, weight; BlockType type; int64_t num_rows; };
 struct Pack { Tensor packed, blocks; BlockType type; };
 struct Attention { Tensor y, q, keys, values, streams, positions, workspace; float scale; int64_t window; };

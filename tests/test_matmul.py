@@ -17,8 +17,9 @@ from infinicore.quantization import BlockType, PackedTensor, QuantizedTensor, qu
 
 BLOCK_TYPES = pytest.mark.parametrize("block_type", list(BlockType), ids=lambda block_type: block_type.name)
 EXACT = [*(block_type.name for block_type in BlockType), "float16", "bfloat16"]
-PACKED = [f"packed {block_type.name}" for block_type in BlockType]
-KINDS = pytest.mark.parametrize("kind", EXACT + PACKED)
+INT8 = [f"int8 {block_type.name}" for block_type in BlockType]
+INT16 = [f"int16 {block_type.name}" for block_type in BlockType]
+KINDS = pytest.mark.parametrize("kind", EXACT + INT8 + INT16)
 
 
 @pytest.fixture(params=_native.isa_levels())
@@ -45,11 +46,11 @@ def rows(num_rows: int, length: int) -> Tensor:
 
 def weight_of(kind: str, num_rows: int) -> Tensor | QuantizedTensor:
     """Rows of 768, three chunks of the narrowest kernels."""
-    name = kind.removeprefix("packed ")
+    activations, _, name = kind.rpartition(" ")
     if name not in BlockType.__members__:
         return rows(num_rows, 768).to(getattr(torch, name))
     weight = random_blocks(BlockType[name], num_rows, 768 // BlockType[name].elements_per_block)
-    return weight if kind == name else weight.pack()
+    return weight.pack(int(activations.removeprefix("int"))) if activations else weight
 
 
 def nmse(found: Tensor, wanted: Tensor) -> float:
@@ -82,13 +83,21 @@ def test_product_is_that_of_float64_but_for_float32_rounding(kind: str, level: s
         assert nmse(F.linear(x, weight), product(x, weight)) <= 1e-10
 
 
-@pytest.mark.parametrize("kind", PACKED)
+@pytest.mark.parametrize("kind", INT8 + INT16)
 def test_product_of_a_packed_weight_is_near_enough(kind: str, level: str) -> None:
-    weight = weight_of(kind, 100)
+    weight, bar = weight_of(kind, 100), 5e-4 if kind.startswith("int8") else 1e-8
     for num_rows in (1, 2, 9):
         x = rows(num_rows, 768)
         x[:, 40] *= 30  # an outlier costs the 31 values around it, not the row
-        assert nmse(F.linear(x, weight), product(x, weight)) <= 5e-4
+        assert nmse(F.linear(x, weight), product(x, weight)) <= bar
+
+
+def test_packing_takes_8_or_16_bits_and_changes_between_them_without_a_copy() -> None:
+    packed = Q8.pack()
+    assert (packed.activation_bits, packed.pack(16).activation_bits) == (8, 16)
+    assert packed.pack(16).blocks is packed.blocks
+    with pytest.raises(ValueError, match="activation_bits must be 8 or 16, but is 4"):
+        Q8.pack(4)
 
 
 @BLOCK_TYPES
@@ -114,18 +123,22 @@ def test_levels_agree_on_the_integers_of_a_packed_product() -> None:
     _native.set_isa(before)
 
 
+@pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_spoils_its_own_row_and_no_other(bad: float, level: str) -> None:
-    weight, x = random_blocks(BlockType.Q4_0, 20, 2).pack(), rows(3, 64)
+def test_what_is_not_finite_spoils_its_own_row_and_no_other(bad: float, bits: int, level: str) -> None:
+    weight, x = random_blocks(BlockType.Q4_0, 20, 2).pack(bits), rows(3, 64)
     wanted = F.linear(x, weight)
     x[1, 5] = bad
     found = F.linear(x, weight)
     assert found[1].isnan().all() and torch.equal(found[::2], wanted[::2])
 
 
+@pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize("scale", [0.0, 1e-44, 1e-36, 1e36])
-def test_activations_of_any_size_are_rounded_as_the_reference_does(scale: float, level: str) -> None:
-    weight, x = random_blocks(BlockType.Q4_0, 20, 2).pack(), rows(3, 64) * scale
+def test_activations_of_any_size_are_rounded_as_the_reference_does(
+    scale: float, bits: int, level: str
+) -> None:
+    weight, x = random_blocks(BlockType.Q4_0, 20, 2).pack(bits), rows(3, 64) * scale
     wanted = ops.packed_linear.reference(x, weight, None)
     torch.testing.assert_close(F.linear(x, weight), wanted, rtol=1e-4, atol=1e-5 * scale)
 
@@ -243,18 +256,20 @@ def test_native_functions_refuse_what_would_leave_a_buffer() -> None:
     ):
         with pytest.raises(ValueError):
             _native.quantized_linear(*arguments)
-    packed, room = Q8.pack().blocks, torch.empty(66)
+    packed, room = Q8.pack().blocks, torch.empty(66)  # 3 rows of 2 groups, each of 11 words
     for arguments in (
-        (y, X, packed[:, :-16], None, room, q8, 5),
-        (y, X, packed, None, room, q8, 17),
-        (torch.empty(3, 17), X, packed, None, room, q8, 17),
-        (y, X, packed, None, room, q8, -1),
-        (y, X, packed, None, room[:65], q8, 5),
-        (y, X, packed, None, room.int(), q8, 5),
-        (y, X, packed.to(torch.int8), None, room, q8, 5),
-        (y, X, packed, None, room, BlockType.Q4_K.ggml_id, 5),
-        (y, X, packed, None, room, 0, 5),
-        (y, X[:, :32], packed, None, room, q8, 5),
+        (y, X, packed[:, :-16], None, room, q8, 5, 1),
+        (y, X, packed, None, room, q8, 17, 1),
+        (torch.empty(3, 17), X, packed, None, room, q8, 17, 1),
+        (y, X, packed, None, room, q8, -1, 1),
+        (y, X, packed, None, room, q8, 5, 0),
+        (y, X, packed, None, room, q8, 5, 2),
+        (y, X, packed, None, room[:65], q8, 5, 1),
+        (y, X, packed, None, room.int(), q8, 5, 1),
+        (y, X, packed.to(torch.int8), None, room, q8, 5, 1),
+        (y, X, packed, None, room, BlockType.Q4_K.ggml_id, 5, 1),
+        (y, X, packed, None, room, 0, 5, 1),
+        (y, X[:, :32], packed, None, room, q8, 5, 1),
     ):
         with pytest.raises(ValueError):
             _native.packed_linear(*arguments)

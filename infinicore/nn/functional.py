@@ -99,7 +99,7 @@ def linear(
     """input @ weight.T + bias: [*, in], [out, in], [out] -> [*, out]
 
     The weight is quantised, or has the dtype of the input, or a half dtype where the input is float32.
-    A packed one takes the input rounded to int8, at an error of 1e-5 to 1e-4 of the mean square.
+    A packed one takes the input rounded to its activation_bits.
     """
     check_float("linear", "input", input)
     check_weight(input, weight)

@@ -42,8 +42,10 @@ class WeightLayer(Module):
     def extra_repr(self) -> str:
         if not isinstance(self.weight, QuantizedTensor):
             return ""
-        packed = ", packed" if isinstance(self.weight, PackedTensor) else ""
-        return f", weight={self.weight.type.name}{packed}"
+        name = f", weight={self.weight.type.name}"
+        if isinstance(self.weight, PackedTensor):
+            return f"{name}, activation_bits={self.weight.activation_bits}"
+        return name
 
 
 def check_weight(layer: str, weight: Tensor | QuantizedTensor, wanted: tuple[int, ...]) -> None:

@@ -105,10 +105,12 @@ def given_packed(native: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_workspace(native: Callable[..., Any]) -> Callable[..., Any]:
-    """As given_packed, with room for the rounded x: a byte for each value, 12 for each group of 32."""
+    """As given_packed, with room for the rounded x: of 32 values, a scale and 10 words for each plane."""
 
     def call(out: Tensor, x: Tensor, weight: PackedTensor, bias: Tensor | None) -> Any:
-        return given_packed(native)(out, x, weight, bias, torch.empty(x.numel() * 11 // 32))
+        num_planes = weight.activation_bits // 8
+        room = torch.empty(x.numel() // 32 * (1 + 10 * num_planes))
+        return native(out, x, weight.blocks, bias, room, weight.type.ggml_id, weight.shape[0], num_planes)
 
     return call
 

@@ -275,23 +275,32 @@ ACTIVATION_GROUP = 32
 SMALLEST_ACTIVATION = 2.0**-100  # what is below has no reciprocal in float32
 
 
-def rounded_activations(x: Tensor) -> Tensor:
-    """x with each group of 32 rounded to 255 equal steps, of which the largest absolute value is the last."""
+def rounded_activations(x: Tensor, bits: int) -> Tensor:
+    """x with each group of 32 rounded to 255 equal steps, of which the largest absolute value is the last.
+
+    For 16 bits, what is left over is rounded again, half a step being 127 of the new ones.
+    """
     groups = x.reshape(*x.shape[:-1], x.shape[-1] // ACTIVATION_GROUP, ACTIVATION_GROUP)
     largest = groups.abs().amax(-1, keepdim=True)
-    inverse = torch.where(largest >= SMALLEST_ACTIVATION, 127 / largest, 0)
-    return ((groups * inverse).round() * (largest / 127)).flatten(-2)
+    scaled = groups * torch.where(largest >= SMALLEST_ACTIVATION, 127 / largest, 0)
+    rounded = scaled.round()
+    if bits == 16:
+        rounded = rounded + ((scaled - rounded) * 254).round() / 254
+    return (rounded * (largest / 127)).flatten(-2)
 
 
 def packed_linear_samples(dtype: torch.dtype) -> Samples:
-    for x, weight, bias in quantized_linear_samples(dtype):
-        yield x, weight.pack(), bias
+    for bits in (8, 16):
+        for x, weight, bias in quantized_linear_samples(dtype):
+            yield x, weight.pack(bits), bias
 
 
-@op(packed_linear_samples, PRODUCT)
+# Scales and minimums are applied to sums over a group, which are larger than the values they leave.
+@op(packed_linear_samples, {torch.float32: Tolerance(1e-5, 5e-4)})
 def packed_linear(x: Tensor, weight: PackedTensor, bias: Tensor | None) -> Tensor:
-    """x @ weight.T + bias with x rounded to int8, a scale for each group of 32"""
-    return torch.nn.functional.linear(rounded_activations(x), weight.dequantize(x.dtype), bias)
+    """x @ weight.T + bias with x rounded to 8 or 16 bits, a scale for each group of 32"""
+    rounded = rounded_activations(x, weight.activation_bits)
+    return torch.nn.functional.linear(rounded, weight.dequantize(x.dtype), bias)
 
 
 def packed_embedding_samples(dtype: torch.dtype) -> Samples:
