@@ -51,7 +51,7 @@ def load_int8(path: str) -> Callable[[Task], Answer]:
     return load_infinilm(path, "int8")
 
 
-def load_infinilm(path: str, activations: str = "float32") -> Callable[[Task], Answer]:
+def load_infinilm(path: str, activations: str | None = None) -> Callable[[Task], Answer]:
     import torch
 
     import infinicore

@@ -53,7 +53,7 @@ class Workload:
 
 
 def measure_latency(
-    model: str | None, dtype: str | None, activations: str, workload: Workload
+    model: str | None, dtype: str | None, activations: str | None, workload: Workload
 ) -> dict[str, Measured]:
     """Random prompts in, end-of-text ignored. A first round, which is not counted, warms everything up."""
     loads = []

@@ -86,9 +86,8 @@ def add_model_options(command: argparse.ArgumentParser) -> None:
 def add_activations(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--activations",
-        choices=("float32", "int8"),
-        default="float32",
-        help="int8 makes quantised models faster and less exact",
+        choices=("float32", "int16", "int8"),
+        help="how quantised layers see their input: int16 if left out; int8 is faster and less exact",
     )
 
 

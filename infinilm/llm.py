@@ -42,7 +42,7 @@ def load_model(
     *,
     device: torch.device | str | None = None,
     dtype: torch.dtype | str | None = None,
-    activations: str = "float32",
+    activations: str | None = None,
     report: Callable[[int], None] = lambda num_bytes: None,
 ) -> tuple[LlamaForCausalLM, Tokenizer]:
     """A model and its tokenizer: a path, a Hugging Face id, or None for the built-in default."""
@@ -68,7 +68,7 @@ class LLM:
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | str | None = None,
-        activations: str = "float32",
+        activations: str | None = None,
         report: Callable[[int], None] = lambda num_bytes: None,
     ) -> None:
         self.model, self.tokenizer = load_model(

@@ -22,6 +22,11 @@ def exact(default_model_path: Path) -> LLM:
 
 
 @pytest.fixture(scope="module")
+def default(default_model_path: Path) -> LLM:
+    return LLM(default_model_path)
+
+
+@pytest.fixture(scope="module")
 def fast(default_model_path: Path) -> LLM:
     return LLM(default_model_path, activations="int8")
 
@@ -55,6 +60,18 @@ def perplexity(llm: LLM, text: str) -> float:
     ids = torch.tensor([llm.tokenizer.encode(text)])
     log_probabilities = torch.log_softmax(llm.model(ids, logits_to_keep=0)[0, :-1].double(), -1)
     return float(log_probabilities.gather(1, ids[0, 1:, None]).mean().neg().exp())
+
+
+def test_the_default_gives_the_same_answers(default: LLM) -> None:
+    for record in RECORDED["answers"][:4]:
+        params = SamplingParams(temperature=0.0, max_tokens=len(record["answer_ids"]))
+        (output,) = default.chat([{"role": "user", "content": record["prompt"]}], params)
+        assert output.outputs[0].token_ids == record["answer_ids"]
+
+
+def test_int16_activations_keep_the_perplexity_within_half_a_percent(exact: LLM, default: LLM) -> None:
+    text = (Path(__file__).parent / "data" / "declaration.txt").read_text()[:1800]
+    assert abs(perplexity(default, text) / perplexity(exact, text) - 1) < 0.005
 
 
 def test_int8_activations_change_the_perplexity_by_little(exact: LLM, fast: LLM) -> None:

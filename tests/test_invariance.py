@@ -16,7 +16,7 @@ from infinilm.models.llama import LlamaForCausalLM
 LENGTH = 40
 
 
-@pytest.fixture(scope="module", params=["float32", "int8"])
+@pytest.fixture(scope="module", params=["float32", "int16", "int8"])
 def model(default_model_path: Path, request: pytest.FixtureRequest) -> LlamaForCausalLM:
     return LlamaForCausalLM.from_pretrained(default_model_path, activations=request.param)
 

@@ -260,12 +260,13 @@ class LlamaForCausalLM(nn.Module, GenerationMixin):
         model_path: str | Path,
         device: torch.device | str | None = None,
         dtype: torch.dtype | str | None = None,
-        activations: str = "float32",
+        activations: str | None = None,
     ) -> LlamaForCausalLM:
         """The model in a Hugging Face folder or a GGUF file.
 
         dtype None keeps weights as they are stored, quantised ones too, and computes in float32 on a CPU.
-        activations "int8" rounds what enters quantised layers, which is faster and less exact.
+        What enters quantised layers is then rounded to int16, which changes a product by 1e-9 of its square;
+        activations "int8" is faster and less exact, "float32" slower and exact.
         """
         with open_checkpoint(model_path) as checkpoint:
             return cls.from_checkpoint(checkpoint, device, dtype, activations)
@@ -276,7 +277,7 @@ class LlamaForCausalLM(nn.Module, GenerationMixin):
         checkpoint: Checkpoint,
         device: torch.device | str | None = None,
         dtype: torch.dtype | str | None = None,
-        activations: str = "float32",
+        activations: str | None = None,
         report: Callable[[int], None] = lambda num_bytes: None,
     ) -> LlamaForCausalLM:
         """The model of an open checkpoint; `report` is told the bytes of each weight once it is in."""

@@ -32,7 +32,7 @@ def load_weights(
     checkpoint: Checkpoint,
     device: torch.device,
     dtype: torch.dtype | None,
-    activations: str,
+    activations: str | None,
     report: Callable[[int], None],
 ) -> Model:
     """Build the model without memory, then give it the checkpoint's weights one by one."""
@@ -53,32 +53,36 @@ def load_weights(
     return model.eval()  # type: ignore[no-any-return]
 
 
+ACTIVATION_BITS = {"float32": 32, "int16": 16, "int8": 8}
+
+
 class Placement:
     """Where weights go and in which dtype.
 
-    Without a dtype, matrices stay as they are stored on a CPU, where kernels multiply them by float32;
-    elsewhere the checkpoint's dtype is used. A float32 model keeps quantised matrices too: their products are
-    exact. With int8 activations they are packed for kernels that work on integers, faster and less exactly.
+    Without a dtype, matrices stay as they are stored on a CPU: quantised ones packed, for kernels that round
+    activations to 16 bits (or 8, by choice) and work on integers, others for kernels that multiply them by
+    float32. Elsewhere the checkpoint's dtype is used. A float32 model keeps quantised matrices as blocks.
     """
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype | None, activations: str, config: LlamaConfig
+        self, device: torch.device, dtype: torch.dtype | None, activations: str | None, config: LlamaConfig
     ) -> None:
-        if activations not in ("float32", "int8"):
-            raise ValueError(f"activations must be 'float32' or 'int8', but are {activations!r}")
-        if activations == "int8" and (device.type != "cpu" or dtype not in (None, torch.float32)):
-            raise ValueError(
-                f"activations 'int8' need a CPU and no dtype, but are asked for on {device} in {dtype}"
-            )
-        self.activations = activations
+        is_plain = device.type == "cpu" and dtype is None
+        if activations is None:
+            activations = "int16" if is_plain else "float32"
+        if activations not in ACTIVATION_BITS:
+            raise ValueError(f"activations must be one of {sorted(ACTIVATION_BITS)}, but are {activations!r}")
+        if activations != "float32" and not is_plain:
+            raise ValueError(f"activations {activations!r} need a CPU and no dtype, not {dtype} on {device}")
+        self.activation_bits = ACTIVATION_BITS[activations]
         self.device = device
         self.keeps_stored = dtype is None and device.type == "cpu"
         self.dtype = dtype or (torch.float32 if self.keeps_stored else config.dtype or torch.bfloat16)
 
     def kept(self, weight: Tensor | QuantizedTensor) -> Tensor | QuantizedTensor:
         """A copy, which nothing done to the file reaches."""
-        if isinstance(weight, QuantizedTensor) and self.activations == "int8":
-            return weight.pack()
+        if isinstance(weight, QuantizedTensor) and self.activation_bits < 32:
+            return weight.pack(self.activation_bits)
         return weight.clone()
 
     def keeps(self, weight: Tensor | QuantizedTensor) -> bool:
