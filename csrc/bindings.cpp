@@ -576,7 +576,7 @@ Attention make_attention(nb::handle y, nb::handle q, nb::handle keys, nb::handle
     check_places(a.streams, a.positions, a.q.shape[0]);
     const int64_t num_kv_heads = a.keys.shape[1];
     require(num_kv_heads > 0 && a.q.shape[1] % num_kv_heads == 0, "attention: query heads must be a multiple of key heads");
-    require(a.q.shape[1] / num_kv_heads * (a.q.shape[2] + 2) <= kAttentionState, "attention: too many or too wide heads share a key head");
+    require(a.q.shape[2] <= kAttentionDim && a.q.shape[1] / num_kv_heads * (a.q.shape[2] + 2) <= kAttentionState, "attention: too many or too wide heads share a key head");
     require(a.workspace.dtype == DType::f32 && is_contiguous(a.workspace), "attention: the workspace must be contiguous float32");
     require(window >= 0, "attention: the window must not be negative");
     return a;

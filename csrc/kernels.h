@@ -7,6 +7,7 @@
 namespace infini {
 
 constexpr int64_t kOk = -1;
+constexpr int kAttentionDim = 256;         // the largest head size
 constexpr int64_t kAttentionState = 8192;  // floats: heads that share a key head times (head size + 2) must fit
 
 // How the rows of a weight are stored, under ggml's ids; quant.h says what each means.

@@ -173,9 +173,8 @@ def test_threads_do_not_change_a_bit(kind: str, threads: None) -> None:
 
 @pytest.mark.parametrize("bits", [8, 16])
 def test_products_that_share_their_input_have_the_bits_of_each_alone(bits: int, level: str) -> None:
-    names = ("Q4_1", "Q6_K", "Q8_0")
-    weights = [random_blocks(BlockType[name], 40, 768 // BlockType[name].elements_per_block) for name in names]
-    packed, biases = [weight.pack(bits) for weight in weights], [None, rows(1, 40)[0], None]
+    packed = [weight_of(f"int{bits} {name}", 40) for name in ("Q4_1", "Q6_K", "Q8_0")]
+    biases = [None, rows(1, 40)[0], None]
     for num_rows in (1, 5, 20):
         x, residual = rows(num_rows, 768), rows(num_rows, 40)
         alone = [F.linear(x, weight, bias) for weight, bias in zip(packed, biases, strict=True)]
@@ -271,7 +270,7 @@ def test_native_functions_refuse_what_would_leave_a_buffer() -> None:
     ):
         with pytest.raises(ValueError):
             _native.quantized_linear(*arguments)
-    packed, room = Q8.pack().blocks, torch.empty(88)  # 4 rows, of which one is padding, of 2 groups, each of 11
+    packed, room = Q8.pack().blocks, torch.empty(88)  # 4 rows, one of them padding, of 2 groups of 11
     for y_, x, weights, biases, types, num_rows, residual, workspace, is_gated, num_planes in (
         (y, X, (packed[:, :-16],), (None,), (q8,), (5,), None, room, False, 1),
         (y, X, (packed,), (None,), (q8,), (17,), None, room, False, 1),

@@ -129,7 +129,7 @@ def linear_group(
     for weight, bias in zip(weights, biases, strict=True):
         check_linear(input, weight, bias)
     y = ops.packed_linear(input, tuple(weights), tuple(biases), None, False)
-    return y.split([weight.shape[0] for weight in weights], -1)
+    return torch.split(y, [weight.shape[0] for weight in weights], -1)
 
 
 def gated_linear(

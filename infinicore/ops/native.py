@@ -109,7 +109,7 @@ def three(values: Iterable[Any], missing: Any = None) -> tuple[Any, ...]:
 
 
 def packed_arguments(weights: Sequence[PackedTensor], biases: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """Up to three weights as a native function takes them: their blocks, biases, types and numbers of rows."""
+    """Up to three weights as a native function takes them: blocks, biases, types and numbers of rows."""
     blocks, types = three(w.blocks for w in weights), three((w.type.ggml_id for w in weights), 0)
     return *blocks, *three(biases), *types, *three((w.shape[0] for w in weights), 0)
 
@@ -125,7 +125,7 @@ def accepts_packed_linear(
     if not 1 <= len(weights) <= 3 or len({w.activation_bits for w in weights}) != 1:
         return False
     arguments = packed_arguments(weights, biases)
-    return _native.accepts_packed_linear(out, x, residual, *arguments, is_gated)  # type: ignore[no-any-return]
+    return _native.accepts_packed_linear(out, x, residual, *arguments, is_gated)
 
 
 def given_weights(native: Callable[..., Any]) -> Callable[..., Any]:
@@ -202,7 +202,8 @@ def is_head_rows(*tensors: Tensor) -> bool:
 def accepts_attention(out: Tensor | None, q: Tensor, keys: Tensor, values: Tensor, *_: Any) -> bool:
     if not is_head_rows(q) or not _native.accepts_rows(None, keys, values):
         return False
-    fits = q.shape[1] // max(keys.shape[1], 1) * (q.shape[2] + 2) <= 8192
+    dim = q.shape[2]
+    fits = dim <= 256 and q.shape[1] // max(keys.shape[1], 1) * (dim + 2) <= 8192
     return fits and (out is None or (is_head_rows(out) and _native.are_apart(out, q)))
 
 

@@ -108,9 +108,9 @@ class LlamaAttention(nn.Module):
         position_ids: Tensor | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """hidden_states [B, S, E] -> [B, S, E], + residual; without a cache, the tokens see each other alone."""
+        """[B, S, E] -> [B, S, E], + residual if given; without a cache, the tokens see each other alone."""
         q, k, v = (
-            projected.unflatten(-1, (-1, self.head_dim))  # [B, S, H or K, D]
+            projected.view(*hidden_states.shape[:-1], -1, self.head_dim)  # [B, S, H or K, D]
             for projected in nn.project(hidden_states, self.q_proj, self.k_proj, self.v_proj)
         )
         if self.has_qk_norm:
