@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import torch
 from torch import Tensor
 
@@ -24,9 +26,11 @@ class DynamicCache:
         self._lengths: list[int] = []
         # True where a key may be attended to [B, T]; None while no position is padding.
         self.key_mask: Tensor | None = None
-        # The stream and slot of each new token, flat; those of single-token steps keep their memory.
+        # The stream and slot of each new token, flat. A recorded step reads the slots of the one before where
+        # they were, and to write numbers there is cheaper than any call of torch.
         self._streams = torch.empty(0, dtype=torch.int64)
-        self._slots = torch.empty(0, dtype=torch.int64)
+        self._slot_numbers = array("q")
+        self.slots = torch.empty(0, dtype=torch.int64)
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Append keys and values [B, K, S, D] to a layer and return all it holds, [B, K, T, D] each."""
@@ -47,11 +51,12 @@ class DynamicCache:
         """Before the layers see new tokens: where they go, and which of them are real ([B, S], None: all)."""
         self._extend_mask(mask, batch_size, num_new)
         start = self.get_seq_length()
-        if num_new == 1 and len(self._slots) == batch_size:
-            self._slots.fill_(start)
+        slots = array("q", range(start, start + num_new)) * batch_size
+        if num_new == 1 and len(self._slot_numbers) == batch_size:
+            self._slot_numbers[:] = slots
             return
         self._streams = torch.arange(batch_size).repeat_interleave(num_new)
-        self._slots = torch.arange(start, start + num_new).repeat(batch_size)
+        self._slot_numbers, self.slots = slots, torch.frombuffer(slots, dtype=torch.int64)
 
     def attend(
         self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
@@ -64,7 +69,7 @@ class DynamicCache:
             )
         end = self.get_seq_length(layer_idx) + q.shape[1]
         keys, values = self._with_room(layer_idx, k.transpose(1, 2), end)
-        places = (self._streams, self._slots)
+        places = (self._streams, self.slots)
         ops.store_kv(keys, values, k.flatten(0, 1), v.flatten(0, 1), *places, out=(keys, values))
         self._lengths[layer_idx] = end
         return ops.attention(q.flatten(0, 1), keys, values, *places, scale, window or 0).view(q.shape)
