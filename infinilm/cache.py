@@ -9,6 +9,8 @@ from torch import Tensor
 
 from infinicore import ops
 
+# Multiplications of one call, about a tenth of a second: Python hears an interrupt between two calls only.
+CALL_WORK = 1 << 28
 GROWTH = 256  # positions of room added at least, so that decoding seldom copies
 
 # B streams, S new tokens, T all tokens of a stream, H query heads, K key/value heads, D head size
@@ -72,7 +74,7 @@ class DynamicCache:
         places = (self._streams, self.slots)
         ops.store_kv(keys, values, k.flatten(0, 1), v.flatten(0, 1), *places, out=(keys, values))
         self._lengths[layer_idx] = end
-        return ops.attention(q.flatten(0, 1), keys, values, *places, scale, window or 0).view(q.shape)
+        return attend_in_parts(q.flatten(0, 1), keys, values, places, end, scale, window).view(q.shape)
 
     def has_room(self, num_new: int) -> bool:
         """Whether so many more positions fit without moving anything."""
@@ -124,6 +126,27 @@ def grown(held: Tensor, room: int, length: int) -> Tensor:
     larger = held.new_empty(held.shape[0], held.shape[1], room, held.shape[3])
     larger[:, :, :length] = held[:, :, :length]
     return larger
+
+
+def attend_in_parts(  # noqa: PLR0913  those of the op
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    places: tuple[Tensor, Tensor],
+    num_keys: int,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """ops.attention of tokens [B * S, H, D], in several calls where one takes long; the bits are the same."""
+    work = q[0].numel() * min(num_keys, window or num_keys)  # of a token
+    size = max(CALL_WORK // work, 16)  # the kernel takes up to 16 together
+    if len(q) <= size:
+        return ops.attention(q, keys, values, *places, scale, window or 0)
+    out = torch.empty(q.shape)
+    for start in range(0, len(q), size):
+        part, streams, slots, attended = (t[start : start + size] for t in (q, *places, out))
+        ops.attention(part, keys, values, streams, slots, scale, window or 0, out=attended)
+    return out
 
 
 def check_update(keys: Tensor, values: Tensor, layer_idx: int, num_layers: int) -> None:

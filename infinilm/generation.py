@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from infinilm.config import LlamaConfig
 
 PREFILL_CHUNK = 512
+# Multiplications of one product on a CPU, about a tenth of a second: interrupts are heard between two ops.
+PRODUCT_WORK = 1 << 31
 
 Prompt = Tensor | Sequence[Sequence[int]]
 Callback = Callable[[list[int | None]], bool | None]
@@ -109,7 +111,7 @@ class GenerationMixin:
         """
         length, rope = cache.get_seq_length() + token_ids.shape[1], self.config.rope
         can_cut = attention_mask is None and rope.regime(1) == rope.regime(length)
-        size = PREFILL_CHUNK if can_cut else token_ids.shape[1]
+        size = chunk_length(self.config, len(token_ids), self.device) if can_cut else token_ids.shape[1]
         for chunk in torch.split(token_ids, size, dim=1):
             logits = self(input_ids=chunk, past_key_values=cache, attention_mask=attention_mask)
         return logits
@@ -213,6 +215,14 @@ class Stream:
             self.token_ids = torch.cat([self.token_ids, torch.tensor([token])])
         self.has_ended = token in params.stop_token_ids
         return token
+
+
+def chunk_length(config: LlamaConfig, batch_size: int, device: torch.device) -> int:
+    """How many tokens of each prompt are fed at once: fewer to large models, where a product takes long."""
+    if device.type != "cpu":
+        return PREFILL_CHUNK
+    work = batch_size * config.hidden_size * config.intermediate_size
+    return min(PREFILL_CHUNK, max(PRODUCT_WORK // work, 16))
 
 
 def filled(tokens: list[int | None], pad: int) -> list[int]:
