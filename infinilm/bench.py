@@ -90,13 +90,13 @@ class TimedStep(DecodeStep):
     def __init__(self, model: LlamaForCausalLM, cache: DynamicCache) -> None:
         super().__init__(model, cache)
         self.gaps: list[float] = []
-        self.end: float | None = None
+        self.replay_end: float | None = None
 
     def replay(self, graph: Graph[Tensor]) -> None:
-        if self.end is not None:
-            self.gaps.append(time.perf_counter() - self.end)
+        if self.replay_end is not None:
+            self.gaps.append(time.perf_counter() - self.replay_end)
         super().replay(graph)
-        self.end = time.perf_counter()
+        self.replay_end = time.perf_counter()
 
 
 @dataclass(frozen=True)

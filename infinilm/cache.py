@@ -76,9 +76,10 @@ class DynamicCache:
         self._lengths[layer_idx] = end
         return attend_in_parts(q.flatten(0, 1), keys, values, places, end, scale, window).view(q.shape)
 
-    def has_room(self, num_new: int) -> bool:
-        """Whether so many more positions fit without moving anything."""
-        return bool(self._keys) and self.get_seq_length() + num_new <= self._keys[0].shape[2]
+    @property
+    def num_slots(self) -> int:
+        """How many positions fit without moving anything."""
+        return self._keys[0].shape[2] if self._keys else 0
 
     def make_room(self, num_new: int) -> None:
         for layer, length in enumerate(self._lengths):
@@ -139,7 +140,7 @@ def attend_in_parts(  # noqa: PLR0913  those of the op
 ) -> Tensor:
     """ops.attention of tokens [B * S, H, D], in several calls where one takes long; the bits are the same."""
     work = q[0].numel() * min(num_keys, window or num_keys)  # of a token
-    size = max(CALL_WORK // work, 16)  # the kernel takes up to 16 together
+    size = max(CALL_WORK // work // 16, 1) * 16  # the kernel takes 16 together
     if len(q) <= size:
         return ops.attention(q, keys, values, *places, scale, window or 0)
     out = torch.empty(q.shape)

@@ -158,8 +158,8 @@ class DecodeStep:
 
     def is_good_for(self, position: int) -> bool:
         """Whether what was recorded is right at this position: the keys have room, the rope its angles."""
-        is_same_rope = self.rope.rope_parameters.regime(position + 1) == self.regime
-        return is_same_rope and position < self.num_angles and self.cache.has_room(1)
+        is_same_rope: bool = self.rope.rope_parameters.regime(position + 1) == self.regime
+        return is_same_rope and position < self.end
 
     def replay(self, graph: Graph[Tensor]) -> None:
         graph.replay()
@@ -168,7 +168,7 @@ class DecodeStep:
     def record(self, tokens: Sequence[int], position: int) -> Sequence[Tensor]:
         self.cache.make_room(1)
         self.rope.prepare(position + 1, self.model.model.norm.weight)
-        self.regime, self.num_angles = self.rope.regime, self.rope.max_seq_len
+        self.regime, self.end = self.rope.regime, min(self.rope.max_seq_len, self.cache.num_slots)
         self.tokens = array("q", tokens)
         self.token_ids = torch.frombuffer(self.tokens, dtype=torch.int64)[:, None]
         self.positions = self.cache.slots[:, None]  # the same where there is no padding
