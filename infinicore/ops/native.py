@@ -241,6 +241,8 @@ def run_store_kv(out: Any, keys: Tensor, values: Tensor, *args: Any) -> tuple[Te
 
 
 def bind_store_kv(out: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, *args: Any) -> Callable[[], None]:
+    if out[0] is not keys or out[1] is not values:
+        raise ValueError("store_kv: a call to be repeated writes in place; pass out=(keys, values)")
     return _native.bind_store_kv(keys, values, *args)  # type: ignore[no-any-return]
 
 
