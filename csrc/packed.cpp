@@ -19,6 +19,11 @@ constexpr int kRows = kPackedRows;          // weight rows side by side
 constexpr int kParts = kRows / W;           // vectors that hold a value for each of them
 constexpr int kChunk = 256;                 // of K, read from a panel of weight rows at a time
 constexpr int kBand = W == 16 ? 256 : 128;  // rows of x that share a chunk
+#if defined(INFINI_AMX)
+constexpr int kPanels = 2;  // of weight multiplied together, so that rows of x come from the nearest cache half the time
+#else
+constexpr int kPanels = 1;
+#endif
 constexpr int kAhead = 4096;                // bytes of weight asked for ahead of their use
 #if defined(INFINI_AVX512)
 constexpr int kTile = 8;  // planes of x multiplied at a time, so that their sums stay in registers
@@ -347,16 +352,16 @@ void add_tiles(float* total, const Chunk& chunk, const Activations& x, int64_t f
 }
 
 #if defined(INFINI_AMX)
-// ---- 16 rows of x at a time, in tile registers: products in 0 and 1, planes of x in 4 and 5, weight in 6 --------------
+// ---- 16 rows of x at a time, in tile registers: products in 0 to 3, planes of x in 4 and 5, weight in 6 and 7 ---------
 
 struct alignas(64) TileConfig {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t row_bytes[16];
     uint8_t num_rows[16];
 
-    constexpr explicit TileConfig(int group)
-        : row_bytes{64, 64, 0, 0, static_cast<uint16_t>(group), static_cast<uint16_t>(group), 64},
-          num_rows{16, 16, 0, 0, 16, 16, static_cast<uint8_t>(group / 4)} {}
+    constexpr explicit TileConfig(uint8_t group)
+        : row_bytes{64, 64, 64, 64, group, group, 64, 64},
+          num_rows{16, 16, 16, 16, 16, 16, static_cast<uint8_t>(group / 4), static_cast<uint8_t>(group / 4)} {}
 };
 
 template <int G>
@@ -365,52 +370,80 @@ constexpr TileConfig kTileConfig{G};
 // In assembly, because the compiler's own functions do not say what memory they read.
 inline void configure_tiles(const TileConfig& config) { asm volatile("ldtilecfg %0" ::"m"(config)); }
 inline void release_tiles() { asm volatile("tilerelease"); }
-inline void load_weight(const int8_t* p) { asm volatile("tileloadd (%0,%1,1), %%tmm6" ::"r"(p), "r"(64L) : "memory"); }
-inline void multiply_first(const int8_t* q, int64_t stride) {
-    asm volatile("tilezero %%tmm0\n tileloadd (%0,%1,1), %%tmm4\n tdpbssd %%tmm6, %%tmm4, %%tmm0" ::"r"(q), "r"(stride) : "memory");
+
+#define INFINI_MULTIPLY(weight, x, product, p)                                                       \
+    asm volatile("tilezero %%tmm" #product "\n tileloadd (%0,%1,1), %%tmm" #x                         \
+                 "\n tdpbssd %%tmm" #weight ", %%tmm" #x ", %%tmm" #product ::"r"(p), "r"(stride) : "memory")
+#define INFINI_LOAD(tile, p) asm volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(p), "r"(64L) : "memory")
+#define INFINI_STORE(tile, p) asm volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(p), "r"(64L) : "memory")
+
+// The dots of a group, in one of two slots: a group's are scaled while the next one's are made, since what leaves tile
+// registers takes a while to arrive.
+template <int slot, int P>
+INFINI_INLINE inline void multiply_group(int32_t (*dots)[kRowBlock][kRows], const int8_t* w, const int8_t* q) {
+    constexpr int64_t stride = P * kGroup;
+    if constexpr (slot == 0) {
+        INFINI_LOAD(6, w);
+        INFINI_MULTIPLY(6, 4, 0, q);
+        if constexpr (P == 2) INFINI_MULTIPLY(6, 5, 1, q + kGroup);
+        INFINI_STORE(0, dots[0]);
+        if constexpr (P == 2) INFINI_STORE(1, dots[1]);
+    } else {
+        INFINI_LOAD(7, w);
+        INFINI_MULTIPLY(7, 4, 2, q);
+        if constexpr (P == 2) INFINI_MULTIPLY(7, 5, 3, q + kGroup);
+        INFINI_STORE(2, dots[0]);
+        if constexpr (P == 2) INFINI_STORE(3, dots[1]);
+    }
 }
-inline void multiply_second(const int8_t* q, int64_t stride) {
-    asm volatile("tilezero %%tmm1\n tileloadd (%0,%1,1), %%tmm5\n tdpbssd %%tmm6, %%tmm5, %%tmm1" ::"r"(q), "r"(stride) : "memory");
-}
-inline void store_first(int32_t* p) { asm volatile("tilestored %%tmm0, (%0,%1,1)" ::"r"(p), "r"(64L) : "memory"); }
-inline void store_second(int32_t* p) { asm volatile("tilestored %%tmm1, (%0,%1,1)" ::"r"(p), "r"(64L) : "memory"); }
 
 // total[0:16][0:16] += the products of a block of x with a chunk of weight, as add_tile does it
 template <int P, int G, bool kHasMinimum>
 void add_block(float* total, const Chunk& chunk, const Activations& x, int64_t first, int64_t num_groups, int64_t row) {
+    constexpr int kSplit = kGroup / G;  // weight groups to a group of x
     const int64_t at = x.at(first, row);
-    const int8_t *w = chunk.q, *q = x.q + at * P * kGroup;
-    const int32_t* sums = x.sums + at * P * kSums;
-    const float *x_scale = x.scale + at, *scale = chunk.scale, *minimum = chunk.minimum;
-    alignas(64) int32_t dots[2][kRowBlock][kRows];
+    alignas(64) int32_t dots[2][2][kRowBlock][kRows];
     vf t[kRowBlock];
     unrolled<kRowBlock>([&](auto r) INFINI_INLINE { t[r] = load(total + r * kRows); });
-    for (; num_groups > 0; --num_groups, q += kRowBlock * P * kGroup, sums += kRowBlock * P * kSums, x_scale += kRowBlock)
-        for (int half = 0; half < kGroup / G; ++half, w += G * kRows, scale += kRows, minimum += kRows) {
-            load_weight(w);
-            multiply_first(q + half * G, P * kGroup);
-            if (P == 2) multiply_second(q + kGroup + half * G, P * kGroup);
-            store_first(dots[0][0]);
-            if (P == 2) store_second(dots[1][0]);
-            unrolled<kRowBlock>([&](auto r) INFINI_INLINE {
-                const auto value = [&](int plane) { return _mm512_cvtepi32_ps(_mm512_load_si512(dots[plane][r])); };
-                const vf v = P == 2 ? fma(value(0), splat(256.0f), value(1)) : value(0);
-                t[r] = fma(v, load(scale) * x_scale[r], t[r]);
-                const float sum = PlaneDots<P>::sum_value(sums + r * P * kSums + half, G);
-                if (kHasMinimum) t[r] = fma(load(minimum), splat(x_scale[r] * sum), t[r]);
-            });
-        }
+    const auto multiply = [&](auto slot, int64_t g) INFINI_INLINE {
+        const int8_t* q = x.q + (at + g / kSplit * kRowBlock) * P * kGroup + g % kSplit * G;
+        multiply_group<slot, P>(dots[slot], chunk.q + g * G * kRows, q);
+    };
+    const auto scale = [&](auto slot, int64_t g) INFINI_INLINE {
+        const float* x_scale = x.scale + at + g / kSplit * kRowBlock;
+        const int32_t* sums = x.sums + (at + g / kSplit * kRowBlock) * P * kSums + g % kSplit;
+        const vf w_scale = load(chunk.scale + g * kRows), minimum = load(chunk.minimum + g * kRows);
+        unrolled<kRowBlock>([&](auto r) INFINI_INLINE {
+            const auto value = [&](int plane) INFINI_INLINE { return (vf)_mm512_cvtepi32_ps(_mm512_load_si512(dots[slot][plane][r])); };
+            const vf v = P == 2 ? fma(value(0), splat(256.0f), value(1)) : value(0);
+            t[r] = fma(v, w_scale * x_scale[r], t[r]);
+            if (kHasMinimum) t[r] = fma(minimum, splat(x_scale[r] * PlaneDots<P>::sum_value(sums + r * P * kSums, G)), t[r]);
+        });
+    };
+    constexpr std::integral_constant<int, 0> even;
+    constexpr std::integral_constant<int, 1> odd;
+    const int64_t last = num_groups * kSplit - 1;
+    multiply(even, 0);
+    for (int64_t g = 0; g <= last; g += 2) {
+        if (g < last) multiply(odd, g + 1);
+        scale(even, g);
+        if (g + 1 < last) multiply(even, g + 2);
+        if (g < last) scale(odd, g + 1);
+    }
     unrolled<kRowBlock>([&](auto r) INFINI_INLINE { store(total + r * kRows, t[r]); });
 }
 
 template <class Block, int P>
-void add_blocks(float* total, const uint8_t* packed, const Activations& x, int64_t first_row, int64_t num_rows) {
-    Chunk chunk;
+void add_blocks(float* total, const uint8_t* packed, int num_panels, const Activations& x, int64_t first_row, int64_t num_rows) {
+    Chunk chunks[kPanels];
+    const int64_t row_length = x.num_groups * kGroup, panel_bytes = row_length / Block::kElements * Block::kBytes * kRows;
     configure_tiles(kTileConfig<Block::kGroup>);
-    for_chunks<Block>(x.num_groups * kGroup, packed, [&](const uint8_t* p, int64_t k, int64_t length) {
-        chunk.template read<Block>(p, length, 0);
+    for_chunks<Block>(row_length, packed, [&](const uint8_t* p, int64_t k, int64_t length) {
+        for (int i = 0; i < num_panels; ++i) chunks[i].template read<Block>(p + i * panel_bytes, length, 0);
         for (int64_t r = 0; r < num_rows; r += kRowBlock)
-            add_block<P, Block::kGroup, Block::kHasMinimum>(total + r * kRows, chunk, x, k / kGroup, length / kGroup, first_row + r);
+            for (int i = 0; i < num_panels; ++i)
+                add_block<P, Block::kGroup, Block::kHasMinimum>(total + (i * kBand + r) * kRows, chunks[i], x, k / kGroup,
+                                                                length / kGroup, first_row + r);
     });
     release_tiles();
 }
@@ -418,9 +451,6 @@ void add_blocks(float* total, const uint8_t* packed, const Activations& x, int64
 
 template <class Block, int P>
 void add_rows(float* total, const uint8_t* packed, const Activations& x, int64_t first_row, int64_t num_rows) {
-#if defined(INFINI_AMX)
-    if (1 << x.log_rows == kRowBlock) return add_blocks<Block, P>(total, packed, x, first_row, num_rows);
-#endif
     Chunk chunk;
     for_chunks<Block>(x.num_groups * kGroup, packed, [&](const uint8_t* p, int64_t k, int64_t length) {
         chunk.template read<Block>(p, length, kBias);
@@ -482,16 +512,27 @@ void add_row(float* total, const uint8_t* packed, const Activations& x, int64_t 
 
 // ---- products -------------------------------------------------------------------------------------------------------
 
+// total[panel][row][0:16] of num_panels panels that follow one another
 template <class Block, int P>
-void add_products(float* total, const uint8_t* packed, const Activations& x, int64_t row, int64_t num_rows) {
-    if constexpr (Block::kBits != 0)
-        if (num_rows == 1) return add_row<Block, P>(total, packed, x, row);
-    add_rows<Block, P>(total, packed, x, row, num_rows);
+void add_products(float* total, const uint8_t* packed, int num_panels, const Activations& x, int64_t row, int64_t num_rows) {
+#if defined(INFINI_AMX)
+    if (1 << x.log_rows == kRowBlock) return add_blocks<Block, P>(total, packed, num_panels, x, row, num_rows);
+#endif
+    const int64_t panel_bytes = x.num_groups * kGroup / Block::kElements * Block::kBytes * kRows;
+    for (int i = 0; i < num_panels; ++i, total += kBand * kRows, packed += panel_bytes) {
+        if constexpr (Block::kBits != 0)
+            if (num_rows == 1) {
+                add_row<Block, P>(total, packed, x, row);
+                continue;
+            }
+        add_rows<Block, P>(total, packed, x, row, num_rows);
+    }
 }
 
-struct Panel {
-    int weight;
-    int64_t row, column;  // its first row of the weight, and its first column of y
+// Panels of one weight that are multiplied together
+struct Strip {
+    int weight, num_panels;
+    int64_t row, column;  // the first row of the weight, and the first column of y
 };
 
 struct Problem {
@@ -499,55 +540,58 @@ struct Problem {
     Activations x;
 
     static int64_t num_panels(int64_t num_rows) { return (num_rows + kRows - 1) / kRows; }
+    int64_t num_strips(int weight) const { return (num_panels(a.num_rows[weight]) + kPanels - 1) / kPanels; }
 
-    int64_t num_panels() const {
-        int64_t count = num_panels(a.num_rows[0]);
-        for (int i = 1; i < a.count && !a.is_gated; ++i) count += num_panels(a.num_rows[i]);
+    int64_t num_strips() const {
+        int64_t count = num_strips(0);
+        for (int i = 1; i < a.count && !a.is_gated; ++i) count += num_strips(i);
         return count;
     }
 
-    Panel panel(int64_t index) const {
-        Panel p{0, index * kRows, index * kRows};
-        while (p.row >= num_panels(a.num_rows[p.weight]) * kRows) {
-            p.row -= num_panels(a.num_rows[p.weight]) * kRows;
-            p.column = p.row;
-            ++p.weight;
-        }
-        for (int i = 0; i < p.weight; ++i) p.column += a.num_rows[i];
-        return p;
+    Strip strip(int64_t index) const {
+        int weight = 0;
+        int64_t column = 0;
+        for (; index >= num_strips(weight); ++weight) index -= num_strips(weight), column += a.num_rows[weight];
+        const int64_t row = index * kPanels * kRows;
+        return {weight, static_cast<int>(smaller(kPanels, num_panels(a.num_rows[weight] - row))), row, column + row};
     }
 
-    // total[0 : num_rows][0:16] of one weight, with its bias
-    void multiply(float* total, int weight, int64_t n, int64_t m, int64_t num_rows) const {
-        memset(total, 0, (num_rows + kRowBlock - 1) / kRowBlock * kRowBlock * kRows * sizeof(float));
-        const uint8_t* packed = static_cast<const uint8_t*>(a.weight[weight].data) + n / kRows * a.weight[weight].shape[1];
+    // total[panel][row][0:16] of one weight, with its bias
+    void multiply(float* total, int weight, const Strip& s, int64_t m, int64_t num_rows) const {
+        const int64_t padded_rows = (num_rows + kRowBlock - 1) / kRowBlock * kRowBlock;
+        for (int i = 0; i < s.num_panels; ++i) memset(total + i * kBand * kRows, 0, padded_rows * kRows * sizeof(float));
+        const uint8_t* packed = static_cast<const uint8_t*>(a.weight[weight].data) + s.row / kRows * a.weight[weight].shape[1];
         with_block(a.type[weight], [&](auto block) {
             using Block = decltype(block);
-            a.num_planes == 2 ? add_products<Block, 2>(total, packed, x, m, num_rows) : add_products<Block, 1>(total, packed, x, m, num_rows);
+            if (a.num_planes == 2) add_products<Block, 2>(total, packed, s.num_panels, x, m, num_rows);
+            else add_products<Block, 1>(total, packed, s.num_panels, x, m, num_rows);
         });
         if (!a.bias[weight].data) return;
-        const float* bias = static_cast<const float*>(a.bias[weight].data) + n;
+        const float* bias = static_cast<const float*>(a.bias[weight].data) + s.row;
+        for (int64_t c = 0; c < smaller(s.num_panels * kRows, a.num_rows[weight] - s.row); ++c)
+            for (int64_t r = 0; r < num_rows; ++r) total[(c / kRows * kBand + r) * kRows + c % kRows] += bias[c];
+    }
+
+    void write(const Strip& s, const float* total, int64_t m, int64_t num_rows) const {
         for (int64_t r = 0; r < num_rows; ++r)
-            for (int64_t c = 0; c < smaller(kRows, a.num_rows[weight] - n); ++c) total[r * kRows + c] += bias[c];
+            for (int i = 0; i < s.num_panels; ++i) {
+                const float* t = total + (i * kBand + r) * kRows;
+                float* y = Rows{a.y}.at<float>(m + r) + s.column + i * kRows;
+                const float* residual = a.residual.data ? Rows{a.residual}.at<float>(m + r) + s.column + i * kRows : nullptr;
+                const int64_t width = smaller(kRows, a.num_rows[s.weight] - s.row - i * kRows);
+                for (int64_t c = 0; c < width; ++c) y[c] = residual ? residual[c] + t[c] : t[c];
+            }
     }
 
-    void write(const Panel& p, const float* total, int64_t m, int64_t num_rows) const {
-        const int64_t width = smaller(kRows, a.num_rows[p.weight] - p.row);
-        for (int64_t r = 0; r < num_rows; ++r) {
-            float* y = Rows{a.y}.at<float>(m + r) + p.column;
-            const float *t = total + r * kRows, *residual = a.residual.data ? Rows{a.residual}.at<float>(m + r) + p.column : nullptr;
-            for (int64_t c = 0; c < width; ++c) y[c] = residual ? residual[c] + t[c] : t[c];
-        }
-    }
-
-    void run(const Panel& p, int64_t m, int64_t num_rows) const {
-        alignas(64) float total[kBand * kRows], up[kBand * kRows];
-        multiply(total, p.weight, p.row, m, num_rows);
+    void run(const Strip& s, int64_t m, int64_t num_rows) const {
+        alignas(64) float total[kPanels * kBand * kRows], up[kPanels * kBand * kRows];
+        multiply(total, s.weight, s, m, num_rows);
         if (a.is_gated) {
-            multiply(up, 1, p.row, m, num_rows);
-            map([](vf gate, vf up) { return gate * sigmoid(gate) * up; }, num_rows * kRows, total, total, up);
+            multiply(up, 1, s, m, num_rows);
+            for (int64_t at = 0; at < s.num_panels * kBand * kRows; at += kBand * kRows)
+                map([](vf gate, vf up) { return gate * sigmoid(gate) * up; }, num_rows * kRows, total + at, total + at, up + at);
         }
-        write(p, total, m, num_rows);
+        write(s, total, m, num_rows);
     }
 };
 
@@ -559,9 +603,9 @@ int64_t packed_linear(const PackedLinear& a) {
     const Activations& x = problem.x;
     round_rows(x, a.x);
     const int64_t grain = kGrain / (kRows * (x.num_groups * kGroup + 1)) + 1;
-    parallel_for(problem.num_panels(), grain, [&](int64_t begin, int64_t end) {
+    parallel_for(problem.num_strips(), grain, [&](int64_t begin, int64_t end) {
         for (int64_t m = 0; m < x.num_rows; m += kBand)
-            for (int64_t p = begin; p < end; ++p) problem.run(problem.panel(p), m, smaller(kBand, x.num_rows - m));
+            for (int64_t i = begin; i < end; ++i) problem.run(problem.strip(i), m, smaller(kBand, x.num_rows - m));
     });
     return kOk;
 }
