@@ -37,6 +37,10 @@ class ModelResult:
             return rates[contender].median * self.weight_bytes / self.bandwidth[task].median
         return rates[contender].median / rates[against].median if against in rates else None
 
+    def noise(self, task: str, *contenders: str) -> float:
+        """The largest spread of these."""
+        return max(self.rates[task][name].spread for name in contenders if name in self.rates[task])
+
     def memory_ratio(self, contender: str) -> float:
         """What loading and a prompt took beyond imports and the cache, as a multiple of the file."""
         taken = self.peak_bytes[contender] - self.imported_bytes[contender] - self.cache_bytes
@@ -75,6 +79,7 @@ TARGETS = (
 )
 MOST_FIRST_TOKEN_SECONDS = 1.5
 MOST_MEMORY = 1.15
+MOST_NOISE = 0.2  # a spread beyond which a ratio says little: something else was running
 
 
 @dataclass(frozen=True)
@@ -114,6 +119,8 @@ def check_ratio(target: Target, model: ModelResult) -> Check | None:
     is_share = target.against == BANDWIDTH
     wanted = f"≥ {target.least:.0%} of {BANDWIDTH}" if is_share else f"≥ {target.least:g}x {target.against}"
     found = as_text(ours, is_share) + (f" (int8 {as_text(int8, is_share)})" if int8 else "")
+    noise = model.noise(target.task, OURS, target.against)
+    found += f", noisy: ±{noise:.0%}" if noise > MOST_NOISE else ""
     return Check(f"{target.task}, {target.model}", wanted, found, ours >= target.least)
 
 

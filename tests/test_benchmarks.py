@@ -49,6 +49,11 @@ def test_memory_is_counted_beyond_imports_and_the_cache(result: ModelResult) -> 
     assert check.found == "1.19x" and not check.is_met
 
 
+def test_a_ratio_of_what_varied_much_is_called_noisy(result: ModelResult) -> None:
+    result.rates["decode"]["llama.cpp"] = Measured((5.0, 15.0, 30.0))
+    assert found(result, "decode, 1B Q4_0")[1].found == "2.00x, noisy: ±83%"
+
+
 def test_a_peer_that_was_not_measured_has_no_target_and_a_dash(result: ModelResult) -> None:
     del result.rates["decode"]["llama.cpp"]
     checked = list(checks([result], first_token_seconds=1.0))
