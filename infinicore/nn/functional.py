@@ -35,6 +35,7 @@ __all__ = [
     "swiglu",
 ]
 
+HALVES = (torch.float16, torch.bfloat16)
 LARGEST_TOPK = 2**31  # beyond any vocabulary
 
 
@@ -63,7 +64,8 @@ def embedding(
 ) -> Tensor:
     """The rows of weight that input names: [*] -> [*, E]. The options mean what they mean in torch.
 
-    Rows of a quantised weight come dequantised to float32, and without options.
+    Rows of a quantised weight come dequantised to float32, and without options. Those of a half dtype come
+    widened into an `out` of float32.
     """
     if isinstance(weight, QuantizedTensor):
         if max_norm is not None or scale_grad_by_freq or sparse:
@@ -75,7 +77,7 @@ def embedding(
         options = (padding_idx, max_norm, norm_type, bool(scale_grad_by_freq), bool(sparse))
         rows = torch.nn.functional.embedding(input.long(), weight, *options)
         return rows if out is None else out.copy_(rows)
-    if out is None and (found := ops.embedding.attempt(None, input, weight)) is not None:
+    if (found := ops.embedding.attempt(out, input, weight)) is not None:
         return found
     check_lookup(input, weight, out)
     return ops.embedding(input.contiguous(), weight, out=out)
@@ -364,7 +366,7 @@ def check_normalized(function: str, input: Tensor, normalized_shape: int | Seque
 
 
 def check_weight(input: Tensor, weight: Tensor | QuantizedTensor) -> None:
-    is_half = isinstance(weight, Tensor) and weight.dtype in (torch.float16, torch.bfloat16)
+    is_half = isinstance(weight, Tensor) and weight.dtype in HALVES
     if isinstance(weight, QuantizedTensor) or (is_half and input.dtype == torch.float32):
         if weight.device != input.device:
             raise TypeError(f"linear: weight is on {weight.device}, but the input is on {input.device}")
@@ -375,7 +377,9 @@ def check_weight(input: Tensor, weight: Tensor | QuantizedTensor) -> None:
 def check_lookup(ids: Tensor, weight: Tensor, out: Tensor | None) -> None:
     check_float("embedding", "weight", weight)
     check_ids(ids, weight)
-    check_out("embedding", out, weight, (*ids.shape, weight.shape[1]))
+    is_widened = out is not None and out.dtype == torch.float32 and weight.dtype in HALVES
+    row = torch.empty(0, device=weight.device) if is_widened else weight
+    check_out("embedding", out, row, (*ids.shape, weight.shape[1]))
 
 
 def check_quantized_lookup(ids: Tensor, weight: QuantizedTensor, out: Tensor | None) -> None:

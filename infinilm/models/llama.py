@@ -187,7 +187,7 @@ class LlamaModel(nn.Module):
 
     def run_layers(self, input_ids: Tensor, position_ids: Tensor, cache: DynamicCache) -> Tensor:
         """The layers alone, on tensors alone: for one token a stream this can be recorded."""
-        hidden_states: Tensor = self.embed_tokens(input_ids).to(self.norm.weight.dtype)  # [B, S, E]
+        hidden_states: Tensor = self.embed_tokens(input_ids, self.norm.weight.dtype)  # [B, S, E]
         for layer in self.layers:
             hidden_states = layer(hidden_states, cache, self.rope_instance, position_ids=position_ids)
         return hidden_states
