@@ -486,6 +486,19 @@ void move_rows(int64_t (*Kernels::*member)(const Pack&), nb::handle packed, nb::
     (active_level().kernels->*member)(a);
 }
 
+void quantize_rows(nb::handle blocks, nb::handle x, int type) {
+    const Quantize a{tensor(blocks), tensor(x), static_cast<BlockType>(type)};
+    require(a.type == BlockType::q8_0 || a.type == BlockType::q4_0, "quantize: expected the type Q8_0 or Q4_0");
+    require(is_float(a.x.dtype) && a.x.ndim == 2 && has_rows(a.x), "quantize: expected rows of floats");
+    const BlockSize block = block_size(a.type);
+    const bool fits = a.blocks.dtype == DType::u8 && a.blocks.ndim == 2 && is_contiguous(a.blocks) &&
+                      a.x.shape[1] % block.elements == 0 && a.blocks.shape[0] == a.x.shape[0] &&
+                      a.blocks.shape[1] == a.x.shape[1] / block.elements * block.bytes;
+    require(fits, "quantize: expected contiguous uint8 blocks for each row");
+    nb::gil_scoped_release release;
+    active_level().kernels->quantize_rows(a);
+}
+
 RandomSample make_random_sample(nb::handle y, nb::handle logits, nb::handle workspace, double random_val, double topp,
                                 int64_t topk, double temperature) {
     const RandomSample a{tensor(y), tensor(logits), tensor(workspace), random_val, topp, temperature, topk};
@@ -796,6 +809,7 @@ NB_MODULE(_native, m) {
     def_accepts(m, "accepts_packed_embedding", accepts_packed_embedding);
     m.def("pack_rows", [](nb::handle packed, nb::handle blocks, int type) { move_rows(&Kernels::pack_rows, packed, blocks, type); });
     m.def("unpack_rows", [](nb::handle blocks, nb::handle packed, int type) { move_rows(&Kernels::unpack_rows, packed, blocks, type); });
+    m.def("quantize_rows", &quantize_rows);
     m.def("are_apart", &are_apart);
     m.def("read_all", &read_all);
     m.def("num_threads", &num_threads);

@@ -51,6 +51,7 @@ struct Linear { Tensor y, x, weight, bias; BlockType type; bool has_bias; };
 struct PackedLinear { Tensor y, x, weight, bias, workspace; BlockType type; int64_t num_rows; int num_planes; bool has_bias; };
 struct QuantizedEmbedding { Tensor y, ids, weight; BlockType type; int64_t num_rows; };
 struct Pack { Tensor packed, blocks; BlockType type; };
+struct Quantize { Tensor blocks, x; BlockType type; };
 struct Attention { Tensor y, q, keys, values, streams, positions, workspace; float scale; int64_t window; };
 struct StoreKv { Tensor keys, values, k, v, streams, positions; };
 struct RandomSample { Tensor y, logits, workspace; double random_val, topp, temperature; int64_t topk; };
@@ -77,6 +78,7 @@ struct Kernels {
     int64_t (*packed_embedding)(const QuantizedEmbedding&);
     int64_t (*pack_rows)(const Pack&);
     int64_t (*unpack_rows)(const Pack&);
+    int64_t (*quantize_rows)(const Quantize&);
 };
 
 }  // namespace infini

@@ -193,6 +193,7 @@ CONFIG = {
     "num_key_value_heads": NUM_KV_HEADS,
     "head_dim": HEAD_DIM,
     "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
     "tie_word_embeddings": True,
 }
 

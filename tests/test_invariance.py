@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf_files import llama_weights, write_folder
 from torch import Tensor
 
 import infinicore
@@ -16,7 +17,6 @@ from infinilm import DynamicCache
 from infinilm.config import LlamaConfig
 from infinilm.generation import DecodeStep
 from infinilm.models.llama import LlamaForCausalLM
-from tests.gguf_files import llama_weights, write_folder
 
 LENGTH = 40
 DEFAULT = ["default float32", "default int16", "default int8"]

@@ -315,6 +315,17 @@ def test_native_functions_refuse_what_would_leave_a_buffer() -> None:
         ):
             with pytest.raises(ValueError):
                 function(*arguments)
+    for arguments in (
+        (blocks, X, q8),
+        (blocks[:3], X, BlockType.Q4_0.ggml_id),
+        (blocks[:3], X, BlockType.Q5_0.ggml_id),
+        (blocks[:3], X.double(), q8),
+        (blocks[:3], X[:, :63], q8),
+        (blocks[:3, :-1], X, q8),
+        (blocks[:3].to(torch.int8), X, q8),
+    ):
+        with pytest.raises(ValueError):
+            _native.quantize_rows(*arguments)
     with pytest.raises(IndexError):
         _native.packed_embedding(torch.empty(1, 64), IDS + 4, packed, q8, 5)
     with pytest.raises(ValueError):

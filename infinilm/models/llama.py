@@ -261,15 +261,17 @@ class LlamaForCausalLM(nn.Module, GenerationMixin):
         device: torch.device | str | None = None,
         dtype: torch.dtype | str | None = None,
         activations: str | None = None,
+        quantize: str | None = None,
     ) -> LlamaForCausalLM:
         """The model in a Hugging Face folder or a GGUF file.
 
         dtype None keeps weights as they are stored, quantised ones too, and computes in float32 on a CPU.
         What enters quantised layers is then rounded to int16, which changes a product by 1e-9 of its square;
-        activations "int8" is faster and less exact, "float32" slower and exact.
+        activations "int8" is faster and less exact, "float32" slower and exact. quantize "q8_0" or "q4_0"
+        makes a quantised model of a checkpoint of floats while it is loaded.
         """
         with open_checkpoint(model_path) as checkpoint:
-            return cls.from_checkpoint(checkpoint, device, dtype, activations)
+            return cls.from_checkpoint(checkpoint, device, dtype, activations, quantize)
 
     @classmethod
     def from_checkpoint(
@@ -278,11 +280,12 @@ class LlamaForCausalLM(nn.Module, GenerationMixin):
         device: torch.device | str | None = None,
         dtype: torch.dtype | str | None = None,
         activations: str | None = None,
+        quantize: str | None = None,
         report: Callable[[int], None] = lambda num_bytes: None,
     ) -> LlamaForCausalLM:
         """The model of an open checkpoint; `report` is told the bytes of each weight once it is in."""
         place = torch.device(device or "cpu")
-        return load_weights(cls, checkpoint, place, parse_dtype(dtype), activations, report)
+        return load_weights(cls, checkpoint, place, parse_dtype(dtype), activations, quantize, report)
 
 
 class AutoLlamaModel:
