@@ -3,8 +3,8 @@
 // up in halves, then chunk after chunk, then the bias. So a row has the same bits alone and among others, whatever
 // the tiles and threads.
 //
-// A part of y is made at a time: a band of rows of x, widened into a buffer, and a strip of outputs. The weight is
-// read where it lies, or 16 rows of a chunk are widened first, once for the band.
+// A part of y is made at a time: a band of rows of x and a strip of outputs. float32 is read where it lies; half
+// precision and blocks are widened first, the weight 16 rows of a chunk at a time, once for the band.
 #include <type_traits>
 
 #include "quant.h"
@@ -15,8 +15,8 @@ namespace {
 
 constexpr int64_t kChunk = 512;            // of K; a multiple of every block
 constexpr int kPanel = 16;                 // weight rows widened side by side
-constexpr int kGroup = 8;                  // of these, what stays in the cache while the band passes by
-constexpr int kStrip = 16 * kPanel;        // outputs whose totals are kept
+constexpr int kInPlace = 8;                // weight rows read where they lie: more push each other out of the cache
+constexpr int kStrip = 8 * kPanel;         // outputs whose totals are kept
 constexpr int kBand = 64;                  // rows of x
 constexpr int64_t kRoom = kBand * kChunk;  // floats of x: the fewer its rows, the longer their span of K
 #if defined(INFINI_AVX512) || defined(__aarch64__)
@@ -134,56 +134,76 @@ struct Weight {
 
 // A band and a strip, with the span of K that is at hand
 struct Part {
-    alignas(64) float x[kRoom], panel[kPanel * kChunk], total[kBand * kStrip];
+    alignas(64) float room[kRoom], panel[kPanel * kChunk], total[kBand * kStrip];
     int64_t num_rows, span;
+    const float* x;    // the span of the band's first row,
+    int64_t x_stride;  // and from row to row
 
     explicit Part(int64_t num_rows) : num_rows(num_rows), span(kRoom / num_rows / kChunk * kChunk) {
         memset(total, 0, num_rows * kStrip * sizeof(float));
     }
 
-    // The rows of x from `m` on, from `k` on, zeros to the end of their last vector
+    // The rows of x from `m` on, from `k` on: where they lie, or widened, with zeros to the end of their last vector
     template <class T>
     void take(const Tensor& from, int64_t m, int64_t k, int64_t length) {
+        const Rows rows{from};
+        if constexpr (std::is_same_v<T, float>) {
+            x = rows.at<const float>(m) + k, x_stride = num_rows > 1 ? rows.at<const float>(m + 1) + k - x : 0;
+            bool is_even = length % W == 0;
+            for (int64_t r = 2; is_even && r < num_rows; ++r)
+                is_even = rows.at<const float>(m + r) + k == x + r * x_stride;
+            if (is_even) return;
+        }
         for (int64_t r = 0; r < num_rows; ++r) {
-            float* row = x + r * span;
-            map([](vf v) { return v; }, length, row, Rows{from}.at<const T>(m + r) + k);
+            float* row = room + r * span;
+            map([](vf v) { return v; }, length, row, rows.at<const T>(m + r) + k);
             for (int64_t end = length; end % W; ++end) row[end] = 0;
         }
+        x = room, x_stride = span;
     }
 
-    // total[r : r + R][n : n + kGroup] += the products with the chunk of a group, which x has from `k` on
-    template <int R, class T>
-    void add_rows(int64_t r, int64_t n, int64_t k, const T* group, int64_t stride, int64_t length) {
-        constexpr int C = kSums / R < kGroup ? kSums / R : kGroup;
-        for (int c = 0; c < kGroup; c += C)
-            add_tile<R, C>(total + r * kStrip + n + c, x + r * span + k, span, group + c * stride, stride, length);
+    // total[r : r + R][n : n + G] += the products with the chunk of G weight rows, which x has from `k` on
+    template <int R, int G, class T>
+    void add_rows(int64_t r, int64_t n, int64_t k, const T* rows, int64_t stride, int64_t length) {
+        constexpr int C = kSums / R < 8 ? kSums / R : 8;
+        for (int c = 0; c < G; c += C)
+            add_tile<R, C>(total + r * kStrip + n + c, x + r * x_stride + k, x_stride, rows + c * stride, stride,
+                           length);
     }
 
-    template <class T>
-    void add_panel(int64_t n, int64_t k, const T* rows, int64_t stride, int64_t length) {
-        for (int c = 0; c < kPanel; c += kGroup) {
-            const T* group = rows + c * stride;
+    // The same for a panel, of which G rows stay in the cache while the band passes by
+    template <int G, class T>
+    void add_panel(int64_t n, int64_t k, const T* panel, int64_t stride, int64_t length) {
+        for (int c = 0; c < kPanel; c += G) {
+            const T* rows = panel + c * stride;
             int64_t r = 0;
-            for (; r + 4 <= num_rows; r += 4) add_rows<4>(r, n + c, k, group, stride, length);
-            if (r + 2 <= num_rows) add_rows<2>(r, n + c, k, group, stride, length), r += 2;
-            if (r < num_rows) add_rows<1>(r, n + c, k, group, stride, length);
+            for (; r + 4 <= num_rows; r += 4) add_rows<4, G>(r, n + c, k, rows, stride, length);
+            if (r + 2 <= num_rows) add_rows<2, G>(r, n + c, k, rows, stride, length), r += 2;
+            if (r < num_rows) add_rows<1, G>(r, n + c, k, rows, stride, length);
         }
     }
 
     template <class T>
     void add_in_place(const Weight& weight, int64_t n, int64_t column, int64_t first, int64_t k, int64_t length) {
         const T* rows = reinterpret_cast<const T*>(weight.at(n, first + k));
-        add_panel(column, k, rows, weight.row_bytes / static_cast<int64_t>(sizeof(T)), length);
+        add_panel<kInPlace>(column, k, rows, weight.row_bytes / static_cast<int64_t>(sizeof(T)), length);
     }
 
     // total[:][column : column + kPanel] += the products with a chunk of the weight rows from `n` on
     void add(const Weight& weight, int64_t n, int64_t column, int64_t first, int64_t k, int64_t length) {
-        const bool is_whole = n + kPanel <= weight.num_rows, is_few = num_rows <= 4;  // few would not pay for widening
-        if (is_whole && weight.type == BlockType::f32) return add_in_place<float>(weight, n, column, first, k, length);
-        if (is_whole && is_few && weight.type == BlockType::bf16) return add_in_place<bf16>(weight, n, column, first, k, length);
-        if (is_whole && is_few && weight.type == BlockType::f16) return add_in_place<f16>(weight, n, column, first, k, length);
+        if (n + kPanel <= weight.num_rows && is_read_in_place(weight)) {
+            if (weight.type == BlockType::f32) return add_in_place<float>(weight, n, column, first, k, length);
+            if (weight.type == BlockType::bf16) return add_in_place<bf16>(weight, n, column, first, k, length);
+            return add_in_place<f16>(weight, n, column, first, k, length);
+        }
         weight.read(panel, n, first + k, length);
-        add_panel(column, k, panel, kChunk, length);
+        add_panel<kPanel>(column, k, panel, kChunk, length);
+    }
+
+    // Few rows do not pay for a copy. Of float32, many do where weight rows, a page apart, share the same cache lines.
+    bool is_read_in_place(const Weight& weight) const {
+        if (weight.type == BlockType::f32) return num_rows <= 16 || weight.row_bytes % 4096;
+        return num_rows <= 4 && (weight.type == BlockType::bf16 || weight.type == BlockType::f16);
     }
 
     // y[m : m + num_rows][n : n + count]
