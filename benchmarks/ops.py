@@ -10,15 +10,17 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import infinicore
-from benchmarks.timing import Timing, race
+from benchmarks.timing import race
 from infinicore import _native, ops
 from infinicore.nn import functional as F
+from infinilm.bench import Measured
 
 HIDDEN_SIZE = 2048
 HEAD_DIM = 64
@@ -74,9 +76,9 @@ def elementwise_rows(x: Tensor, other: Tensor) -> Iterator[Row]:
         yield Row(
             f"gelu {kind}",
             resolved(ops.gelu, x, kind),
-            lambda k=kind: F.gelu(x, k),
-            lambda k=kind: nn.gelu(x, approximate=k),
-        )  # type: ignore[misc]
+            partial(F.gelu, x, kind),
+            partial(nn.gelu, x, approximate=kind),
+        )
     yield Row(
         "gelu fast",
         resolved(ops.gelu, x, "fast"),
@@ -163,7 +165,7 @@ def rows(num_rows: int, dtype: torch.dtype) -> Iterator[Row]:
 def report(shape: str, dtype: torch.dtype, row: Row, num_rounds: int) -> None:
     times = race({"resolved": row.resolved, "function": row.function, "torch": row.torch}, num_rounds)
 
-    def micro(t: Timing) -> str:
+    def micro(t: Measured) -> str:
         return f"{t.median * 1e6:9.1f} ±{t.spread:4.0%}"
 
     ratios = [times["torch"].median / times[name].median for name in ("resolved", "function")]

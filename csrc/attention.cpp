@@ -15,6 +15,9 @@ constexpr int64_t kStateFloats = kAttentionState;  // of one task's running resu
 
 struct Span { int64_t begin, end; };
 
+inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
 // What is known of a token's head after some keys: the largest score, sum of exp(score - max), and weighted values.
 struct State {
     float* data;  // [max, sum, values of D]
@@ -23,68 +26,185 @@ struct State {
     float* values() const { return data + 2; }
 };
 
-template <class T>
-inline float dot(const float* q, const T* k, int64_t n) {
-    vf s0{}, s1{};
-    int64_t i = 0;
-    for (; i + 2 * W <= n; i += 2 * W) {
-        s0 = fma(load(q + i), load(k + i), s0);
-        s1 = fma(load(q + i + W), load(k + i + W), s1);
+// Dot products run over the head size from first to last, with a lane for each key, and values over the keys: what a
+// query gets does not depend on the queries beside it.
+constexpr int kLanes = 16;       // keys scored side by side
+constexpr int kVectors = kLanes / W;
+constexpr int kScores = kSplit + W;  // a vector may begin at the last key
+constexpr int kMaxDim = kAttentionDim;
+#if defined(INFINI_AVX512)
+constexpr int kQueries = 8;  // that share what is loaded of keys and values, so that their sums stay in registers
+#elif defined(INFINI_NEON)
+constexpr int kQueries = 4;
+#else
+constexpr int kQueries = 2;
+#endif
+
+// keys[j][0:dim] for j < num_keys with a lane for each key: [key / kLanes][dim][kLanes], zeros behind the last
+struct Keys {
+    alignas(64) float data[kMaxDim * kSplit];
+
+    template <class T>
+    void read(const T* k, int64_t stride, int64_t num_keys, int64_t dim) {
+        for (int64_t j = 0; j < (num_keys + kLanes - 1) / kLanes * kLanes; j += 4) {
+            alignas(64) float room[4][kMaxDim];
+            const float* rows[4];
+            for (int i = 0; i < 4; ++i) rows[i] = as_floats(room[i], j + i < num_keys ? k + (j + i) * stride : nullptr, dim);
+            float* to = data + j / kLanes * kLanes * dim + j % kLanes;
+            int64_t d = 0;
+            for (; d + 4 <= dim; d += 4) transpose(to + d * kLanes, rows, d);
+            for (; d < dim; ++d)
+                for (int i = 0; i < 4; ++i) to[d * kLanes + i] = rows[i][d];
+        }
     }
-    for (; i < n; i += W) {
-        const int64_t count = n - i < W ? n - i : W;
-        s0 = fma(load_n(q + i, count), load_n(k + i, count), s0);
+
+    template <class T>
+    static const float* as_floats(float* room, const T* row, int64_t dim) {
+        if (!row) return static_cast<const float*>(memset(room, 0, dim * sizeof(float)));
+        if constexpr (std::is_same_v<T, float>) return row;
+        map([](vf v) { return v; }, dim, room, row);
+        return room;
     }
-    return sum(s0 + s1);
+
+    static void transpose(float* to, const float* const* rows, int64_t at) {
+        typedef float v4 __attribute__((vector_size(16)));
+        v4 a, b, c, d;
+        memcpy(&a, rows[0] + at, 16), memcpy(&b, rows[1] + at, 16), memcpy(&c, rows[2] + at, 16), memcpy(&d, rows[3] + at, 16);
+        const v4 ab = __builtin_shufflevector(a, b, 0, 4, 1, 5), cd = __builtin_shufflevector(c, d, 0, 4, 1, 5);
+        const v4 AB = __builtin_shufflevector(a, b, 2, 6, 3, 7), CD = __builtin_shufflevector(c, d, 2, 6, 3, 7);
+        const v4 columns[] = {__builtin_shufflevector(ab, cd, 0, 1, 4, 5), __builtin_shufflevector(ab, cd, 2, 3, 6, 7),
+                              __builtin_shufflevector(AB, CD, 0, 1, 4, 5), __builtin_shufflevector(AB, CD, 2, 3, 6, 7)};
+        for (int i = 0; i < 4; ++i) memcpy(to + i * kLanes, &columns[i], 16);
+    }
+};
+
+// N vectors for each of M queries: lists rather than arrays, which GCC would keep in memory. each(f) calls f(sum, m, n).
+template <int M, int N>
+struct Sums {
+    Sums<M, N - 1> rest;
+    vf last;
+
+    template <class F>
+    INFINI_INLINE void each(int m, F&& f) {
+        rest.each(m, f);
+        f(last, m, N - 1);
+    }
+};
+
+template <int M>
+struct Sums<M, 0> {
+    template <class F>
+    INFINI_INLINE void each(int, F&&) {}
+};
+
+template <int M, int N>
+struct Grid {
+    Grid<M - 1, N> rest;
+    Sums<M, N> last;
+
+    template <class F>
+    INFINI_INLINE void each(F&& f) {
+        rest.each(f);
+        last.each(M - 1, f);
+    }
+};
+
+template <int N>
+struct Grid<0, N> {
+    template <class F>
+    INFINI_INLINE void each(F&&) {}
+};
+
+// scores[m][j] = scale * q[m] . keys[j], to the next kLanes of num_keys
+template <int M>
+void score(float (*scores)[kScores], const float* const* q, const Keys& keys, int64_t num_keys, int64_t dim, float scale) {
+    for (int64_t j = 0; j < num_keys; j += kLanes) {
+        Grid<M, kVectors> sums;
+        sums.each([&](vf& s, int, int) INFINI_INLINE { s = vf{}; });
+        const float* row = keys.data + j * dim;
+        for (int64_t d = 0; d < dim; ++d, row += kLanes)
+            sums.each([&](vf& s, int m, int n) INFINI_INLINE { s = fma(splat(q[m][d]), load(row + n * W), s); });
+        sums.each([&](vf& s, int m, int n) INFINI_INLINE { store(scores[m] + j + n * W, s * scale); });
+    }
 }
 
-// values += weight[j] * v[j] for each key j, in that order for every element
-template <class T>
-inline void add_values(float* values, const float* weights, const T* v, int64_t stride, int64_t num_keys, int64_t dim) {
+// out[m] += weights[m][j] * v[j] for the keys j from `begin` to `end`, in that order for every element
+template <int M, class T>
+void add_values(float* const* out, const float (*weights)[kScores], const T* v, int64_t stride, int64_t begin, int64_t end, int64_t dim) {
+    constexpr int kWidth = 4;
     int64_t i = 0;
-    for (; i + 4 * W <= dim; i += 4 * W) {
-        vf a0 = load(values + i), a1 = load(values + i + W), a2 = load(values + i + 2 * W), a3 = load(values + i + 3 * W);
-        for (int64_t j = 0; j < num_keys; ++j) {
-            const vf w = splat(weights[j]);
-            const T* row = v + j * stride + i;
-            a0 = fma(w, load(row), a0);
-            a1 = fma(w, load(row + W), a1);
-            a2 = fma(w, load(row + 2 * W), a2);
-            a3 = fma(w, load(row + 3 * W), a3);
-        }
-        store(values + i, a0), store(values + i + W, a1), store(values + i + 2 * W, a2), store(values + i + 3 * W, a3);
+    for (; i + kWidth * W <= dim; i += kWidth * W) {
+        Grid<M, kWidth> sums;
+        sums.each([&](vf& s, int m, int n) INFINI_INLINE { s = load(out[m] + i + n * W); });
+        for (int64_t j = begin; j < end; ++j)
+            sums.each([&](vf& s, int m, int n) INFINI_INLINE { s = fma(splat(weights[m][j]), load(v + j * stride + i + n * W), s); });
+        sums.each([&](vf& s, int m, int n) INFINI_INLINE { store(out[m] + i + n * W, s); });
     }
     for (; i < dim; i += W) {
         const int64_t count = dim - i < W ? dim - i : W;
-        vf a = load_n(values + i, count);
-        for (int64_t j = 0; j < num_keys; ++j) a = fma(splat(weights[j]), load_n(v + j * stride + i, count), a);
-        store_n(values + i, a, count);
+        for (int m = 0; m < M; ++m) {
+            vf sum = load_n(out[m] + i, count);
+            for (int64_t j = begin; j < end; ++j) sum = fma(splat(weights[m][j]), load_n(v + j * stride + i, count), sum);
+            store_n(out[m] + i, sum, count);
+        }
     }
 }
 
-// The state of one query head after the keys of one split alone
-template <class T>
-void attend_split(State out, const float* q, const T* k, const T* v, int64_t k_stride, int64_t v_stride, int64_t num_keys,
-                  int64_t dim, float scale) {
-    float scores[kSplit];
-    vf top = splat(-__builtin_inff());
-    for (int64_t j = 0; j < num_keys; ++j) scores[j] = scale * dot(q, k + j * k_stride, dim);
-    for (int64_t j = 0; j < num_keys; j += W)
-        top = max(top, load_n(scores + j, num_keys - j < W ? num_keys - j : W, -__builtin_inff()));
+// scores[begin:end] become exp(score - max), and out knows the max and the sum
+void soften(State out, float* scores, int64_t begin, int64_t end) {
+    vf top = splat(-__builtin_inff()), total{};
+    store(scores + end, top);  // what fills up the last vector counts for nothing
+    for (int64_t j = begin; j < end; j += W) top = max(top, load(scores + j));
     out.top() = max(top);
-    vf total{};
-    for (int64_t j = 0; j < num_keys; j += W) {
-        const int64_t count = num_keys - j < W ? num_keys - j : W;
-        const vf e = exp(load_n(scores + j, count, -__builtin_inff()) - out.top());
-        store_n(scores + j, e, count);
+    for (int64_t j = begin; j < end; j += W) {
+        const vf e = exp(load(scores + j) - out.top());
+        store(scores + j, e);
         total += e;
     }
     out.sum() = sum(total);
-    memset(out.values(), 0, dim * sizeof(float));
-    add_values(out.values(), scores, v, v_stride, num_keys, dim);
+}
+
+// One query head of one token, and the keys of a split that it sees
+struct Query {
+    const float* q;
+    State out;
+    int64_t begin, end;
+};
+
+// The states of M queries after the keys of one split alone
+template <int M, class T>
+void attend_queries(const Query* queries, const Keys& keys, const T* v, int64_t v_stride, int64_t dim, float scale) {
+    alignas(64) float scores[M][kScores];
+    const float* q[M];
+    float* out[M];
+    int64_t last = 0, shared_begin = 0, shared_end = kSplit;
+    for (int m = 0; m < M; ++m) {
+        q[m] = queries[m].q, out[m] = queries[m].out.values();
+        memset(out[m], 0, dim * sizeof(float));
+        last = queries[m].end > last ? queries[m].end : last;
+        shared_begin = queries[m].begin > shared_begin ? queries[m].begin : shared_begin;
+        shared_end = queries[m].end < shared_end ? queries[m].end : shared_end;
+    }
+    score<M>(scores, q, keys, last, dim, scale);
+    for (int m = 0; m < M; ++m) soften(queries[m].out, scores[m], queries[m].begin, queries[m].end);
+    if (shared_end < shared_begin) shared_end = shared_begin;
+    for (int m = 0; m < M; ++m) add_values<1>(out + m, scores + m, v, v_stride, queries[m].begin, smaller(shared_begin, queries[m].end), dim);
+    add_values<M>(out, scores, v, v_stride, shared_begin, shared_end, dim);
+    for (int m = 0; m < M; ++m) add_values<1>(out + m, scores + m, v, v_stride, larger(shared_end, queries[m].begin), queries[m].end, dim);
+}
+
+template <int M, class T>
+void attend_all(const Query* queries, int64_t count, const Keys& keys, const T* v, int64_t v_stride, int64_t dim, float scale) {
+    for (; count >= M; count -= M, queries += M) attend_queries<M>(queries, keys, v, v_stride, dim, scale);
+    if constexpr (M > 1) attend_all<M - 1>(queries, count, keys, v, v_stride, dim, scale);
 }
 
 inline float scalar_exp(float x) { return exp(splat(x))[0]; }
+
+void start(State state, int64_t dim) {
+    memset(state.data, 0, (dim + 2) * sizeof(float));
+    state.top() = -__builtin_inff();
+}
 
 void fold(State all, State part, int64_t dim) {
     const float top = all.top() > part.top() ? all.top() : part.top();
@@ -106,6 +226,7 @@ struct Problem {
     int64_t position(int64_t n) const { return index_at(a.positions.data, a.positions.dtype, n); }
     int64_t num_splits(int64_t n) const { return position(n) / kSplit + 1; }
     int64_t first_split(int64_t n) const { return first_key(n) / kSplit; }
+    bool sees(int64_t n, int64_t split) const { return split >= first_split(n) && split < num_splits(n); }
     int64_t first_key(int64_t n) const {
         return a.window > 0 && position(n) >= a.window ? position(n) - a.window + 1 : 0;
     }
@@ -114,19 +235,30 @@ struct Problem {
         return static_cast<const float*>(a.q.data) + n * a.q.stride[0] + h * a.q.stride[1];
     }
 
-    // The keys of a split that token n sees
+    // The keys of a split that token n sees, counted from the split's first
     Span visible(int64_t n, int64_t split) const {
-        const int64_t first = first_key(n), last = position(n) + 1, begin = split * kSplit;
-        return {first > begin ? first : begin, last < begin + kSplit ? last : begin + kSplit};
+        const int64_t start = split * kSplit;
+        return {larger(first_key(n) - start, 0), smaller(position(n) + 1 - start, kSplit)};
+    }
+
+    Query ask(int64_t n, int64_t h, int64_t split, State out) const {
+        const Span keys = visible(n, split);
+        return {query(n, h), out, keys.begin, keys.end};
     }
 
     template <class T>
-    void attend(State out, int64_t n, int64_t h, int64_t split) const {
-        const Span keys = visible(n, split);
-        const int64_t at_k = stream(n) * a.keys.stride[0] + h / group * a.keys.stride[1] + keys.begin * a.keys.stride[2];
-        const int64_t at_v = stream(n) * a.values.stride[0] + h / group * a.values.stride[1] + keys.begin * a.values.stride[2];
-        attend_split(out, query(n, h), static_cast<const T*>(a.keys.data) + at_k, static_cast<const T*>(a.values.data) + at_v,
-                     a.keys.stride[2], a.values.stride[2], keys.end - keys.begin, dim, a.scale);
+    static const T* at(const Tensor& cache, int64_t stream, int64_t g, int64_t split) {
+        return static_cast<const T*>(cache.data) + stream * cache.stride[0] + g * cache.stride[1] + split * kSplit * cache.stride[2];
+    }
+
+    template <class T>
+    void read_keys(Keys* keys, int64_t n, int64_t g, int64_t split, int64_t num_keys) const {
+        keys->read(at<T>(a.keys, stream(n), g, split), a.keys.stride[2], num_keys, dim);
+    }
+
+    template <class T>
+    void answer(const Query* queries, int64_t count, const Keys& keys, int64_t n, int64_t g, int64_t split) const {
+        attend_all<kQueries>(queries, count, keys, at<T>(a.values, stream(n), g, split), a.values.stride[2], dim, a.scale);
     }
 
     void finish(State state, int64_t n, int64_t h) const {
@@ -136,31 +268,39 @@ struct Problem {
     }
 };
 
+constexpr int kBatch = 16;  // queries asked at once
+
 // One task: some tokens of one stream and the query heads of one key head, split after split, so that the keys and
 // values of a split are read from memory once for all of them.
 template <class T>
 void attend_tokens(const Problem& p, int64_t begin, int64_t end, int64_t g) {
-    float states[kStateFloats], part[kStateFloats];
-    const auto state = [&](int64_t n, int64_t h) { return State{states + ((n - begin) * p.group + h) * p.state_size}; };
+    float states[kStateFloats], parts[kBatch][kMaxDim + 2];
+    Keys keys;
+    const int64_t count = (end - begin) * p.group;
+    const auto token = [&](int64_t i) { return begin + i / p.group; };
+    const auto head = [&](int64_t i) { return g * p.group + i % p.group; };
+    const auto state = [&](int64_t i) { return State{states + i * p.state_size}; };
     int64_t first = p.first_split(begin), last = 0;
-    for (int64_t n = begin; n < end; ++n) {
-        first = p.first_split(n) < first ? p.first_split(n) : first;
-        last = p.num_splits(n) > last ? p.num_splits(n) : last;
-        for (int64_t h = 0; h < p.group; ++h) {
-            memset(state(n, h).data, 0, p.state_size * sizeof(float));
-            state(n, h).top() = -__builtin_inff();
+    for (int64_t n = begin; n < end; ++n) first = smaller(first, p.first_split(n)), last = larger(last, p.num_splits(n));
+    for (int64_t i = 0; i < count; ++i) start(state(i), p.dim);
+    for (int64_t split = first; split < last; ++split) {
+        int64_t num_keys = 0;
+        for (int64_t n = begin; n < end; ++n) num_keys = larger(num_keys, p.visible(n, split).end);
+        p.read_keys<T>(&keys, begin, g, split, num_keys);
+        for (int64_t i = 0; i < count;) {
+            Query queries[kBatch];
+            int64_t asked[kBatch], num_asked = 0;
+            for (; i < count && num_asked < kBatch; ++i)
+                if (p.sees(token(i), split)) {
+                    asked[num_asked] = i;
+                    queries[num_asked] = p.ask(token(i), head(i), split, State{parts[num_asked]});
+                    ++num_asked;
+                }
+            p.answer<T>(queries, num_asked, keys, begin, g, split);
+            for (int64_t k = 0; k < num_asked; ++k) fold(state(asked[k]), queries[k].out, p.dim);
         }
     }
-    for (int64_t split = first; split < last; ++split)
-        for (int64_t n = begin; n < end; ++n) {
-            if (split < p.first_split(n) || split >= p.num_splits(n)) continue;
-            for (int64_t h = 0; h < p.group; ++h) {
-                p.attend<T>(State{part}, n, g * p.group + h, split);
-                fold(state(n, h), State{part}, p.dim);
-            }
-        }
-    for (int64_t n = begin; n < end; ++n)
-        for (int64_t h = 0; h < p.group; ++h) p.finish(state(n, h), n, g * p.group + h);
+    for (int64_t i = 0; i < count; ++i) p.finish(state(i), token(i), head(i));
 }
 
 // Tokens [begin, end) of one stream that one task takes
@@ -197,19 +337,25 @@ void attend_by_splits(const Problem& p, int64_t most_splits) {
     };
     const int64_t rows = p.num_tokens * p.num_kv_heads;
     parallel_for(rows * most_splits, 1, [&](int64_t first, int64_t last) {
+        Keys keys;
         for (int64_t item = first; item < last; ++item) {
             const int64_t n = item / most_splits / p.num_kv_heads, g = item / most_splits % p.num_kv_heads;
             const int64_t split = item % most_splits;
-            if (split < p.first_split(n) || split >= p.num_splits(n)) continue;
-            for (int64_t h = g * p.group; h < (g + 1) * p.group; ++h) p.attend<T>(part(n, h, split), n, h, split);
+            if (!p.sees(n, split)) continue;
+            p.read_keys<T>(&keys, n, g, split, p.visible(n, split).end);
+            for (int64_t first_head = 0; first_head < p.group; first_head += kBatch) {
+                Query queries[kBatch];
+                const int64_t count = smaller(kBatch, p.group - first_head), h = g * p.group + first_head;
+                for (int64_t i = 0; i < count; ++i) queries[i] = p.ask(n, h + i, split, part(n, h + i, split));
+                p.answer<T>(queries, count, keys, n, g, split);
+            }
         }
     });
     for (int64_t n = 0; n < p.num_tokens; ++n)
         for (int64_t h = 0; h < p.num_heads; ++h) {
-            float data[kStateFloats];
+            float data[kMaxDim + 2];
             const State all{data};
-            memset(data, 0, p.state_size * sizeof(float));
-            all.top() = -__builtin_inff();
+            start(all, p.dim);
             for (int64_t split = p.first_split(n); split < p.num_splits(n); ++split) fold(all, part(n, h, split), p.dim);
             p.finish(all, n, h);
         }

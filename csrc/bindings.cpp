@@ -120,6 +120,7 @@ bool is_contiguous(const Tensor& t) {
         if (t.shape[i] != 1 && t.stride[i] != expected) return num_elements(t) == 0;
     return true;
 }
+int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 bool has_rows(const Tensor& t) { return t.ndim == 0 || t.stride[t.ndim - 1] == 1 || num_elements(t) == 0; }
 
 struct Span { const char *begin, *end; };
@@ -409,24 +410,79 @@ Tensor as_rows(Tensor packed, int64_t num_rows) {
     return packed;
 }
 
-bool accepts_packed_linear(nb::handle out, nb::handle x, nb::handle packed, nb::handle bias, int type, int64_t num_rows) {
-    Linear a{};
-    a.type = static_cast<BlockType>(type);
-    if (!read(x, &a.x) || !read(packed, &a.weight)) return false;
-    a.weight = as_rows(a.weight, num_rows);
-    return a.weight.ndim == 2 && accepts_product(out, bias, x, a);
+// The product with weight i alone, whose columns of y begin at `first`
+Linear part_of(const PackedLinear& a, int i, int64_t first) {
+    Linear part{a.y, a.x, as_rows(a.weight[i], a.num_rows[i]), a.bias[i], a.type[i], a.bias[i].data != nullptr};
+    if (a.y.ndim) part.y.shape[a.y.ndim - 1] = smaller(a.num_rows[i], a.y.shape[a.y.ndim - 1] - first);
+    return part;
 }
 
-PackedLinear make_packed_linear(nb::handle y, nb::handle x, nb::handle packed, nb::handle bias, nb::handle workspace, int type,
-                                int64_t num_rows, int num_planes) {
-    const PackedLinear a{tensor(y), tensor(x), tensor(packed), bias.is_none() ? Tensor{} : tensor(bias), tensor(workspace),
-                         static_cast<BlockType>(type), num_rows, num_planes, !bias.is_none()};
-    checked({a.y, a.x, as_rows(a.weight, num_rows), a.bias, a.type, a.has_bias});
-    require(a.weight.dtype == DType::u8 && block_size(a.type).elements > 1, "packed_linear: weight must be packed blocks");
+const char* broken_packed_rule(const PackedLinear& a) {
+    if (a.count == 0 || (a.is_gated && (a.count != 2 || a.num_rows[0] != a.num_rows[1])))
+        return "packed_linear: expected one to three weights, and of a gated product two of one size";
+    int64_t columns = 0;
+    for (int i = 0; i < a.count; ++i) {
+        if (block_size(a.type[i]).elements <= 1) return "packed_linear: weight must be packed blocks";
+        if (const char* rule = broken_linear_rule(part_of(a, i, columns))) return rule;
+        if (!a.is_gated) columns += a.num_rows[i];
+    }
+    if (!a.is_gated && columns != a.y.shape[a.y.ndim - 1]) return "packed_linear: out must have a column for each row of weight";
+    const bool fits = a.residual.dtype == DType::f32 && same_shape(a.residual, a.y) && has_rows(a.residual);
+    return !a.residual.data || fits ? nullptr : "packed_linear: residual must be float32 in the shape of out, with contiguous rows";
+}
+
+// Fills in the weights, which may be None from some place on, and their biases; false where one is no tensor
+bool read_weights(PackedLinear* a, const nb::handle* weights, const nb::handle* biases, const int* types, const int64_t* num_rows) {
+    for (int i = 0; i < kPackedWeights && !weights[i].is_none(); ++i, ++a->count) {
+        if (!read(weights[i], &a->weight[i]) || (!biases[i].is_none() && !read(biases[i], &a->bias[i]))) return false;
+        a->type[i] = static_cast<BlockType>(types[i]);
+        a->num_rows[i] = num_rows[i];
+    }
+    return true;
+}
+
+bool accepts_packed_linear(nb::handle out, nb::handle x, nb::handle residual, nb::handle w0, nb::handle w1, nb::handle w2, nb::handle b0,
+                           nb::handle b1, nb::handle b2, int t0, int t1, int t2, int64_t n0, int64_t n1, int64_t n2, bool is_gated) {
+    const nb::handle weights[] = {w0, w1, w2}, biases[] = {b0, b1, b2};
+    const int types[] = {t0, t1, t2};
+    const int64_t num_rows[] = {n0, n1, n2};
+    PackedLinear a{};
+    a.is_gated = is_gated;
+    if (!read(x, &a.x) || !read_weights(&a, weights, biases, types, num_rows)) return false;
+    if ((!residual.is_none() && !read(residual, &a.residual)) || !read(out.is_none() ? x : out, &a.y)) return false;
+    if (out.is_none() && a.y.ndim) {
+        int64_t& columns = a.y.shape[a.y.ndim - 1] = n0;
+        for (int i = 1; i < a.count && !is_gated; ++i) columns += num_rows[i];
+    }
+    if (broken_packed_rule(a) || needs_grad(x)) return false;
+    for (nb::handle h : {residual, b0, b1, b2})
+        if (!h.is_none() && needs_grad(h)) return false;
+    if (out.is_none()) return true;
+    if (a.y.data == a.x.data || !may_write_all(a.y, &a.x, 1)) return false;
+    return may_write_all(a.y, a.weight, a.count) && may_write_all(a.y, a.bias, a.count) && (!a.residual.data || may_write(a.y, a.residual));
+}
+
+// The floats that packed_linear needs beside its tensors: blocks of rows, each group of 32 with a scale and 10 for a plane
+int64_t packed_room(const Tensor& x, int num_planes) {
+    const int64_t length = x.shape[x.ndim - 1], num_rows = length ? num_elements(x) / length : 0;
+    int64_t block = 1;
+    while (block < kRowBlock && block < num_rows) block *= 2;
+    return (num_rows + block - 1) / block * block * (length / 32) * (1 + 10 * num_planes);
+}
+
+PackedLinear make_packed_linear(nb::handle y, nb::handle x, nb::handle residual, nb::handle workspace, nb::handle w0, nb::handle w1,
+                                nb::handle w2, nb::handle b0, nb::handle b1, nb::handle b2, int t0, int t1, int t2, int64_t n0,
+                                int64_t n1, int64_t n2, bool is_gated, int num_planes) {
+    const nb::handle weights[] = {w0, w1, w2}, biases[] = {b0, b1, b2};
+    const int types[] = {t0, t1, t2};
+    const int64_t num_rows[] = {n0, n1, n2};
+    PackedLinear a{tensor(y), tensor(x), residual.is_none() ? Tensor{} : tensor(residual), tensor(workspace), {}, {}, {}, {}, 0,
+                   num_planes, is_gated};
+    require(read_weights(&a, weights, biases, types, num_rows), "packed_linear: weights and biases must be CPU tensors");
+    if (const char* rule = broken_packed_rule(a)) refuse(rule);
     require(num_planes == 1 || num_planes == 2, "packed_linear: activations have one plane or two");
-    const int64_t room = num_elements(a.x) / 32 * (1 + 10 * num_planes);
-    require(a.workspace.dtype == DType::f32 && is_contiguous(a.workspace) && num_elements(a.workspace) >= room,
-            "packed_linear: the workspace needs a float32 for each 32 values of x, and 10 for each plane of them");
+    require(a.workspace.dtype == DType::f32 && is_contiguous(a.workspace) && num_elements(a.workspace) >= packed_room(a.x, num_planes),
+            "packed_linear: the workspace is too small");
     return a;
 }
 
@@ -537,7 +593,7 @@ Attention make_attention(nb::handle y, nb::handle q, nb::handle keys, nb::handle
     check_places(a.streams, a.positions, a.q.shape[0]);
     const int64_t num_kv_heads = a.keys.shape[1];
     require(num_kv_heads > 0 && a.q.shape[1] % num_kv_heads == 0, "attention: query heads must be a multiple of key heads");
-    require(a.q.shape[1] / num_kv_heads * (a.q.shape[2] + 2) <= kAttentionState, "attention: too many or too wide heads share a key head");
+    require(a.q.shape[2] <= kAttentionDim && a.q.shape[1] / num_kv_heads * (a.q.shape[2] + 2) <= kAttentionState, "attention: too many or too wide heads share a key head");
     require(a.workspace.dtype == DType::f32 && is_contiguous(a.workspace), "attention: the workspace must be contiguous float32");
     require(window >= 0, "attention: the window must not be negative");
     return a;
@@ -810,6 +866,7 @@ NB_MODULE(_native, m) {
     m.def("pack_rows", [](nb::handle packed, nb::handle blocks, int type) { move_rows(&Kernels::pack_rows, packed, blocks, type); });
     m.def("unpack_rows", [](nb::handle blocks, nb::handle packed, int type) { move_rows(&Kernels::unpack_rows, packed, blocks, type); });
     m.def("quantize_rows", &quantize_rows);
+    m.def("packed_room", [](nb::handle x, int num_planes) { return packed_room(tensor(x), num_planes); });
     m.def("are_apart", &are_apart);
     m.def("read_all", &read_all);
     m.def("num_threads", &num_threads);

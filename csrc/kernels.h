@@ -7,6 +7,7 @@
 namespace infini {
 
 constexpr int64_t kOk = -1;
+constexpr int kAttentionDim = 256;         // the largest head size
 constexpr int64_t kAttentionState = 8192;  // floats: heads that share a key head times (head size + 2) must fit
 
 // How the rows of a weight are stored, under ggml's ids; quant.h says what each means.
@@ -16,6 +17,8 @@ enum class BlockType : uint8_t {
 };
 
 constexpr int kPackedRows = 16;  // weight rows side by side in a packed weight
+constexpr int kPackedWeights = 3;  // that packed_linear takes at most
+constexpr int kRowBlock = 16;      // rows of activations that its workspace comes in
 
 struct BlockSize { int64_t elements, bytes; };
 
@@ -48,7 +51,13 @@ struct Binary { Tensor y, a, b; };
 struct Softmax { Tensor y, x; bool causal; };
 struct Embedding { Tensor y, ids, weight; };
 struct Linear { Tensor y, x, weight, bias; BlockType type; bool has_bias; };
-struct PackedLinear { Tensor y, x, weight, bias, workspace; BlockType type; int64_t num_rows; int num_planes; bool has_bias; };
+struct PackedLinear {
+    Tensor y, x, residual, workspace, weight[kPackedWeights], bias[kPackedWeights];  // without data where there is none
+    BlockType type[kPackedWeights];
+    int64_t num_rows[kPackedWeights];
+    int count, num_planes;
+    bool is_gated;
+};
 struct QuantizedEmbedding { Tensor y, ids, weight; BlockType type; int64_t num_rows; };
 struct Pack { Tensor packed, blocks; BlockType type; };
 struct Quantize { Tensor blocks, x; BlockType type; };

@@ -1,24 +1,29 @@
-// packed_linear: y[m][n] = sum over groups g of x_scale[m][g] * (scale[n][g] * dot[m][n][g] + minimum[n][g] * sum[m][g])
-//                          + bias[n], in float32, over 16 weight rows packed side by side (quant.h)
-// where the activations of a group of 32 are rounded to x_scale * q, q in [-127, 127], sum is the sum of its q, and dot
-// the integer dot product of q with the weight's fields. With two planes, what rounding left over is rounded again, in
-// steps of x_scale / 254: 16 bits for twice the integer work. Integers are exact in any order and the float32 sum runs
-// over the groups from first to last, so a row has the same bits alone and among others, whatever the tiles and threads.
+// packed_linear: y = x Wᵀ + bias in float32, over weights packed 16 rows side by side (quant.h), of up to three weights
+//                the columns one after another; + residual; or, of two weights, silu(first) * second.
+//   y[m][n] = sum over groups g of x_scale[m][g] * (scale[n][g] * dot[m][n][g] + minimum[n][g] * sum[m][g])
+// The activations of a group of 32 are rounded to x_scale * q with q of 8 or 16 bits; sum is the sum of its q, and dot
+// the integer dot product of q with the weight's fields. 16 bits are two planes of bytes, q = 256 * high + low.
+// Integers are exact in any order and the float32 sum runs over the groups from first to last, so a row has the same
+// bits alone and among others, whatever the tiles and threads.
 #include "quant.h"
 #include "rows.h"
+
+#if defined(__AMX_INT8__)
+#define INFINI_AMX
+#endif
 
 namespace infini::INFINI_LEVEL {
 namespace {
 
-constexpr int kRows = kPackedRows;  // weight rows side by side
-constexpr int kParts = kRows / W;   // vectors that hold a value for each of them
-constexpr int kChunk = 256;         // of K, read from a panel of weight rows at a time
-constexpr int kBand = 128;          // rows of x that share a chunk
-constexpr int kAhead = 4096;        // bytes of weight asked for ahead of their use
+constexpr int kRows = kPackedRows;          // weight rows side by side
+constexpr int kParts = kRows / W;           // vectors that hold a value for each of them
+constexpr int kChunk = 256;                 // of K, read from a panel of weight rows at a time
+constexpr int kBand = W == 16 ? 256 : 128;  // rows of x that share a chunk
+constexpr int kAhead = 4096;                // bytes of weight asked for ahead of their use
 #if defined(INFINI_AVX512)
 constexpr int kTile = 8;  // planes of x multiplied at a time, so that their sums stay in registers
 #else
-constexpr int kTile = 2;
+constexpr int kTile = 4;
 #endif
 
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -27,27 +32,29 @@ inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 constexpr float kShift = 0x1.8p23f;
 constexpr int32_t kShiftBits = 0x4b400000;
 
-// ---- activations, band after band: the groups of a band one after another, each with all rows of the band -----------
+// ---- activations, in blocks of rows: the groups of a block one after another, each with all rows of the block --------
 
 constexpr int kGroup = 32, kSumLength = 16;
-constexpr int kSums = kGroup / kSumLength;  // of a group's plane
-constexpr float kSecondStep = 1.0f / 254;   // half a step of the first plane is 127 of the second
+constexpr int kSums = kGroup / kSumLength;
 
 struct Activations {
     int64_t num_rows, num_groups;
-    int num_planes;
-    int8_t* q;      // [band][group][row][plane][32]
-    float* scale;   // [band][group][row]
-    int32_t* sums;  // [band][group][row][plane][2], each of 16 q
+    int num_planes, log_rows;  // of a block
+    int8_t* q;                 // [block][group][row][plane][32]
+    float* scale;              // [block][group][row]
+    int32_t* sums;             // [block][group][row][plane][2], each of 16 bytes
 
-    Activations(const PackedLinear& a, int64_t num_rows, int64_t row_length)
-        : num_rows(num_rows), num_groups(row_length / kGroup), num_planes(a.num_planes),
-          q(static_cast<int8_t*>(a.workspace.data)), scale(reinterpret_cast<float*>(q + num_rows * row_length * num_planes)),
-          sums(reinterpret_cast<int32_t*>(scale + num_rows * num_groups)) {}
+    explicit Activations(const PackedLinear& a)
+        : num_rows(Rows{a.x}.count()), num_groups(a.x.shape[a.x.ndim - 1] / kGroup), num_planes(a.num_planes), log_rows(0) {
+        while (1 << log_rows < kRowBlock && 1 << log_rows < num_rows) ++log_rows;
+        const int64_t count = (((num_rows - 1) >> log_rows) + 1) * num_groups << log_rows;
+        q = static_cast<int8_t*>(a.workspace.data);
+        scale = reinterpret_cast<float*>(q + count * num_planes * kGroup);
+        sums = reinterpret_cast<int32_t*>(scale + count);
+    }
 
     int64_t at(int64_t group, int64_t row) const {
-        const int64_t first = row / kBand * kBand;
-        return first * num_groups + group * smaller(kBand, num_rows - first) + row - first;
+        return (((row >> log_rows) * num_groups + group) << log_rows) + (row & ((1 << log_rows) - 1));
     }
 };
 
@@ -58,51 +65,60 @@ float largest_magnitude(const float* x) {
         const vu magnitude = as_bits(load(x + i)) & 0x7fffffffu;
         largest = magnitude > largest ? magnitude : largest;
     }
-    uint32_t most = 0;
-    for (int i = 0; i < W; ++i) most = largest[i] > most ? largest[i] : most;
+    const uint32_t most = max(largest);
     float magnitude;
     memcpy(&magnitude, &most, sizeof most);
     return magnitude;
 }
 
-// One plane of a group: q the nearest integers to v, ties to even, and their sums. v keeps what is left over.
-void round_plane(int8_t* __restrict q, int32_t* __restrict sums, float* __restrict v) {
-    alignas(64) int32_t rounded[kGroup];
-    vi lanes[kSums] = {};
+// The nearest integers to x * inverse, ties to even
+void round_values(int32_t* __restrict v, const float* __restrict x, float inverse) {
     for (int i = 0; i < kGroup; i += W) {
-        const vf shifted = load(v + i) + kShift;
-        const vi integers = (vi)as_bits(shifted) - kShiftBits;
-        memcpy(rounded + i, &integers, sizeof integers);
-        lanes[i / kSumLength] += integers;
-        store(v + i, load(v + i) - (shifted - kShift));
+        const vi rounded = (vi)as_bits(load(x + i) * inverse + kShift) - kShiftBits;
+        memcpy(v + i, &rounded, sizeof rounded);
     }
+}
+
+// v = 256 * high + low. Low bytes run from -127 to 127, so that every kernel can negate them.
+void split_planes(int32_t* __restrict high, int32_t* __restrict low, const int32_t* __restrict v) {
+    for (int i = 0; i < kGroup; ++i) {
+        high[i] = (v[i] + 128) >> 8;
+        const int32_t rest = v[i] - high[i] * 256;
+        low[i] = rest < -127 ? -127 : rest;
+    }
+}
+
+void store_plane(const Activations& to, int64_t at, int plane, const int32_t* __restrict v) {
+    const int64_t place = at * to.num_planes + plane;
+    int8_t* __restrict q = to.q + place * kGroup;
+    for (int i = 0; i < kGroup; ++i) q[i] = static_cast<int8_t>(v[i]);
     for (int half = 0; half < kSums; ++half) {
-        sums[half] = 0;
-        for (int i = 0; i < W; ++i) sums[half] += lanes[half][i];
+        int32_t sum = 0;
+        for (int i = 0; i < kSumLength; ++i) sum += v[half * kSumLength + i];
+        to.sums[place * kSums + half] = sum;
     }
-    for (int i = 0; i < kGroup; ++i) q[i] = static_cast<int8_t>(rounded[i]);
 }
 
 void round_group(const Activations& to, int64_t at, const float* x, float inverse) {
-    alignas(64) float v[kGroup];
-    for (int i = 0; i < kGroup; ++i) v[i] = x[i] * inverse;
-    for (int plane = 0; plane < to.num_planes; ++plane) {
-        const int64_t place = at * to.num_planes + plane;
-        round_plane(to.q + place * kGroup, to.sums + place * kSums, v);
-        for (int i = 0; i < kGroup; ++i) v[i] *= 254.0f;
-    }
+    alignas(64) int32_t v[kGroup], high[kGroup], low[kGroup];
+    round_values(v, x, inverse);
+    if (to.num_planes == 1) return store_plane(to, at, 0, v);
+    split_planes(high, low, v);
+    store_plane(to, at, 0, high);
+    store_plane(to, at, 1, low);
 }
 
 // Infinity less itself is NaN: what is not finite makes every product of its row NaN.
 void round_row(const Activations& to, int64_t row, const float* x) {
+    const float most = to.num_planes == 2 ? 127 * 256.0f : 127.0f;
     constexpr int kBatch = 8;  // groups whose divisions overlap
     for (int64_t first = 0; first < to.num_groups; first += kBatch) {
         const int64_t last = smaller(first + kBatch, to.num_groups);
         float inverse[kBatch];
         for (int64_t g = first; g < last; ++g) {
             const float largest = largest_magnitude(x + g * kGroup);
-            inverse[g - first] = largest >= 0x1p-100f ? 127.0f / largest : 0.0f;
-            to.scale[to.at(g, row)] = largest / 127.0f + (largest - largest);
+            inverse[g - first] = largest >= 0x1p-100f ? most / largest : 0.0f;
+            to.scale[to.at(g, row)] = largest / most + (largest - largest);
         }
         for (int64_t g = first; g < last; ++g) round_group(to, to.at(g, row), x + g * kGroup, inverse[g - first]);
     }
@@ -118,18 +134,12 @@ void round_rows(const Activations& to, const Tensor& x) {
 
 typedef uint8_t vb __attribute__((vector_size(W * 4)));
 
-inline vb load_bytes(const uint8_t* p) {
-    vb v;
-    memcpy(&v, p, sizeof v);
-    return v;
-}
-
 // Four fields of each of the 16 rows
 struct Quad {
     vb part[kParts];
 
     explicit Quad(const uint8_t* p) {
-        for (int i = 0; i < kParts; ++i) part[i] = load_bytes(p + i * sizeof(vb));
+        for (int i = 0; i < kParts; ++i) memcpy(&part[i], p + i * sizeof(vb), sizeof(vb));
     }
 
     Quad low_nibbles() const {
@@ -155,255 +165,403 @@ struct Sixteen {
 #endif
 };
 
-template <class Block>
-struct Dots {
-    vi part[kParts];
+// VNNI multiplies unsigned with signed bytes: signed fields are moved up by this much, and the sums back down.
+#if defined(INFINI_AVX512)
+constexpr int kBias = 128;
+#else
+constexpr int kBias = 0;
+#endif
 
-    void start(int32_t first) { for (int i = 0; i < kParts; ++i) part[i] = vi{} + first; }
+#if !defined(INFINI_NEON) && !defined(INFINI_AVX512) && !defined(INFINI_AVX2)
+__attribute__((noinline)) void add_fours(vi* sums, const vb* fields, const int8_t* four) {
+    int32_t sum[kRows];
+    int8_t field[kRows * 4];
+    memcpy(sum, sums, sizeof sum);
+    memcpy(field, fields, sizeof field);
+    for (int i = 0; i < kRows; ++i)
+        for (int j = 0; j < 4; ++j) sum[i] += field[4 * i + j] * four[j];
+    memcpy(sums, sum, sizeof sum);
+}
+#endif
+
+struct Dots {
+    vi part[kParts];  // plus kShiftBits
+
+    INFINI_INLINE void start(int32_t first) { for (int i = 0; i < kParts; ++i) part[i] = vi{} + (kShiftBits + first); }
+    INFINI_INLINE vf value(int i) const { return (vf)part[i] - kShift; }
 
     // Of the 16 activations, `quad` names four.
     template <int quad>
-    void add(std::integral_constant<int, quad>, const Quad& w, const Sixteen& x) {
+    INFINI_INLINE void add(std::integral_constant<int, quad>, const Quad& w, const Sixteen& x) {
 #if defined(INFINI_NEON)
         for (int i = 0; i < kParts; ++i) part[i] = vdotq_laneq_s32(part[i], vreinterpretq_s8_u8(w.part[i]), x.q, quad);
 #else
         int32_t four;
         memcpy(&four, x.q + 4 * quad, 4);
 #if defined(INFINI_AVX512)
-        // Unsigned times signed bytes: signed fields are moved up by 128, which kOffset takes back.
-        const __m512i q = (__m512i)(Block::kIsSigned ? w.part[0] ^ 0x80 : w.part[0]);
-        part[0] = (vi)_mm512_dpbusd_epi32((__m512i)part[0], q, _mm512_set1_epi32(four));
+        part[0] = (vi)_mm512_dpbusd_epi32((__m512i)part[0], (__m512i)w.part[0], _mm512_set1_epi32(four));
 #elif defined(INFINI_AVX2)
         // Unsigned times signed bytes, pairs added in 16 bits: 2 * 127 * 127 fits.
         const __m256i v = _mm256_set1_epi32(four);
         for (int i = 0; i < kParts; ++i) {
             const __m256i q = (__m256i)w.part[i];
-            const __m256i pairs = Block::kIsSigned ? _mm256_maddubs_epi16(_mm256_abs_epi8(q), _mm256_sign_epi8(v, q))
-                                                   : _mm256_maddubs_epi16(q, v);
+            const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(q), _mm256_sign_epi8(v, q));
             part[i] += (vi)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
         }
 #else
-        for (int i = 0; i < kRows; ++i)
-            for (int j = 0; j < 4; ++j) {
-                const int8_t field = static_cast<int8_t>(w.part[i / W][i % W * 4 + j]);
-                part[i / W][i % W] += field * x.q[4 * quad + j];
-            }
+        add_fours(part, w.part, x.q + 4 * quad);
 #endif
 #endif
     }
 };
 
-// ---- products -------------------------------------------------------------------------------------------------------
-
-// What the fields of a type stand above the integers they mean, as Dots::add takes them
-#if defined(INFINI_AVX512)
-template <class Block>
-constexpr int kOffset = Block::kIsSigned ? 128 : Block::kOffset;
-#else
-template <class Block>
-constexpr int kOffset = Block::kOffset;
-#endif
-
-// 16 activations with both their planes; of one plane, the second is not looked at.
+// The same with one plane of x or two
 template <int P>
-struct Pieces {
-    Sixteen first, second;
-    explicit Pieces(const int8_t* q) : first(q), second(P == 2 ? q + kGroup : q) {}
-};
+struct PlaneDots {
+    Dots high, low;  // of one plane, the low one alone
 
-// The dot products of a group of one row of x with 16 of weight
-template <class Block, int P>
-struct Group {
-    Dots<Block> first, second;  // of each plane, plus kShiftBits
+    INFINI_INLINE static int32_t sum(const int32_t* sums, int group) { return group == kSumLength ? sums[0] : sums[0] + sums[1]; }
 
-    static int32_t sum(const int32_t* sums) { return Block::kGroup == kSumLength ? sums[0] : sums[0] + sums[1]; }
-
-    void start(const int32_t* sums) {
-        first.start(kShiftBits - kOffset<Block> * sum(sums));
-        if constexpr (P == 2) second.start(kShiftBits - kOffset<Block> * sum(sums + kSums));
+    // `offset` is what the fields stand above the integers they mean.
+    INFINI_INLINE void start(int offset, const int32_t* sums, int group) {
+        if constexpr (P == 2) high.start(-offset * sum(sums, group));
+        low.start(-offset * sum(sums + (P - 1) * kSums, group));
     }
 
     template <class Quarter>
-    void add(Quarter quad, const Quad& w, const Pieces<P>& x) {
-        first.add(quad, w, x.first);
-        if constexpr (P == 2) second.add(quad, w, x.second);
+    INFINI_INLINE void add(Quarter quad, const Quad& w, const int8_t* q) {
+        if constexpr (P == 2) high.add(quad, w, Sixteen(q));
+        low.add(quad, w, Sixteen(q + (P - 1) * kGroup));
     }
 
-    vf value(int i) const {
-        const vf v = (vf)first.part[i] - kShift;
-        if constexpr (P == 1) return v;
-        else return fma((vf)second.part[i] - kShift, splat(kSecondStep), v);
+    INFINI_INLINE vf value(int i) const {
+        if constexpr (P == 2) return fma(high.value(i), splat(256.0f), low.value(i));
+        return low.value(i);
     }
 
-    static float sum_value(const int32_t* sums) {
-        const float v = static_cast<float>(sum(sums));
-        return P == 1 ? v : v + static_cast<float>(sum(sums + kSums)) * kSecondStep;
-    }
-};
-
-template <class Block, int P>
-struct Row {
-    Group<Block, P> group;
-    vf total[kParts];
-
-    void load_totals(const float* y) { for (int i = 0; i < kParts; ++i) total[i] = load(y + i * W); }
-    void store_totals(float* y) const { for (int i = 0; i < kParts; ++i) store(y + i * W, total[i]); }
-
-    void add(const float* scale, const float* minimum, float x_scale, const int32_t* sums) {
-        const vf shift = splat(x_scale * group.sum_value(sums));
-        for (int i = 0; i < kParts; ++i) {
-            total[i] = fma(group.value(i), load(scale + i * W) * x_scale, total[i]);
-            if constexpr (Block::kHasMinimum) total[i] = fma(load(minimum + i * W), shift, total[i]);
-        }
+    INFINI_INLINE static float sum_value(const int32_t* sums, int group) {
+        const int32_t low = sum(sums + (P - 1) * kSums, group);
+        return static_cast<float>(P == 2 ? 256 * sum(sums, group) + low : low);
     }
 };
 
-// M rows of x: a list rather than an array, which GCC would keep in memory. each(f) calls f(row, its index).
-template <class Block, int P, int M>
-struct Tile {
-    Tile<Block, P, M - 1> rest;
-    Row<Block, P> last;
+// What 16 weight rows have come to for one row of x
+struct Totals {
+    vf part[kParts];
 
-    template <class F>
-    void each(F&& f) {
-        rest.each(f);
-        f(last, M - 1);
+    INFINI_INLINE explicit Totals(const float* y) { for (int i = 0; i < kParts; ++i) part[i] = load(y + i * W); }
+    INFINI_INLINE void store_to(float* y) const { for (int i = 0; i < kParts; ++i) store(y + i * W, part[i]); }
+
+    template <int P>
+    INFINI_INLINE void add(const PlaneDots<P>& dots, const float* scale, float x_scale) {
+        for (int i = 0; i < kParts; ++i) part[i] = fma(dots.value(i), load(scale + i * W) * x_scale, part[i]);
+    }
+    INFINI_INLINE void add_minimum(const float* minimum, float x_sum) {
+        for (int i = 0; i < kParts; ++i) part[i] = fma(load(minimum + i * W), splat(x_sum), part[i]);
     }
 };
 
-template <class Block, int P>
-struct Tile<Block, P, 0> {
-    template <class F>
-    void each(F&&) {}
-};
+// ---- several rows of x, against a chunk of weight unpacked to bytes --------------------------------------------------
 
 template <class Block>
 inline void prefetch(const uint8_t* packed) {
     for (int line = 0; line < Block::kBytes * kRows; line += 64) __builtin_prefetch(packed + kAhead + line);
 }
 
-// A chunk of K of 16 weight rows
 struct Chunk {
     alignas(64) int8_t q[kChunk * kRows];              // [K / 4][16][4]
     alignas(64) float scale[kChunk], minimum[kChunk];  // [groups][16], groups of 16 or 32
 
+    // Fields come out signed, less their offset and plus `bias`.
     template <class Block>
-    void read(const uint8_t* packed, int64_t length) {
+    void read(const uint8_t* packed, int64_t length, int bias) {
         constexpr int kGroups = Block::kElements / Block::kGroup;
         for (int64_t b = 0; b < length / Block::kElements; ++b, packed += Block::kBytes * kRows) {
             prefetch<Block>(packed);
             Block::template fields<kRows>(q + b * Block::kElements * kRows, packed);
             Block::template scales<kRows>(scale + b * kGroups * kRows, minimum + b * kGroups * kRows, packed);
         }
+        const int8_t moved = static_cast<int8_t>(bias - Block::kOffset);
+        if (moved) for (int64_t i = 0; i < length * kRows; ++i) q[i] = static_cast<int8_t>(q[i] + moved);
     }
 };
 
-// total[r][0:16] += the products of M rows of x from `row` on with a chunk of weight, whose first group of K is `first`
-template <class Block, int P, int M>
-void add_tile(float* total, const Chunk& chunk, const Activations& x, int64_t first, int64_t num_groups, int64_t row) {
-    constexpr int kSplit = kGroup / Block::kGroup;  // weight groups to a group of x
-    Tile<Block, P, M> tile;
-    tile.each([&](auto& r, int m) { r.load_totals(total + m * kRows); });
-    for (int64_t g = 0; g < num_groups * kSplit; ++g) {
-        const int64_t at = x.at(first + g / kSplit, row), half = g % kSplit;
-        const uint8_t* w = reinterpret_cast<const uint8_t*>(chunk.q) + g * Block::kGroup * kRows;
-        const int8_t* q = x.q + at * P * kGroup + half * Block::kGroup;
-        const int32_t* sums = x.sums + at * P * kSums + half;
-        tile.each([&](auto& r, int m) { r.group.start(sums + m * P * kSums); });
-        for (int k = 0; k < Block::kGroup; k += 16, w += 16 * kRows)
-            unrolled<4>([&](auto quad) {
-                const Quad fields(w + 4 * kRows * quad);
-                tile.each([&](auto& r, int m) { r.group.add(quad, fields, Pieces<P>(q + m * P * kGroup + k)); });
-            });
-        const float *scale = chunk.scale + g * kRows, *minimum = chunk.minimum + g * kRows;
-        tile.each([&](auto& r, int m) { r.add(scale, minimum, x.scale[at + m], sums + m * P * kSums); });
-    }
-    tile.each([&](auto& r, int m) { r.store_totals(total + m * kRows); });
+// body(packed, first of K, length) for the chunks of a panel
+template <class Block, class Body>
+inline void for_chunks(int64_t row_length, const uint8_t* packed, Body&& body) {
+    for (int64_t k = 0; k < row_length; k += kChunk, packed += kChunk / Block::kElements * Block::kBytes * kRows)
+        body(packed, k, smaller(kChunk, row_length - k));
 }
 
-// total[0:16] += the products of one row of x with 16 of weight, whose fields of four or eight bits go straight from
-// memory into the dot products. Of a run of elements, the first half is in low nibbles, the second in high ones.
+// M rows of x: a list rather than an array, which GCC would keep in memory. each(f) calls f(dots, row's index).
+template <int P, int M>
+struct Tile {
+    Tile<P, M - 1> rest;
+    PlaneDots<P> last;
+
+    template <class F>
+    INFINI_INLINE void each(F&& f) {
+        rest.each(f);
+        f(last, M - 1);
+    }
+};
+
+template <int P>
+struct Tile<P, 0> {
+    template <class F>
+    INFINI_INLINE void each(F&&) {}
+};
+
+// total[r][0:16] += the products of M rows of x from `row` on with a chunk of weight, whose first group of K is `first`
+template <int P, int G, bool kHasMinimum, int M>
+void add_tile(float* __restrict total, const Chunk& chunk, const Activations& x, int64_t first, int64_t num_groups, int64_t row) {
+    const int64_t at = x.at(first, row), step = 1 << x.log_rows;
+    const uint8_t* __restrict w = reinterpret_cast<const uint8_t*>(chunk.q);
+    const int8_t* __restrict q = x.q + at * P * kGroup;
+    const int32_t* __restrict sums = x.sums + at * P * kSums;
+    const float *__restrict x_scale = x.scale + at, *__restrict scale = chunk.scale, *__restrict minimum = chunk.minimum;
+    for (; num_groups > 0; --num_groups, q += step * P * kGroup, sums += step * P * kSums, x_scale += step)
+        for (int half = 0; half < kGroup / G; ++half, scale += kRows, minimum += kRows) {
+            Tile<P, M> tile;
+            tile.each([&](auto& dots, int m) INFINI_INLINE { dots.start(kBias, sums + m * P * kSums + half, G); });
+            for (int k = half * G; k < half * G + G; k += 16, w += 16 * kRows)
+                unrolled<4>([&](auto quad) INFINI_INLINE {
+                    const Quad fields(w + 4 * kRows * quad);
+                    tile.each([&](auto& dots, int m) INFINI_INLINE { dots.add(quad, fields, q + m * P * kGroup + k); });
+                });
+            tile.each([&](auto& dots, int m) INFINI_INLINE {
+                Totals totals(total + m * kRows);
+                totals.add(dots, scale, x_scale[m]);
+                if (kHasMinimum) totals.add_minimum(minimum, x_scale[m] * dots.sum_value(sums + m * P * kSums + half, G));
+                totals.store_to(total + m * kRows);
+            });
+        }
+}
+
+template <int P, int G, bool kHasMinimum, int M>
+void add_tiles(float* total, const Chunk& chunk, const Activations& x, int64_t first, int64_t num_groups, int64_t row, int64_t num_rows) {
+    int64_t r = 0;
+    for (; r + M <= num_rows; r += M) add_tile<P, G, kHasMinimum, M>(total + r * kRows, chunk, x, first, num_groups, row + r);
+    if constexpr (M > 1)
+        add_tiles<P, G, kHasMinimum, M / 2>(total + r * kRows, chunk, x, first, num_groups, row + r, num_rows - r);
+}
+
+#if defined(INFINI_AMX)
+// ---- 16 rows of x at a time, in tile registers: products in 0 and 1, planes of x in 4 and 5, weight in 6 --------------
+
+struct alignas(64) TileConfig {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16];
+    uint8_t num_rows[16];
+
+    constexpr explicit TileConfig(int group)
+        : row_bytes{64, 64, 0, 0, static_cast<uint16_t>(group), static_cast<uint16_t>(group), 64},
+          num_rows{16, 16, 0, 0, 16, 16, static_cast<uint8_t>(group / 4)} {}
+};
+
+template <int G>
+constexpr TileConfig kTileConfig{G};
+
+// In assembly, because the compiler's own functions do not say what memory they read.
+inline void configure_tiles(const TileConfig& config) { asm volatile("ldtilecfg %0" ::"m"(config)); }
+inline void release_tiles() { asm volatile("tilerelease"); }
+inline void load_weight(const int8_t* p) { asm volatile("tileloadd (%0,%1,1), %%tmm6" ::"r"(p), "r"(64L) : "memory"); }
+inline void multiply_first(const int8_t* q, int64_t stride) {
+    asm volatile("tilezero %%tmm0\n tileloadd (%0,%1,1), %%tmm4\n tdpbssd %%tmm6, %%tmm4, %%tmm0" ::"r"(q), "r"(stride) : "memory");
+}
+inline void multiply_second(const int8_t* q, int64_t stride) {
+    asm volatile("tilezero %%tmm1\n tileloadd (%0,%1,1), %%tmm5\n tdpbssd %%tmm6, %%tmm5, %%tmm1" ::"r"(q), "r"(stride) : "memory");
+}
+inline void store_first(int32_t* p) { asm volatile("tilestored %%tmm0, (%0,%1,1)" ::"r"(p), "r"(64L) : "memory"); }
+inline void store_second(int32_t* p) { asm volatile("tilestored %%tmm1, (%0,%1,1)" ::"r"(p), "r"(64L) : "memory"); }
+
+// total[0:16][0:16] += the products of a block of x with a chunk of weight, as add_tile does it
+template <int P, int G, bool kHasMinimum>
+void add_block(float* total, const Chunk& chunk, const Activations& x, int64_t first, int64_t num_groups, int64_t row) {
+    const int64_t at = x.at(first, row);
+    const int8_t *w = chunk.q, *q = x.q + at * P * kGroup;
+    const int32_t* sums = x.sums + at * P * kSums;
+    const float *x_scale = x.scale + at, *scale = chunk.scale, *minimum = chunk.minimum;
+    alignas(64) int32_t dots[2][kRowBlock][kRows];
+    vf t[kRowBlock];
+    unrolled<kRowBlock>([&](auto r) INFINI_INLINE { t[r] = load(total + r * kRows); });
+    for (; num_groups > 0; --num_groups, q += kRowBlock * P * kGroup, sums += kRowBlock * P * kSums, x_scale += kRowBlock)
+        for (int half = 0; half < kGroup / G; ++half, w += G * kRows, scale += kRows, minimum += kRows) {
+            load_weight(w);
+            multiply_first(q + half * G, P * kGroup);
+            if (P == 2) multiply_second(q + kGroup + half * G, P * kGroup);
+            store_first(dots[0][0]);
+            if (P == 2) store_second(dots[1][0]);
+            unrolled<kRowBlock>([&](auto r) INFINI_INLINE {
+                const auto value = [&](int plane) { return _mm512_cvtepi32_ps(_mm512_load_si512(dots[plane][r])); };
+                const vf v = P == 2 ? fma(value(0), splat(256.0f), value(1)) : value(0);
+                t[r] = fma(v, load(scale) * x_scale[r], t[r]);
+                const float sum = PlaneDots<P>::sum_value(sums + r * P * kSums + half, G);
+                if (kHasMinimum) t[r] = fma(load(minimum), splat(x_scale[r] * sum), t[r]);
+            });
+        }
+    unrolled<kRowBlock>([&](auto r) INFINI_INLINE { store(total + r * kRows, t[r]); });
+}
+
+template <class Block, int P>
+void add_blocks(float* total, const uint8_t* packed, const Activations& x, int64_t first_row, int64_t num_rows) {
+    Chunk chunk;
+    configure_tiles(kTileConfig<Block::kGroup>);
+    for_chunks<Block>(x.num_groups * kGroup, packed, [&](const uint8_t* p, int64_t k, int64_t length) {
+        chunk.template read<Block>(p, length, 0);
+        for (int64_t r = 0; r < num_rows; r += kRowBlock)
+            add_block<P, Block::kGroup, Block::kHasMinimum>(total + r * kRows, chunk, x, k / kGroup, length / kGroup, first_row + r);
+    });
+    release_tiles();
+}
+#endif
+
+template <class Block, int P>
+void add_rows(float* total, const uint8_t* packed, const Activations& x, int64_t first_row, int64_t num_rows) {
+#if defined(INFINI_AMX)
+    if (1 << x.log_rows == kRowBlock) return add_blocks<Block, P>(total, packed, x, first_row, num_rows);
+#endif
+    Chunk chunk;
+    for_chunks<Block>(x.num_groups * kGroup, packed, [&](const uint8_t* p, int64_t k, int64_t length) {
+        chunk.template read<Block>(p, length, kBias);
+        add_tiles<P, Block::kGroup, Block::kHasMinimum, kTile / P>(total, chunk, x, k / kGroup, length / kGroup, first_row, num_rows);
+    });
+}
+
+// ---- one row of x, against fields of four or eight bits straight from memory -----------------------------------------
+
+// What the fields of a type stand above the integers they mean, as Dots::add takes them
+template <class Block>
+constexpr int kOffset = kBias && Block::kIsSigned ? kBias : Block::kOffset;
+
+template <class Block>
+INFINI_INLINE inline Quad bytes(const uint8_t* w) {
+    Quad q(w);
+    if constexpr (kBias && Block::kIsSigned) for (int i = 0; i < kParts; ++i) q.part[i] ^= kBias;
+    return q;
+}
+
+// total[0:16] += the products of a row of x with 16 of weight. Of a run of fields of four bits, the first half is in low
+// nibbles, the second in high ones: halves of one group, or two groups.
 template <class Block, int P>
 void add_row(float* total, const uint8_t* packed, const Activations& x, int64_t row) {
     constexpr int kHalf = Block::kRun / 2, kGroups = Block::kElements / kGroup;
     constexpr bool kIsOneGroup = Block::kRun == kGroup;
-    Row<Block, P> r;
-    r.load_totals(total);
-    for (int64_t g = 0; g < x.num_groups; packed += Block::kBytes * kRows) {
+    Totals totals(total);
+    int64_t g = 0;
+    for (; g < x.num_groups; packed += Block::kBytes * kRows) {
         alignas(64) float scale[kGroups * kRows], minimum[kGroups * kRows];
         Block::template scales<kRows>(scale, minimum, packed);
         prefetch<Block>(packed);
-        const uint8_t* data = packed + Block::kData * kRows;
-        for (int i = 0; i < kGroups; data += Block::kRun * Block::kBits / 8 * kRows)
-            unrolled<2>([&](auto half) {
-                const int64_t at = x.at(g, row);
-                const int32_t* sums = x.sums + at * P * kSums;
-                const uint8_t* w = Block::kBits == 4 ? data : data + half * kHalf * kRows;
-                if (half == 0 || !kIsOneGroup) r.group.start(sums);
-                for (int k = 0; k < kHalf; k += 16, w += 16 * kRows) {
-                    const Pieces<P> pieces(x.q + at * P * kGroup + (kIsOneGroup ? half * kHalf : 0) + k);
-                    unrolled<4>([&](auto quad) {
-                        const Quad fields(w + 4 * kRows * quad);
-                        r.group.add(quad, Block::kBits == 8 ? fields : half == 0 ? fields.low_nibbles() : fields.high_nibbles(), pieces);
-                    });
-                }
-                if (half == 0 && kIsOneGroup) return;
-                r.add(scale + i * kRows, minimum + i * kRows, x.scale[at], sums);
-                ++g, ++i;
-            });
+        const uint8_t* w = packed + Block::kData * kRows;
+        for (int i = 0; i < kGroups; i += kIsOneGroup ? 1 : 2, g += kIsOneGroup ? 1 : 2) {
+            const int64_t first = x.at(g, row), second = x.at(kIsOneGroup ? g : g + 1, row);
+            const int8_t *q = x.q + first * P * kGroup, *rest = kIsOneGroup ? q + kHalf : x.q + second * P * kGroup;
+            PlaneDots<P> lower, other;
+            PlaneDots<P>& upper = kIsOneGroup ? lower : other;
+            lower.start(kOffset<Block>, x.sums + first * P * kSums, kGroup);
+            if (!kIsOneGroup) upper.start(kOffset<Block>, x.sums + second * P * kSums, kGroup);
+            for (int k = 0; k < kHalf; k += 16, w += 16 * kRows)
+                unrolled<4>([&](auto quad) INFINI_INLINE {
+                    const uint8_t* fields = w + 4 * kRows * quad;
+                    lower.add(quad, Block::kBits == 4 ? Quad(fields).low_nibbles() : bytes<Block>(fields), q + k);
+                    upper.add(quad, Block::kBits == 4 ? Quad(fields).high_nibbles() : bytes<Block>(fields + kHalf * kRows), rest + k);
+                });
+            if (Block::kBits == 8) w += kHalf * kRows;
+            const auto finish = [&](const PlaneDots<P>& dots, int group, int64_t at) INFINI_INLINE {
+                totals.add(dots, scale + group * kRows, x.scale[at]);
+                const float sum = dots.sum_value(x.sums + at * P * kSums, kGroup);
+                if constexpr (Block::kHasMinimum) totals.add_minimum(minimum + group * kRows, x.scale[at] * sum);
+            };
+            finish(lower, i, first);
+            if (!kIsOneGroup) finish(upper, i + 1, second);
+        }
     }
-    r.store_totals(total);
+    totals.store_to(total);
 }
 
-template <class Block, int P>
-void add_rows(float* total, const uint8_t* packed, const Activations& x, int64_t first_row, int64_t num_rows) {
-    constexpr int M = kTile / P;
-    Chunk chunk;
-    const int64_t row_length = x.num_groups * kGroup;
-    for (int64_t k = 0; k < row_length; k += kChunk, packed += kChunk / Block::kElements * Block::kBytes * kRows) {
-        const int64_t length = smaller(kChunk, row_length - k), first = k / kGroup, num_groups = length / kGroup;
-        chunk.template read<Block>(packed, length);
-        int64_t r = 0;
-        for (; r + M <= num_rows; r += M) add_tile<Block, P, M>(total + r * kRows, chunk, x, first, num_groups, first_row + r);
-        for (; r < num_rows; ++r) add_tile<Block, P, 1>(total + r * kRows, chunk, x, first, num_groups, first_row + r);
-    }
-}
+// ---- products -------------------------------------------------------------------------------------------------------
 
-// y[m : m + num_rows][n : n + 16]
 template <class Block, int P>
-void multiply_band(const PackedLinear& a, const Activations& x, int64_t m, int64_t num_rows, int64_t n) {
-    float total[kBand * kRows];
-    memset(total, 0, num_rows * kRows * sizeof(float));
-    const uint8_t* packed = static_cast<const uint8_t*>(a.weight.data) + n / kRows * a.weight.shape[1];
-    bool is_done = false;
+void add_products(float* total, const uint8_t* packed, const Activations& x, int64_t row, int64_t num_rows) {
     if constexpr (Block::kBits != 0)
-        if ((is_done = num_rows == 1)) add_row<Block, P>(total, packed, x, m);
-    if (!is_done) add_rows<Block, P>(total, packed, x, m, num_rows);
-    const float* bias = a.has_bias ? static_cast<const float*>(a.bias.data) + n : nullptr;
-    for (int64_t r = 0; r < num_rows; ++r) {
-        float* y = Rows{a.y}.at<float>(m + r) + n;
-        for (int64_t c = 0; c < smaller(kRows, a.num_rows - n); ++c)
-            y[c] = bias ? total[r * kRows + c] + bias[c] : total[r * kRows + c];
-    }
+        if (num_rows == 1) return add_row<Block, P>(total, packed, x, row);
+    add_rows<Block, P>(total, packed, x, row, num_rows);
 }
 
-template <class Block, int P>
-void multiply(const PackedLinear& a, const Activations& x) {
-    const int64_t grain = kGrain / (kRows * (x.num_groups * kGroup + 1)) + 1;
-    parallel_for(a.weight.shape[0], grain, [&](int64_t begin, int64_t end) {
-        for (int64_t m = 0; m < x.num_rows; m += kBand)
-            for (int64_t p = begin; p < end; ++p) multiply_band<Block, P>(a, x, m, smaller(kBand, x.num_rows - m), p * kRows);
-    });
-}
+struct Panel {
+    int weight;
+    int64_t row, column;  // its first row of the weight, and its first column of y
+};
+
+struct Problem {
+    const PackedLinear& a;
+    Activations x;
+
+    static int64_t num_panels(int64_t num_rows) { return (num_rows + kRows - 1) / kRows; }
+
+    int64_t num_panels() const {
+        int64_t count = num_panels(a.num_rows[0]);
+        for (int i = 1; i < a.count && !a.is_gated; ++i) count += num_panels(a.num_rows[i]);
+        return count;
+    }
+
+    Panel panel(int64_t index) const {
+        Panel p{0, index * kRows, index * kRows};
+        while (p.row >= num_panels(a.num_rows[p.weight]) * kRows) {
+            p.row -= num_panels(a.num_rows[p.weight]) * kRows;
+            p.column = p.row;
+            ++p.weight;
+        }
+        for (int i = 0; i < p.weight; ++i) p.column += a.num_rows[i];
+        return p;
+    }
+
+    // total[0 : num_rows][0:16] of one weight, with its bias
+    void multiply(float* total, int weight, int64_t n, int64_t m, int64_t num_rows) const {
+        memset(total, 0, (num_rows + kRowBlock - 1) / kRowBlock * kRowBlock * kRows * sizeof(float));
+        const uint8_t* packed = static_cast<const uint8_t*>(a.weight[weight].data) + n / kRows * a.weight[weight].shape[1];
+        with_block(a.type[weight], [&](auto block) {
+            using Block = decltype(block);
+            a.num_planes == 2 ? add_products<Block, 2>(total, packed, x, m, num_rows) : add_products<Block, 1>(total, packed, x, m, num_rows);
+        });
+        if (!a.bias[weight].data) return;
+        const float* bias = static_cast<const float*>(a.bias[weight].data) + n;
+        for (int64_t r = 0; r < num_rows; ++r)
+            for (int64_t c = 0; c < smaller(kRows, a.num_rows[weight] - n); ++c) total[r * kRows + c] += bias[c];
+    }
+
+    void write(const Panel& p, const float* total, int64_t m, int64_t num_rows) const {
+        const int64_t width = smaller(kRows, a.num_rows[p.weight] - p.row);
+        for (int64_t r = 0; r < num_rows; ++r) {
+            float* y = Rows{a.y}.at<float>(m + r) + p.column;
+            const float *t = total + r * kRows, *residual = a.residual.data ? Rows{a.residual}.at<float>(m + r) + p.column : nullptr;
+            for (int64_t c = 0; c < width; ++c) y[c] = residual ? residual[c] + t[c] : t[c];
+        }
+    }
+
+    void run(const Panel& p, int64_t m, int64_t num_rows) const {
+        alignas(64) float total[kBand * kRows], up[kBand * kRows];
+        multiply(total, p.weight, p.row, m, num_rows);
+        if (a.is_gated) {
+            multiply(up, 1, p.row, m, num_rows);
+            map([](vf gate, vf up) { return gate * sigmoid(gate) * up; }, num_rows * kRows, total, total, up);
+        }
+        write(p, total, m, num_rows);
+    }
+};
 
 }  // namespace
 
 int64_t packed_linear(const PackedLinear& a) {
     if (a.y.data == a.x.data && num_elements(a.y)) return 0;  // every value of x is needed until the end
-    const Activations x(a, Rows{a.x}.count(), a.x.shape[a.x.ndim - 1]);
+    const Problem problem{a, Activations(a)};
+    const Activations& x = problem.x;
     round_rows(x, a.x);
-    with_block(a.type, [&](auto block) {
-        a.num_planes == 2 ? multiply<decltype(block), 2>(a, x) : multiply<decltype(block), 1>(a, x);
+    const int64_t grain = kGrain / (kRows * (x.num_groups * kGroup + 1)) + 1;
+    parallel_for(problem.num_panels(), grain, [&](int64_t begin, int64_t end) {
+        for (int64_t m = 0; m < x.num_rows; m += kBand)
+            for (int64_t p = begin; p < end; ++p) problem.run(problem.panel(p), m, smaller(kBand, x.num_rows - m));
     });
     return kOk;
 }

@@ -38,11 +38,11 @@ inline void halves(float* y, const uint8_t* p) {
 // ---- fields: of N bytes at p each, the low ones first ---------------------------------------------------------------
 
 template <int... I, class F>
-inline void unrolled(std::integer_sequence<int, I...>, F&& f) { (f(std::integral_constant<int, I>{}), ...); }
+INFINI_INLINE inline void unrolled(std::integer_sequence<int, I...>, F&& f) { (f(std::integral_constant<int, I>{}), ...); }
 
 // f(0), f(1) … f(N - 1) with the number known to the compiler
 template <int N, class F>
-inline void unrolled(F&& f) { unrolled(std::make_integer_sequence<int, N>{}, f); }
+INFINI_INLINE inline void unrolled(F&& f) { unrolled(std::make_integer_sequence<int, N>{}, f); }
 
 // v shifted so that its bit `from` becomes bit `to`
 template <int from, int to>

@@ -21,6 +21,13 @@
 #include <arm_neon.h>
 #endif
 
+// For code built of small pieces, whose values stay in registers only if every piece is inlined
+#if defined(INFINI_PORTABLE)
+#define INFINI_INLINE
+#else
+#define INFINI_INLINE __attribute__((always_inline))
+#endif
+
 namespace infini::INFINI_LEVEL {
 
 #if defined(INFINI_AVX512)
@@ -210,6 +217,18 @@ inline float max(vf v) {
     float best = v[0];
     for (int i = 1; i < W; ++i) best = v[i] > best ? v[i] : best;
     return best;
+}
+
+inline uint32_t max(vu v) {
+#if defined(INFINI_AVX512)
+    return _mm512_reduce_max_epu32((__m512i)v);
+#elif defined(INFINI_NEON)
+    return vmaxvq_u32(v);
+#else
+    uint32_t best = v[0];
+    for (int i = 1; i < W; ++i) best = v[i] > best ? v[i] : best;
+    return best;
+#endif
 }
 
 // The sum of f over the vectors of x[0:n], in four running sums

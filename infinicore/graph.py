@@ -61,6 +61,8 @@ class OnlyViews(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = func.__name__
+        if name == "__get__" and not isinstance(result := func(*args), Tensor):
+            return result  # a shape, a dtype: most of what is asked for, so it is let through first
         if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
             raise RecordError(f"{name} writes without a native op, so a replay would leave it out")
         result = func(*args, **(kwargs or {}))

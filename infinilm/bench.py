@@ -10,9 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 import infinicore
+from infinicore.graph import Graph
 from infinilm.cache import DynamicCache
+from infinilm.generation import DecodeStep
 from infinilm.llm import load_model
 from infinilm.models.llama import LlamaForCausalLM
 from infinilm.sampling import SamplingParams
@@ -66,32 +69,60 @@ def measure_latency(
 
     llama = load()
     rounds = [run_once(llama, workload, seed) for seed in range(workload.num_rounds + 1)][1:]
+    gaps = [run.gap for run in rounds if run.gap is not None]
     memory = peak_memory()  # before the bandwidth's own buffer
     bandwidth = [read_bandwidth() for _ in range(workload.num_rounds)]
     num_prompt = workload.batch_size * workload.prompt_length
     num_decoded = workload.batch_size * (workload.output_length - 1)
     return {
-        "prefill_tokens_per_second": Measured(tuple(num_prompt / prefill for prefill, _ in rounds)),
-        "decode_tokens_per_second": Measured(tuple(num_decoded / decode for _, decode in rounds)),
+        "prefill_tokens_per_second": Measured(tuple(num_prompt / run.prefill for run in rounds)),
+        "decode_tokens_per_second": Measured(tuple(num_decoded / run.decode for run in rounds)),
+        **({"python_microseconds_per_step": Measured(tuple(1e6 * gap for gap in gaps))} if gaps else {}),
         "load_seconds": Measured(tuple(loads)),
         "peak_memory_bytes": Measured((memory,)),
         "read_bandwidth_bytes_per_second": Measured(tuple(bandwidth)),
     }
 
 
-def run_once(model: LlamaForCausalLM, workload: Workload, seed: int) -> tuple[float, float]:
-    """(seconds up to the first tokens, seconds for the rest)"""
+class TimedStep(DecodeStep):
+    """A DecodeStep that notes the time between its replays: Python, and the choice of tokens."""
+
+    def __init__(self, model: LlamaForCausalLM, cache: DynamicCache) -> None:
+        super().__init__(model, cache)
+        self.gaps: list[float] = []
+        self.replay_end: float | None = None
+
+    def replay(self, graph: Graph[Tensor]) -> None:
+        if self.replay_end is not None:
+            self.gaps.append(time.perf_counter() - self.replay_end)
+        super().replay(graph)
+        self.replay_end = time.perf_counter()
+
+
+@dataclass(frozen=True)
+class Round:
+    """Seconds up to the first tokens, for the rest, and between two replays, if steps were replayed."""
+
+    prefill: float
+    decode: float
+    gap: float | None
+
+
+def run_once(model: LlamaForCausalLM, workload: Workload, seed: int) -> Round:
     generator = torch.Generator().manual_seed(seed)
     shape = (workload.batch_size, workload.prompt_length)
     token_ids = torch.randint(0, model.config.vocab_size, shape, generator=generator)
     params = SamplingParams(max_tokens=workload.output_length, temperature=0.0, ignore_eos=True)
     start = time.perf_counter()
-    steps = model.steps(token_ids, params, DynamicCache())
+    cache = DynamicCache()
+    step = TimedStep(model, cache)
+    steps = model.steps(token_ids, params, cache, step=step)
     next(steps)
     first = time.perf_counter()
     for _ in steps:
         pass
-    return first - start, time.perf_counter() - first
+    decode = time.perf_counter() - first
+    return Round(first - start, decode, statistics.median(step.gaps) if step.gaps else None)
 
 
 def read_bandwidth() -> float:

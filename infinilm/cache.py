@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
+
 import torch
 from torch import Tensor
 
 from infinicore import ops
 
+# Multiplications of one call, about a tenth of a second: Python hears an interrupt between two calls only.
+CALL_WORK = 1 << 28
 GROWTH = 256  # positions of room added at least, so that decoding seldom copies
 
 # B streams, S new tokens, T all tokens of a stream, H query heads, K key/value heads, D head size
@@ -24,9 +28,11 @@ class DynamicCache:
         self._lengths: list[int] = []
         # True where a key may be attended to [B, T]; None while no position is padding.
         self.key_mask: Tensor | None = None
-        # The stream and slot of each new token, flat; those of single-token steps keep their memory.
+        # The stream and slot of each new token, flat. A recorded step reads the slots of the one before where
+        # they were, and to write numbers there is cheaper than any call of torch.
         self._streams = torch.empty(0, dtype=torch.int64)
-        self._slots = torch.empty(0, dtype=torch.int64)
+        self._slot_numbers = array("q")
+        self.slots = torch.empty(0, dtype=torch.int64)
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Append keys and values [B, K, S, D] to a layer and return all it holds, [B, K, T, D] each."""
@@ -47,11 +53,12 @@ class DynamicCache:
         """Before the layers see new tokens: where they go, and which of them are real ([B, S], None: all)."""
         self._extend_mask(mask, batch_size, num_new)
         start = self.get_seq_length()
-        if num_new == 1 and len(self._slots) == batch_size:
-            self._slots.fill_(start)
+        slots = array("q", range(start, start + num_new)) * batch_size
+        if num_new == 1 and len(self._slot_numbers) == batch_size:
+            self._slot_numbers[:] = slots
             return
         self._streams = torch.arange(batch_size).repeat_interleave(num_new)
-        self._slots = torch.arange(start, start + num_new).repeat(batch_size)
+        self._slot_numbers, self.slots = slots, torch.frombuffer(slots, dtype=torch.int64)
 
     def attend(
         self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
@@ -64,14 +71,15 @@ class DynamicCache:
             )
         end = self.get_seq_length(layer_idx) + q.shape[1]
         keys, values = self._with_room(layer_idx, k.transpose(1, 2), end)
-        places = (self._streams, self._slots)
+        places = (self._streams, self.slots)
         ops.store_kv(keys, values, k.flatten(0, 1), v.flatten(0, 1), *places, out=(keys, values))
         self._lengths[layer_idx] = end
-        return ops.attention(q.flatten(0, 1), keys, values, *places, scale, window or 0).view(q.shape)
+        return attend_in_parts(q.flatten(0, 1), keys, values, places, end, scale, window).view(q.shape)
 
-    def has_room(self, num_new: int) -> bool:
-        """Whether so many more positions fit without moving anything."""
-        return bool(self._keys) and self.get_seq_length() + num_new <= self._keys[0].shape[2]
+    @property
+    def num_slots(self) -> int:
+        """How many positions fit without moving anything."""
+        return self._keys[0].shape[2] if self._keys else 0
 
     def make_room(self, num_new: int) -> None:
         for layer, length in enumerate(self._lengths):
@@ -119,6 +127,27 @@ def grown(held: Tensor, room: int, length: int) -> Tensor:
     larger = held.new_empty(held.shape[0], held.shape[1], room, held.shape[3])
     larger[:, :, :length] = held[:, :, :length]
     return larger
+
+
+def attend_in_parts(  # noqa: PLR0913  those of the op
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    places: tuple[Tensor, Tensor],
+    num_keys: int,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """ops.attention of tokens [B * S, H, D], in several calls where one takes long; the bits are the same."""
+    work = q[0].numel() * min(num_keys, window or num_keys)  # of a token
+    size = max(CALL_WORK // work // 16, 1) * 16  # the kernel takes 16 together
+    if len(q) <= size:
+        return ops.attention(q, keys, values, *places, scale, window or 0)
+    out = torch.empty(q.shape)
+    for start in range(0, len(q), size):
+        part, streams, slots, attended = (t[start : start + size] for t in (q, *places, out))
+        ops.attention(part, keys, values, streams, slots, scale, window or 0, out=attended)
+    return out
 
 
 def check_update(keys: Tensor, values: Tensor, layer_idx: int, num_layers: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from infinilm.config import LlamaConfig
 
 PREFILL_CHUNK = 512
+# Multiplications of one product on a CPU, about a tenth of a second: interrupts are heard between two ops.
+PRODUCT_WORK = 1 << 31
 
 Prompt = Tensor | Sequence[Sequence[int]]
 Callback = Callable[[list[int | None]], bool | None]
@@ -69,15 +72,14 @@ class GenerationMixin:
             seed=seed,
             stop_token_ids=self.eos_ids(eos_token_id),
         )
-        generated = [token_ids]
+        generated = []
         cache = past_key_values if past_key_values is not None else DynamicCache()
         for tokens in self.steps(token_ids, params, cache, mask, pad):
-            generated.append(filled(tokens, pad, token_ids.device))
+            generated.append(filled(tokens, pad))
             if callback is not None and callback(tokens):
                 break
-        return torch.cat(generated, dim=1)
+        return torch.cat([token_ids, torch.tensor(generated, device=token_ids.device).T], dim=1)
 
-    @torch.inference_mode()
     def steps(
         self,
         token_ids: Tensor,
@@ -85,18 +87,23 @@ class GenerationMixin:
         cache: DynamicCache,
         attention_mask: Tensor | None = None,
         pad_token_id: int = 0,
+        step: DecodeStep | None = None,
     ) -> Iterator[list[int | None]]:
-        """The next token of every stream of token_ids [B, S], step by step; None once a stream has ended."""
+        """The next token of every stream of token_ids [B, S], step by step; None once a stream has ended.
+
+        step, if given, is used in place of a new DecodeStep on this cache.
+        """
         streams = [Stream(params, row, i) for i, row in enumerate(real_tokens(token_ids, attention_mask))]
-        logits = self.prefill(token_ids, cache, attention_mask)
-        step = DecodeStep(self, cache)
+        rows = logits_of_streams(self.prefill(token_ids, cache, attention_mask))
+        step = DecodeStep(self, cache) if step is None else step
         for i in range(params.max_tokens):
-            tokens = [stream.next_token(row) for stream, row in zip(streams, logits[:, -1], strict=True)]
+            tokens = [stream.next_token(row) for stream, row in zip(streams, rows, strict=True)]
             yield tokens
             if all(stream.has_ended for stream in streams) or i + 1 == params.max_tokens:
                 return
-            logits = step(filled(tokens, pad_token_id, token_ids.device))
+            rows = step(filled(tokens, pad_token_id))
 
+    @torch.inference_mode()
     def prefill(self, token_ids: Tensor, cache: DynamicCache, attention_mask: Tensor | None) -> Tensor:
         """The logits after a prompt, fed in chunks: memory stays bounded, and an interrupt is heard soon.
 
@@ -104,7 +111,7 @@ class GenerationMixin:
         """
         length, rope = cache.get_seq_length() + token_ids.shape[1], self.config.rope
         can_cut = attention_mask is None and rope.regime(1) == rope.regime(length)
-        size = PREFILL_CHUNK if can_cut else token_ids.shape[1]
+        size = chunk_length(self.config, len(token_ids), self.device) if can_cut else token_ids.shape[1]
         for chunk in torch.split(token_ids, size, dim=1):
             logits = self(input_ids=chunk, past_key_values=cache, attention_mask=attention_mask)
         return logits
@@ -120,53 +127,74 @@ class GenerationMixin:
 
 
 class DecodeStep:
-    """One token a stream: [B, 1] token ids -> [B, 1, V] logits, valid until the next step.
+    """One token a stream -> the logits [V] of what follows it in each, valid until the next step.
 
     It is recorded at its first run and replayed while the cache has room. Where that cannot be (a device or
     dtype, padding, weights without a native kernel), the model is run as ever.
+
+    A replay leaves nothing but weights in the CPU's caches, so that each call into torch after it takes tens
+    of microseconds: tokens are written to memory that the recording reads, the logits are views made once.
     """
 
     def __init__(self, model: Any, cache: DynamicCache) -> None:
         self.model = model
         self.cache = cache
+        self.rope = model.model.rope_instance
         self.graph: Graph[Tensor] | None = None
         is_float32 = model.model.norm.weight.dtype == torch.float32
         self.can_record = is_float32 and cache.key_mask is None and not model.config.rope.is_dynamic
 
-    def __call__(self, token_ids: Tensor) -> Tensor:
+    def __call__(self, tokens: Sequence[int]) -> Sequence[Tensor]:
         if not self.can_record:
-            return self.run_plain(token_ids)
-        position, rope = self.cache.get_seq_length(), self.model.model.rope_instance
-        rope.prepare(position + 1, self.model.model.norm.weight)
-        self.cache.begin(len(token_ids), 1, None)
-        if self.graph is None or not self.cache.has_room(1) or self.tables is not rope.sin_table:
-            return self.record(token_ids, position)
-        self.token_ids.copy_(token_ids)
-        self.positions.fill_(position)
-        logits = self.graph.replay()
+            return self.run_plain(tokens)
+        position = self.cache.get_seq_length()
+        self.cache.begin(len(tokens), 1, None)
+        if self.graph is None or not self.is_good_for(position):
+            return self.record(tokens, position)
+        self.tokens[:] = array("q", tokens)
+        self.replay(self.graph)
         self.cache.advance(1)
-        return logits
+        return self.rows
 
-    def record(self, token_ids: Tensor, position: int) -> Tensor:
+    def is_good_for(self, position: int) -> bool:
+        """Whether what was recorded is right at this position: the keys have room, the rope its angles."""
+        is_same_rope: bool = self.rope.rope_parameters.regime(position + 1) == self.regime
+        return is_same_rope and position < self.end
+
+    def replay(self, graph: Graph[Tensor]) -> None:
+        graph.replay()
+
+    @torch.inference_mode()
+    def record(self, tokens: Sequence[int], position: int) -> Sequence[Tensor]:
         self.cache.make_room(1)
-        self.token_ids, self.positions = token_ids.clone(), torch.full_like(token_ids, position)
-        self.tables = self.model.model.rope_instance.sin_table
+        self.rope.prepare(position + 1, self.model.model.norm.weight)
+        self.regime, self.end = self.rope.regime, min(self.rope.max_seq_len, self.cache.num_slots)
+        self.tokens = array("q", tokens)
+        self.token_ids = torch.frombuffer(self.tokens, dtype=torch.int64)[:, None]
+        self.positions = self.cache.slots[:, None]  # the same where there is no padding
         try:
             self.graph = Graph.record(self.compute)
         except RecordError:
             self.can_record = False
             self.cache.truncate(position)
-            return self.run_plain(token_ids)
-        return self.graph.result
+            return self.run_plain(tokens)
+        self.rows = logits_of_streams(self.graph.result)
+        return self.rows
 
     def compute(self) -> Tensor:
         hidden_states = self.model.model.run_layers(self.token_ids, self.positions, self.cache)
         logits: Tensor = self.model.lm_head(self.model.model.norm(hidden_states))
         return logits
 
-    def run_plain(self, token_ids: Tensor) -> Tensor:
-        logits: Tensor = self.model(input_ids=token_ids, past_key_values=self.cache)
-        return logits
+    @torch.inference_mode()
+    def run_plain(self, tokens: Sequence[int]) -> Sequence[Tensor]:
+        token_ids = torch.tensor(tokens, device=self.model.device)[:, None]
+        return logits_of_streams(self.model(input_ids=token_ids, past_key_values=self.cache))
+
+
+def logits_of_streams(logits: Tensor) -> Sequence[Tensor]:
+    """[B, S, V] -> the last logits [V] of each stream, where they are sampled: float32 on the CPU"""
+    return logits[:, -1].cpu().float().unbind()
 
 
 class Stream:
@@ -181,14 +209,24 @@ class Stream:
         """The next token, or None once the stream has ended."""
         if self.has_ended:
             return None
-        token = self.sampler.next_token(logits.cpu(), self.token_ids)
-        self.token_ids = torch.cat([self.token_ids, torch.tensor([token])])
-        self.has_ended = token in self.sampler.params.stop_token_ids
+        params = self.sampler.params
+        token = self.sampler.next_token(logits, self.token_ids)
+        if params.repetition_penalty != 1.0:  # nothing else looks back
+            self.token_ids = torch.cat([self.token_ids, torch.tensor([token])])
+        self.has_ended = token in params.stop_token_ids
         return token
 
 
-def filled(tokens: list[int | None], pad: int, device: torch.device) -> Tensor:
-    return torch.tensor([[pad if token is None else token] for token in tokens], device=device)
+def chunk_length(config: LlamaConfig, batch_size: int, device: torch.device) -> int:
+    """How many tokens of each prompt are fed at once: fewer to large models, where a product takes long."""
+    if device.type != "cpu":
+        return PREFILL_CHUNK
+    work = batch_size * config.hidden_size * config.intermediate_size
+    return min(PREFILL_CHUNK, max(PRODUCT_WORK // work, 16))
+
+
+def filled(tokens: list[int | None], pad: int) -> list[int]:
+    return [pad if token is None else token for token in tokens]
 
 
 def as_batch(

@@ -57,3 +57,10 @@ def test_a_tensor_that_moved_is_followed_and_one_that_was_resized_is_refused() -
     x.resize_(2, 8)
     with pytest.raises(ValueError, match="shape"):
         graph.replay()
+
+
+def test_storing_into_a_copy_of_a_cache_cannot_be_recorded() -> None:
+    keys, values = torch.zeros(2, 1, 2, 4, 8)
+    k, place = torch.randn(1, 2, 8), torch.tensor([0])
+    with pytest.raises(ValueError, match="in place"):
+        Graph.record(lambda: ops.store_kv(keys, values, k, k, place, place))

@@ -13,7 +13,7 @@ import infinicore
 from infinicore import nn
 from infinicore.ops.reference import random_blocks
 from infinicore.quantization import BlockType
-from infinilm import DynamicCache
+from infinilm import DynamicCache, cache
 from infinilm.config import LlamaConfig
 from infinilm.generation import DecodeStep
 from infinilm.models.llama import LlamaForCausalLM
@@ -67,10 +67,10 @@ def prompt(model: LlamaForCausalLM, stream: int = 0) -> Tensor:
 
 def all_logits(model: LlamaForCausalLM, token_ids: Tensor, *chunks: int) -> Tensor:
     """Logits of every position, the prompt fed in chunks of these sizes and then whole"""
-    cache, parts, start = DynamicCache(), [], 0
+    held, parts, start = DynamicCache(), [], 0
     for size in (*chunks, token_ids.shape[1] - sum(chunks)):
         part = token_ids[:, start : start + size]
-        parts.append(model(part, past_key_values=cache, logits_to_keep=0))
+        parts.append(model(part, past_key_values=held, logits_to_keep=0))
         start += size
     return torch.cat(parts, dim=1)
 
@@ -92,6 +92,16 @@ def test_logits_do_not_depend_on_how_the_prompt_is_cut(model: LlamaForCausalLM) 
 
 
 @torch.inference_mode()
+def test_logits_do_not_depend_on_how_attention_is_cut(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = torch.cat([prompt(model), prompt(model, 1)])
+    whole = all_logits(model, batch)
+    monkeypatch.setattr(cache, "CALL_WORK", 1)  # 16 tokens a call, the least there is
+    assert torch.equal(all_logits(model, batch), whole)
+
+
+@torch.inference_mode()
 def test_logits_do_not_depend_on_the_threads(model: LlamaForCausalLM) -> None:
     before = infinicore.get_num_threads()
     results = []
@@ -107,10 +117,32 @@ def test_replayed_decoding_gives_the_bits_of_a_prefill(model: LlamaForCausalLM) 
     whole = all_logits(model, prompt(model))
     for batch_size in (1, 3):
         batch = prompt(model).expand(batch_size, LENGTH).contiguous()
-        cache = DynamicCache()
-        model(batch[:, :20], past_key_values=cache)
-        step = DecodeStep(model, cache)
+        step = after_prompt(model, batch[:, :20])
         for i in range(20, LENGTH):
-            logits = step(batch[:, i : i + 1])
-            assert torch.equal(logits[-1, 0], whole[0, i])
+            logits = step(batch[:, i].tolist())
+            assert torch.equal(logits[-1], whole[0, i])
         assert step.graph is not None
+
+
+@torch.inference_mode()
+def test_recordings_made_anew_as_cache_and_rope_tables_grow_give_the_bits_of_plain_steps(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "GROWTH", 16)
+    batch = torch.cat([prompt(model), prompt(model, 1)])
+    plain, recorded = (after_prompt(model, batch) for _ in range(2))
+    plain.can_record = False
+    monkeypatch.setattr(model.model.rope_instance, "max_seq_len", 70)  # as if tables ended there
+    graphs = []
+    for i in range(48):
+        tokens = [i % 40, 3 * i % 40]
+        assert all(map(torch.equal, recorded(tokens), plain(tokens)))
+        if recorded.graph not in graphs:
+            graphs.append(recorded.graph)
+    assert len(graphs) == 4  # the first, two as the cache grew, one for the tables
+
+
+def after_prompt(model: LlamaForCausalLM, token_ids: Tensor) -> DecodeStep:
+    held = DynamicCache()
+    model(token_ids, past_key_values=held)
+    return DecodeStep(model, held)

@@ -169,7 +169,7 @@ def test_activations_of_any_size_are_rounded_as_the_reference_does(
     scale: float, bits: int, level: str
 ) -> None:
     weight, x = random_blocks(BlockType.Q4_0, 20, 2).pack(bits), rows(3, 64) * scale
-    wanted = ops.packed_linear.reference(x, weight, None)
+    wanted = ops.packed_linear.reference(x, (weight,), (None,), None, False)
     torch.testing.assert_close(F.linear(x, weight), wanted, rtol=1e-4, atol=1e-5 * scale)
 
 
@@ -199,6 +199,20 @@ def test_threads_do_not_change_a_bit(kind: str, threads: None) -> None:
         infinicore.set_num_threads(count)
         results.append(F.linear(x, weight))
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_products_that_share_their_input_have_the_bits_of_each_alone(bits: int, level: str) -> None:
+    packed = [weight_of(f"int{bits} {name}", 40) for name in ("Q4_1", "Q6_K", "Q8_0")]
+    biases = [None, rows(1, 40)[0], None]
+    for num_rows in (1, 5, 20):
+        x, residual = rows(num_rows, 768), rows(num_rows, 40)
+        alone = [F.linear(x, weight, bias) for weight, bias in zip(packed, biases, strict=True)]
+        together = F.linear_group(x, packed, biases)
+        assert all(map(torch.equal, together, alone))
+        assert torch.equal(F.linear(x, packed[0], residual=residual), residual + alone[0])
+        gated = F.gated_linear(x, packed[0], packed[1], up_bias=biases[1])
+        torch.testing.assert_close(gated, F.swiglu(alone[0], alone[1]), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("weight", [BIG, BIG.pack()], ids=["blocks", "packed"])
@@ -286,23 +300,35 @@ def test_native_functions_refuse_what_would_leave_a_buffer() -> None:
     ):
         with pytest.raises(ValueError):
             _native.quantized_linear(*arguments)
-    packed, room = Q8.pack().blocks, torch.empty(66)  # 3 rows of 2 groups, each of 11 words
-    for arguments in (
-        (y, X, packed[:, :-16], None, room, q8, 5, 1),
-        (y, X, packed, None, room, q8, 17, 1),
-        (torch.empty(3, 17), X, packed, None, room, q8, 17, 1),
-        (y, X, packed, None, room, q8, -1, 1),
-        (y, X, packed, None, room, q8, 5, 0),
-        (y, X, packed, None, room, q8, 5, 2),
-        (y, X, packed, None, room[:65], q8, 5, 1),
-        (y, X, packed, None, room.int(), q8, 5, 1),
-        (y, X, packed.to(torch.int8), None, room, q8, 5, 1),
-        (y, X, packed, None, room, BlockType.Q4_K.ggml_id, 5, 1),
-        (y, X, packed, None, room, 0, 5, 1),
-        (y, X[:, :32], packed, None, room, q8, 5, 1),
+    packed, room = Q8.pack().blocks, torch.empty(88)  # 4 rows, one of them padding, of 2 groups of 11
+    for y_, x, weights, biases, types, num_rows, residual, workspace, is_gated, num_planes in (
+        (y, X, (packed[:, :-16],), (None,), (q8,), (5,), None, room, False, 1),
+        (y, X, (packed,), (None,), (q8,), (17,), None, room, False, 1),
+        (torch.empty(3, 17), X, (packed,), (None,), (q8,), (17,), None, room, False, 1),
+        (y, X, (packed,), (None,), (q8,), (-1,), None, room, False, 1),
+        (y, X, (packed,), (None,), (q8,), (5,), None, room, False, 0),
+        (y, X, (packed,), (None,), (q8,), (5,), None, room, False, 2),
+        (y, X, (packed,), (None,), (q8,), (5,), None, room[:87], False, 1),
+        (y, X, (packed,), (None,), (q8,), (5,), None, room.int(), False, 1),
+        (y, X, (packed.to(torch.int8),), (None,), (q8,), (5,), None, room, False, 1),
+        (y, X, (packed,), (None,), (BlockType.Q4_K.ggml_id,), (5,), None, room, False, 1),
+        (y, X, (packed,), (None,), (0,), (5,), None, room, False, 1),
+        (y, X[:, :32], (packed,), (None,), (q8,), (5,), None, room, False, 1),
+        (y, X, (packed,), (torch.ones(4),), (q8,), (5,), None, room, False, 1),
+        (y, X, (packed,), (None,), (q8,), (5,), torch.ones(3, 4), room, False, 1),
+        (y, X, (), (), (), (), None, room, False, 1),
+        (y, X, (packed,), (None,), (q8,), (5,), None, room, True, 1),
+        (y, X, (packed, packed), (None, None), (q8, q8), (5, 4), None, room, True, 1),
+        (y, X, (packed, packed), (None, None), (q8, q8), (5, 5), None, room, False, 1),
+        (torch.empty(3, 9), X, (packed, packed), (None, None), (q8, q8), (5, 5), None, room, False, 1),
+        (torch.empty(3, 11), X, (packed, packed), (None, None), (q8, q8), (5, 5), None, room, False, 1),
     ):
+        padding = 3 - len(weights)
         with pytest.raises(ValueError):
-            _native.packed_linear(*arguments)
+            _native.packed_linear(
+                *(y_, x, residual, workspace, *weights, *[None] * padding, *biases, *[None] * padding),
+                *(*types, *[0] * padding, *num_rows, *[0] * padding, is_gated, num_planes),
+            )
     for function in (
         _native.pack_rows,
         lambda packed, blocks, type: _native.unpack_rows(blocks, packed, type),

@@ -18,7 +18,11 @@ def name_of(path: Path) -> str:
 
 
 def source_files() -> set[str]:
-    files = (path for package in ("csrc", "infinicore", "infinilm") for path in (ROOT / package).rglob("*"))
+    files = (
+        path
+        for package in ("csrc", "infinicore", "infinilm", "benchmarks")
+        for path in (ROOT / package).rglob("*")
+    )
     return {name_of(path) for path in files if path.suffix in (".py", ".cpp", ".h")}
 
 

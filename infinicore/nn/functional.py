@@ -24,9 +24,11 @@ __all__ = [
     "add_rms_norm",
     "causal_softmax",
     "embedding",
+    "gated_linear",
     "gelu",
     "layer_norm",
     "linear",
+    "linear_group",
     "random_sample",
     "rms_norm",
     "rope",
@@ -96,13 +98,63 @@ def linear(
     weight: Tensor | QuantizedTensor,
     bias: Tensor | None = None,
     *,
+    residual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """input @ weight.T + bias: [*, in], [out, in], [out] -> [*, out]
+    """input @ weight.T + bias, + residual if given: [*, in], [out, in], [out] -> [*, out]
 
     The weight is quantised, or has the dtype of the input, or a half dtype where the input is float32.
     A packed one takes the input rounded to its activation_bits.
     """
+    check_linear(input, weight, bias)
+    shape = (*input.shape[:-1], weight.shape[0])
+    check_out("linear", out, input, shape)
+    if residual is not None:
+        check_like("linear", input, "residual", residual, shape)
+    if isinstance(weight, PackedTensor):
+        return ops.packed_linear(input, (weight,), (bias,), residual, False, out=out)
+    op = ops.quantized_linear if isinstance(weight, QuantizedTensor) else ops.linear
+    if residual is None:
+        return op(input, weight, bias, out=out)
+    return ops.add(residual, op(input, weight, bias), out=out)
+
+
+def linear_group(
+    input: Tensor, weights: Sequence[Tensor | QuantizedTensor], biases: Sequence[Tensor | None]
+) -> tuple[Tensor, ...]:
+    """One input times each of several weights: [*, in] -> a [*, out] for each.
+
+    Up to three packed weights are one pass over the input, and what is returned are views of one tensor.
+    """
+    if not can_share_input(weights):
+        return tuple(linear(input, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+    for weight, bias in zip(weights, biases, strict=True):
+        check_linear(input, weight, bias)
+    y = ops.packed_linear(input, tuple(weights), tuple(biases), None, False)
+    return torch.split(y, [weight.shape[0] for weight in weights], -1)
+
+
+def gated_linear(
+    input: Tensor,
+    gate: Tensor | QuantizedTensor,
+    up: Tensor | QuantizedTensor,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+) -> Tensor:
+    """swiglu(linear(input, gate), linear(input, up)), in one pass where both are packed."""
+    if not can_share_input((gate, up)) or gate.shape != up.shape:
+        return swiglu(linear(input, gate, gate_bias), linear(input, up, up_bias))
+    check_linear(input, gate, gate_bias)
+    check_linear(input, up, up_bias)
+    return ops.packed_linear(input, (gate, up), (gate_bias, up_bias), None, True)
+
+
+def can_share_input(weights: Sequence[Tensor | QuantizedTensor]) -> bool:
+    bits = {weight.activation_bits if isinstance(weight, PackedTensor) else None for weight in weights}
+    return len(weights) <= 3 and len(bits) == 1 and None not in bits
+
+
+def check_linear(input: Tensor, weight: Tensor | QuantizedTensor, bias: Tensor | None) -> None:
     check_float("linear", "input", input)
     check_weight(input, weight)
     if len(weight.shape) != 2 or input.dim() < 1 or input.shape[-1] != weight.shape[1]:
@@ -112,12 +164,6 @@ def linear(
         )
     if bias is not None:
         check_like("linear", input, "bias", bias, tuple(weight.shape[:1]))
-    check_out("linear", out, input, (*input.shape[:-1], weight.shape[0]))
-    if isinstance(weight, PackedTensor):
-        return ops.packed_linear(input, weight, bias, out=out)
-    if isinstance(weight, QuantizedTensor):
-        return ops.quantized_linear(input, weight, bias, out=out)
-    return ops.linear(input, weight, bias, out=out)
 
 
 def random_sample(

@@ -39,17 +39,13 @@ class BaseLinear(WeightLayer):
         self.weight = Parameter(uniform((out_features, in_features), bound, dtype, device))
         self.bias = Parameter(uniform((out_features,), bound, dtype, device)) if bias else None
 
-    def compute_linear(self, x: Tensor) -> Tensor:
-        """x Wᵀ + b, which is what the parallel layers do in their own way."""
-        return F.linear(x, self.weight, self.bias)
+    def compute_linear(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x Wᵀ + b (+ residual), which is what the parallel layers do in their own way."""
+        return F.linear(x, self.weight, self.bias, residual=residual)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x Wᵀ + b, + residual if given: [*, in] -> [*, out]"""
-        y = self.compute_linear(x)
-        if residual is None:
-            return y
-        F.check_like(type(self).__name__, y, "residual", residual, y.shape)
-        return y + residual
+        return self.compute_linear(x, residual)
 
     def extra_repr(self) -> str:
         features = f"in_features={self.in_features}, out_features={self.out_features}"
@@ -108,14 +104,32 @@ class RowParallelLinear(BaseLinear):
         self.communicator = communicator
         self.weight = Parameter(self.get_parameter("weight"), 1, tp_rank, tp_size)
 
-    def compute_linear(self, x: Tensor) -> Tensor:
+    def compute_linear(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         if self.tp_size == 1 or self.communicator is None:
-            return super().compute_linear(x)
+            return super().compute_linear(x, residual)
         y = self.communicator.all_reduce(F.linear(x, self.weight))
-        return y if self.bias is None else y + self.bias
+        y = y if self.bias is None else y + self.bias
+        if residual is None:
+            return y
+        F.check_like(type(self).__name__, y, "residual", residual, y.shape)
+        return y + residual
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, tp_rank={self.tp_rank}, tp_size={self.tp_size}"
+
+
+def project(x: Tensor, *layers: BaseLinear) -> tuple[Tensor, ...]:
+    """x through each layer, in one pass over x where their weights are packed."""
+    if any(type(layer) is not Linear for layer in layers):
+        return tuple(layer(x) for layer in layers)
+    return F.linear_group(x, [layer.weight for layer in layers], [layer.bias for layer in layers])
+
+
+def project_gated(x: Tensor, gate: BaseLinear, up: BaseLinear) -> Tensor:
+    """swiglu(gate(x), up(x)), in one pass where their weights are packed."""
+    if type(gate) is not Linear or type(up) is not Linear:
+        return F.swiglu(gate(x), up(x))
+    return F.gated_linear(x, gate.weight, up.weight, gate.bias, up.bias)
 
 
 def uniform(shape: tuple[int, ...], bound: float, dtype: torch.dtype | None, device: Device) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -104,15 +104,52 @@ def given_packed(native: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def with_workspace(native: Callable[..., Any]) -> Callable[..., Any]:
-    """As given_packed, with room for the rounded x: of 32 values, a scale and 10 words for each plane."""
+def three(values: Iterable[Any], missing: Any = None) -> tuple[Any, ...]:
+    return (*values, missing, missing, missing)[:3]
 
-    def call(out: Tensor, x: Tensor, weight: PackedTensor, bias: Tensor | None) -> Any:
-        num_planes = weight.activation_bits // 8
-        room = torch.empty(x.numel() // 32 * (1 + 10 * num_planes))
-        return native(out, x, weight.blocks, bias, room, weight.type.ggml_id, weight.shape[0], num_planes)
+
+def packed_arguments(weights: Sequence[PackedTensor], biases: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """Up to three weights as a native function takes them: blocks, biases, types and numbers of rows."""
+    blocks, types = three(w.blocks for w in weights), three((w.type.ggml_id for w in weights), 0)
+    return *blocks, *three(biases), *types, *three((w.shape[0] for w in weights), 0)
+
+
+def accepts_packed_linear(
+    out: Tensor | None,
+    x: Tensor,
+    weights: Sequence[PackedTensor],
+    biases: Sequence[Tensor | None],
+    residual: Tensor | None,
+    is_gated: bool,
+) -> bool:
+    if not 1 <= len(weights) <= 3 or len({w.activation_bits for w in weights}) != 1:
+        return False
+    arguments = packed_arguments(weights, biases)
+    return _native.accepts_packed_linear(out, x, residual, *arguments, is_gated)
+
+
+def given_weights(native: Callable[..., Any]) -> Callable[..., Any]:
+    """A native packed product as one of packed_linear's arguments, with room for the rounded x."""
+
+    def call(
+        out: Tensor,
+        x: Tensor,
+        weights: Sequence[PackedTensor],
+        biases: Sequence[Tensor | None],
+        residual: Tensor | None,
+        is_gated: bool,
+    ) -> Any:
+        num_planes = weights[0].activation_bits // 8
+        room = torch.empty(_native.packed_room(x, num_planes))
+        return native(out, x, residual, room, *packed_arguments(weights, biases), is_gated, num_planes)
 
     return call
+
+
+def empty_packed_product(x: Tensor, weights: Sequence[PackedTensor], *rest: Any) -> Tensor:
+    is_gated = rest[-1]
+    width = weights[0].shape[0] if is_gated else sum(w.shape[0] for w in weights)
+    return x.new_empty(*x.shape[:-1], width)
 
 
 def empty_product(x: Tensor, weight: Tensor | QuantizedTensor, bias: Tensor | None) -> Tensor:
@@ -143,9 +180,7 @@ register_parts(
 register_parts(
     reference.quantized_embedding, given_blocks(_native.accepts_quantized_embedding), empty_rows, given_blocks
 )
-register_parts(
-    reference.packed_linear, given_packed(_native.accepts_packed_linear), empty_product, with_workspace
-)
+register_parts(reference.packed_linear, accepts_packed_linear, empty_packed_product, given_weights)
 register_parts(
     reference.packed_embedding, given_packed(_native.accepts_packed_embedding), empty_rows, given_packed
 )
@@ -167,7 +202,8 @@ def is_head_rows(*tensors: Tensor) -> bool:
 def accepts_attention(out: Tensor | None, q: Tensor, keys: Tensor, values: Tensor, *_: Any) -> bool:
     if not is_head_rows(q) or not _native.accepts_rows(None, keys, values):
         return False
-    fits = q.shape[1] // max(keys.shape[1], 1) * (q.shape[2] + 2) <= 8192
+    dim = q.shape[2]
+    fits = dim <= 256 and q.shape[1] // max(keys.shape[1], 1) * (dim + 2) <= 8192
     return fits and (out is None or (is_head_rows(out) and _native.are_apart(out, q)))
 
 
@@ -205,6 +241,8 @@ def run_store_kv(out: Any, keys: Tensor, values: Tensor, *args: Any) -> tuple[Te
 
 
 def bind_store_kv(out: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, *args: Any) -> Callable[[], None]:
+    if out[0] is not keys or out[1] is not values:
+        raise ValueError("store_kv: a call to be repeated writes in place; pass out=(keys, values)")
     return _native.bind_store_kv(keys, values, *args)  # type: ignore[no-any-return]
 
 

@@ -6,7 +6,7 @@ computed in float32 and rounded once, except where a docstring says that the mod
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -277,31 +277,50 @@ SMALLEST_ACTIVATION = 2.0**-100  # what is below has no reciprocal in float32
 
 
 def rounded_activations(x: Tensor, bits: int) -> Tensor:
-    """x with each group of 32 rounded to 255 equal steps, of which the largest absolute value is the last.
+    """x with each group of 32 rounded to equal steps: the largest absolute value is 127 of them.
 
-    For 16 bits, what is left over is rounded again, half a step being 127 of the new ones.
+    For 16 bits a step has 256 parts, of which kernels keep -127 to 127 beside the nearest whole one.
     """
+    parts = 1 if bits == 8 else 256
     groups = x.reshape(*x.shape[:-1], x.shape[-1] // ACTIVATION_GROUP, ACTIVATION_GROUP)
     largest = groups.abs().amax(-1, keepdim=True)
-    scaled = groups * torch.where(largest >= SMALLEST_ACTIVATION, 127 / largest, 0)
-    rounded = scaled.round()
+    rounded = (groups * torch.where(largest >= SMALLEST_ACTIVATION, 127 * parts / largest, 0)).round()
     if bits == 16:
-        rounded = rounded + ((scaled - rounded) * 254).round() / 254
-    return (rounded * (largest / 127)).flatten(-2)
+        rounded = rounded + (rounded.remainder(256) == 128)
+    return (rounded * (largest / (127 * parts))).flatten(-2)
 
 
 def packed_linear_samples(dtype: torch.dtype) -> Samples:
     for bits in (8, 16):
         for x, weight, bias in quantized_linear_samples(dtype):
-            yield x, weight.pack(bits), bias
+            yield x, (weight.pack(bits),), (bias,), None, False
+    x, first = random(3, 64, dtype=dtype), random_blocks(BlockType.Q4_1, 40, 2).pack()
+    second, third = random_blocks(BlockType.Q8_0, 16, 2).pack(), random_blocks(BlockType.Q5_0, 7, 2).pack()
+    yield x, (first, second, third), (random(40, dtype=dtype), None, random(7, dtype=dtype)), None, False
+    yield x, (first, second), (None, None), random(3, 56, dtype=dtype), False
+    yield x, (first, random_blocks(BlockType.Q4_0, 40, 2).pack()), (None, random(40, dtype=dtype)), None, True
 
 
 # Scales and minimums are applied to sums over a group, which are larger than the values they leave.
 @op(packed_linear_samples, {torch.float32: Tolerance(1e-5, 5e-4)})
-def packed_linear(x: Tensor, weight: PackedTensor, bias: Tensor | None) -> Tensor:
-    """x @ weight.T + bias with x rounded to 8 or 16 bits, a scale for each group of 32"""
-    rounded = rounded_activations(x, weight.activation_bits)
-    return torch.nn.functional.linear(rounded, weight.dequantize(x.dtype), bias)
+def packed_linear(
+    x: Tensor,
+    weights: Sequence[PackedTensor],
+    biases: Sequence[Tensor | None],
+    residual: Tensor | None,
+    is_gated: bool,
+) -> Tensor:
+    """x @ weight.T + bias for each of up to three weights, side by side, with x rounded to 8 or 16 bits.
+
+    Gated, silu(first) * second of two weights; then the residual is added.
+    """
+    rounded = rounded_activations(x, weights[0].activation_bits)
+    products = [
+        torch.nn.functional.linear(rounded, weight.dequantize(x.dtype), bias)
+        for weight, bias in zip(weights, biases, strict=True)
+    ]
+    y = torch.nn.functional.silu(products[0]) * products[1] if is_gated else torch.cat(products, -1)
+    return y if residual is None else residual + y
 
 
 def packed_embedding_samples(dtype: torch.dtype) -> Samples:

@@ -72,6 +72,14 @@ class Op(Generic[Result]):
 
     def attempt(self, out: Any, *args: Any) -> Result | None:
         """What the first kernel that accepts these arguments makes of them; None if there is none."""
+        if not RECORDING:
+            return self._attempt(out, *args)
+        # Graph.record watches what torch is asked for between kernels, which takes longer than to ask it. A
+        # kernel's own questions need no watch: its call is kept whole.
+        with torch._C.DisableTorchFunction():
+            return self._attempt(out, *args)
+
+    def _attempt(self, out: Any, *args: Any) -> Result | None:
         for kernel in self.kernels:
             if kernel.is_whole or kernel.accepts(out, *args):
                 result: Result | None = kernel.run(out, *args)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infinicore import nn, ops
+from infinicore import nn
 from infinicore.nn import functional as F
 from infinilm.cache import DynamicCache
 from infinilm.checkpoint import Checkpoint, open_checkpoint
@@ -72,8 +72,9 @@ class LlamaMLP(nn.Module):
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=config.mlp_bias)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=config.mlp_bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        down: Tensor = self.down_proj(F.swiglu(self.gate_proj(x), self.up_proj(x)))
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """[*, E] -> [*, E], + residual if given"""
+        down: Tensor = self.down_proj(nn.project_gated(x, self.gate_proj, self.up_proj), residual)
         return down
 
 
@@ -105,11 +106,13 @@ class LlamaAttention(nn.Module):
         rope_instance: nn.RoPE | None = None,
         *,
         position_ids: Tensor | None = None,
+        residual: Tensor | None = None,
     ) -> Tensor:
-        """hidden_states [B, S, E] -> [B, S, E]; without a cache, the tokens see each other alone."""
-        q = self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim))  # [B, S, H, D]
-        k = self.k_proj(hidden_states).unflatten(-1, (-1, self.head_dim))  # [B, S, K, D]
-        v = self.v_proj(hidden_states).unflatten(-1, (-1, self.head_dim))  # [B, S, K, D]
+        """[B, S, E] -> [B, S, E], + residual if given; without a cache, the tokens see each other alone."""
+        q, k, v = (
+            projected.view(*hidden_states.shape[:-1], -1, self.head_dim)  # [B, S, H or K, D]
+            for projected in nn.project(hidden_states, self.q_proj, self.k_proj, self.v_proj)
+        )
         if self.has_qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         if rope_instance is not None:
@@ -119,8 +122,8 @@ class LlamaAttention(nn.Module):
             cache, layer = DynamicCache(), 0
             cache.begin(hidden_states.shape[0], hidden_states.shape[1], None)
         attended = cache.attend(layer, q, k, v, self.scaling, self.sliding_window)  # [B, S, H, D]
-        projected: Tensor = self.o_proj(attended.flatten(2))
-        return projected
+        output: Tensor = self.o_proj(attended.flatten(2), residual)
+        return output
 
 
 class LlamaDecoderLayer(nn.Module):
@@ -140,14 +143,12 @@ class LlamaDecoderLayer(nn.Module):
         rope_instance: nn.RoPE | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        attended = self.self_attn(
-            self.input_layernorm(hidden_states), past_key_values, rope_instance, **kwargs
+        normed = self.input_layernorm(hidden_states)
+        hidden_states = self.self_attn(
+            normed, past_key_values, rope_instance, residual=hidden_states, **kwargs
         )
-        norm = self.post_attention_layernorm
-        normed, hidden_states = F.add_rms_norm(
-            attended, hidden_states, norm.normalized_shape, norm.weight, norm.eps
-        )
-        return ops.add(hidden_states, self.mlp(normed))
+        output: Tensor = self.mlp(self.post_attention_layernorm(hidden_states), residual=hidden_states)
+        return output
 
 
 class LlamaModel(nn.Module):

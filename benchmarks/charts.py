@@ -1,0 +1,83 @@
+"""Pictures of what was measured; without matplotlib there are none."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import OURS, ModelResult
+from infinilm.bench import Measured
+
+PEER = "llama.cpp"
+COLORS = {OURS: "#1b6ca8", "infinilm int8": "#7fb8e0", PEER: "#e08a3c", "transformers": "#a9a9a9"}
+BAR = 0.2  # the height of a bar, where tasks are 1 apart
+
+
+def has_matplotlib() -> bool:
+    if importlib.util.find_spec("matplotlib"):
+        return True
+    print("no charts: `make bench` or `pip install '.[bench]'` brings matplotlib")
+    return False
+
+
+def new_figure(size: tuple[float, float], title: str) -> Any:
+    from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
+
+    figure = Figure(figsize=size, layout="constrained")
+    figure.suptitle(title, fontsize=9)
+    return figure
+
+
+def draw_rates(models: list[ModelResult], title: str, path: Path) -> None:
+    """A panel a model: bars of speed relative to llama.cpp, each with its tokens a second."""
+    if not has_matplotlib():
+        return
+    sizes = [len(model.rates) for model in models]
+    figure = new_figure((9, 1 + 0.5 * len(models) + 0.6 * sum(sizes)), title)
+    panels = figure.subplots(len(models), 1, squeeze=False, sharex=True, height_ratios=sizes).flat
+    for panel, model in zip(panels, models, strict=True):
+        draw_model(panel, model)
+    panels[-1].set_xlabel(f"speed, {PEER} = 1 where it was measured; at each bar its tokens a second")
+    figure.legend(handles=legend(models), loc="outside lower center", ncols=len(COLORS), frameon=False)
+    figure.savefig(path, dpi=120)
+
+
+def legend(models: list[ModelResult]) -> list[Any]:
+    from matplotlib.patches import Patch  # type: ignore[import-not-found,unused-ignore]
+
+    used = {name for model in models for name in model.load_seconds}
+    return [Patch(color=color, label=name) for name, color in COLORS.items() if name in used]
+
+
+def draw_model(panel: Any, model: ModelResult) -> None:
+    for row, rates in enumerate(model.rates.values()):
+        unit = rates[PEER if PEER in rates else OURS].median
+        for i, (name, rate) in enumerate(rates.items()):
+            place, speed = row + (i - (len(rates) - 1) / 2) * BAR, rate.median / unit
+            panel.barh(place, speed, 0.9 * BAR, color=COLORS[name])
+            panel.text(speed, place, f" {rate.median:.3g}", va="center", fontsize=7)
+    panel.set_yticks(range(len(model.rates)), list(model.rates))
+    panel.invert_yaxis()
+    panel.axvline(1, color="black", linewidth=0.5)
+    panel.set_title(model.name, loc="left", fontsize=10)
+
+
+def draw_curves(curves: Mapping[str, Mapping[int, Measured]], title: str, path: Path) -> None:
+    """A panel a curve, both axes from 0: what grows as its work does is a straight line."""
+    if not has_matplotlib():
+        return
+    figure = new_figure((4 * len(curves), 3.6), title)
+    panels = figure.subplots(1, len(curves), squeeze=False).flat
+    for panel, (name, curve) in zip(panels, curves.items(), strict=True):
+        draw_curve(panel, name, curve)
+    figure.savefig(path, dpi=120)
+
+
+def draw_curve(panel: Any, name: str, curve: Mapping[int, Measured]) -> None:
+    """`name` is "what by what"."""
+    y_name, x_name = name.split(" by ")
+    panel.plot(list(curve), [point.median for point in curve.values()], "o-", color=COLORS[OURS])
+    panel.set(xlim=0, ylim=0, xlabel=x_name, ylabel=y_name)
+    panel.grid(alpha=0.3)

@@ -1,0 +1,320 @@
+"""infinilm and its peers, each in a process of its own that answers how long a task took it.
+
+Nothing heavy is imported before a contender is known, so that its memory is its own.
+
+A contender opens a task (room for its streams), fills it (reads the prompts), rewinds (forgets all but the
+prompts and decodes one token) and decodes. What a task times is `fill` or `decode` alone. Prompts are random
+token ids, and end-of-text is ignored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+NUM_THREADS = 2
+CHUNK = 512  # tokens of a prompt that llama.cpp is given at once
+
+
+@dataclass(frozen=True)
+class Task:
+    """Decode num_tokens after a prompt, in each of num_streams; 0 tokens: read the prompt."""
+
+    name: str
+    prompt: int
+    num_streams: int = 1
+    num_tokens: int = 0
+
+    @property
+    def is_prefill(self) -> bool:
+        return self.num_tokens == 0
+
+    @property
+    def num_counted(self) -> int:
+        """The tokens that are timed."""
+        return self.num_streams * (self.prompt if self.is_prefill else self.num_tokens)
+
+
+class Contender(Protocol):
+    note: str  # what its numbers depend on
+
+    def open(self, task: Task) -> None: ...
+
+    def fill(self) -> None: ...
+
+    def rewind(self) -> None: ...
+
+    def decode(self) -> None: ...
+
+
+class Infinilm:
+    def __init__(self, path: str, activations: str | None = None) -> None:
+        import torch
+
+        import infinicore
+        from infinilm.llm import load_model
+
+        infinicore.set_num_threads(NUM_THREADS)
+        torch.set_num_threads(NUM_THREADS)
+        self.model, _ = load_model(path, activations=activations)
+        self.note = f"level {infinicore._native.isa()}, activations {activations or 'by default'}"
+
+    def open(self, task: Task) -> None:
+        import torch
+
+        from infinilm.cache import DynamicCache
+
+        self.task, self.cache = task, DynamicCache()
+        self.prompt = torch.randint(0, self.model.config.vocab_size, (task.num_streams, task.prompt))
+
+    def steps(self, token_ids: Any, num_tokens: int) -> Any:
+        from infinilm.sampling import SamplingParams
+
+        params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+        return self.model.steps(token_ids, params, self.cache)
+
+    def fill(self) -> None:
+        next(self.steps(self.prompt, 1))
+
+    def rewind(self) -> None:
+        self.cache.truncate(self.task.prompt - 1)
+        self.rest = self.steps(self.prompt[:, -1:], self.task.num_tokens + 2)
+        next(self.rest)
+        next(self.rest)
+
+    def decode(self) -> None:
+        deque(self.rest, maxlen=0)
+
+
+class LlamaCpp:
+    """llama.cpp through its C interface, which alone decodes several streams at once."""
+
+    def __init__(self, path: str) -> None:
+        import llama_cpp  # type: ignore[import-not-found,unused-ignore]
+
+        self.api: Any = llama_cpp
+        self.api.llama_backend_init()
+        self.model = self.api.llama_model_load_from_file(path.encode(), self.api.llama_model_default_params())
+        features = self.api.llama_print_system_info().decode().strip(" |")
+        self.note = f"llama-cpp-python {self.api.__version__}, built with {features}"
+        self.context: Any = None
+        self.batch: Any = None
+        self.rng = random.Random(1)
+
+    def open(self, task: Task) -> None:
+        if self.context:
+            self.api.llama_batch_free(self.batch)
+            self.api.llama_free(self.context)
+        params = self.api.llama_context_default_params()
+        params.n_ctx, params.n_batch = task.num_streams * (task.prompt + task.num_tokens + 32), CHUNK
+        params.n_threads = params.n_threads_batch = NUM_THREADS
+        params.n_seq_max, params.kv_unified = task.num_streams, True
+        self.task, self.context = task, self.api.llama_init_from_model(self.model, params)
+        self.batch = self.api.llama_batch_init(CHUNK, 0, task.num_streams)
+
+    def run(self, places: list[tuple[int, int]]) -> None:
+        """A random token at each (stream, position); the logits of the last in each stream are computed."""
+        batch, last = self.batch, dict(places)
+        batch.n_tokens = len(places)
+        for i, (stream, position) in enumerate(places):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i] = self.rng.randrange(32000), position, 1
+            batch.seq_id[i][0], batch.logits[i] = stream, last[stream] == position
+        if self.api.llama_decode(self.context, batch) != 0:
+            raise RuntimeError("llama_decode failed")
+        self.api.llama_synchronize(self.context)
+
+    def fill(self) -> None:
+        for stream in range(self.task.num_streams):
+            places = [(stream, position) for position in range(self.task.prompt)]
+            for begin in range(0, len(places), CHUNK):
+                self.run(places[begin : begin + CHUNK])
+
+    def rewind(self) -> None:
+        memory = self.api.llama_get_memory(self.context)
+        for stream in range(self.task.num_streams):
+            self.api.llama_memory_seq_rm(memory, stream, self.task.prompt, -1)
+        self.step(self.task.prompt)
+
+    def decode(self) -> None:
+        for i in range(self.task.num_tokens):
+            self.step(self.task.prompt + 1 + i)
+
+    def step(self, position: int) -> None:
+        self.run([(stream, position) for stream in range(self.task.num_streams)])
+
+
+class Transformers:
+    """The file's weights made dense, in the dtype that the CPU is faster at."""
+
+    def __init__(self, path: str) -> None:
+        import torch
+        import transformers
+
+        torch.set_num_threads(NUM_THREADS)
+        torch.inference_mode(True).__enter__()  # of this whole process
+        dtype = torch.bfloat16 if has_bfloat16() else torch.float32
+        file = Path(path)
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        self.model: Any = load(file.parent, gguf_file=file.name, dtype=dtype)
+        self.note = f"transformers {transformers.__version__}, {str(dtype).removeprefix('torch.')}"
+
+    def open(self, task: Task) -> None:
+        import torch
+
+        self.task = task
+        self.cache: Any = None
+        self.prompt = torch.randint(0, self.model.config.vocab_size, (task.num_streams, task.prompt))
+
+    def fill(self) -> None:
+        self.run(self.prompt)
+
+    def rewind(self) -> None:
+        if num_decoded := self.cache.get_seq_length() - self.task.prompt:
+            self.cache.crop(-num_decoded)
+        self.run(self.next_ids)
+
+    def decode(self) -> None:
+        for _ in range(self.task.num_tokens):
+            self.run(self.next_ids)
+
+    def run(self, token_ids: Any) -> None:
+        output = self.model(token_ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        self.cache, self.next_ids = output.past_key_values, output.logits[:, -1:].argmax(-1)
+
+
+def has_bfloat16() -> bool:
+    """Whether the CPU multiplies bfloat16 itself; without, transformers is faster in float32."""
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    return "avx512_bf16" in flags or " bf16" in flags
+
+
+# By name: the module whose import is not counted as loading, and how a model is loaded.
+CONTENDERS: dict[str, tuple[str, Callable[[str], Contender]]] = {
+    "infinilm": ("infinilm.llm", Infinilm),
+    "infinilm int8": ("infinilm.llm", lambda path: Infinilm(path, "int8")),
+    "llama.cpp": ("llama_cpp", LlamaCpp),
+    "transformers": ("transformers.models.llama.modeling_llama", Transformers),
+}
+
+
+def is_installed(name: str) -> bool:
+    return importlib.util.find_spec(CONTENDERS[name][0].partition(".")[0]) is not None
+
+
+# ---- the process of a contender, and the other end of its pipe ----
+
+
+def serve(name: str, path: str) -> None:
+    """Load a model, then answer tasks from standard input until it ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print must not mix with the answers
+    module, load = CONTENDERS[name]
+    importlib.import_module(module)
+    imported, start = peak_memory(os.getpid()), time.perf_counter()
+    contender = load(path)
+    hello = {"load": time.perf_counter() - start, "imported": imported, "note": contender.note}
+    print(json.dumps(hello), file=answers, flush=True)
+    opened = None
+    for line in sys.stdin:
+        task = Task(**json.loads(line))
+        seconds = run(contender, task, is_open=task == opened and not task.is_prefill)
+        print(json.dumps({"seconds": seconds}), file=answers, flush=True)
+        opened = task
+
+
+def run(contender: Contender, task: Task, is_open: bool) -> float:
+    """Seconds; prompts that are already read serve further rounds of decoding."""
+    if not is_open:
+        contender.open(task)
+        filling = seconds_of(contender.fill)
+        if task.is_prefill:
+            return filling
+    contender.rewind()
+    return seconds_of(contender.decode)
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def peak_memory(process: int) -> float:
+    """The most bytes a process has held; what is not known is no number."""
+    path = Path(f"/proc/{process}/status")
+    peak = path.read_text().partition("VmHWM:")[2] if path.exists() else ""
+    return float(peak.split()[0]) * 1024 if peak else math.nan
+
+
+class WorkerError(RuntimeError):
+    """A contender's process has ended."""
+
+
+class Worker:
+    """A contender in its process: its load time, its memory and its times for tasks."""
+
+    def __init__(self, name: str, path: str) -> None:
+        self.name = name
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  it lives as long as the process
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.contenders", name, path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+        )
+        hello = self.read()
+        self.load_seconds, self.note = float(hello["load"]), str(hello["note"])
+        self.imported_bytes = float(hello["imported"])
+
+    def read(self) -> dict[str, Any]:
+        line = self.process.stdout.readline() if self.process.stdout else ""
+        if not line:
+            raise WorkerError(f"{self.name} ended with code {self.process.wait()}: {self.last_words()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def last_words(self) -> str:
+        self.log.seek(0)
+        return (self.log.read().strip().splitlines() or ["it said nothing"])[-1]
+
+    def seconds(self, task: Task) -> float:
+        with suppress(BrokenPipeError):  # read says what became of the process
+            print(json.dumps(asdict(task)), file=self.process.stdin, flush=True)
+        return float(self.read()["seconds"])
+
+    def peak_memory(self) -> float:
+        return peak_memory(self.process.pid)
+
+    def close(self) -> None:
+        with suppress(BrokenPipeError):
+            if self.process.stdin:
+                self.process.stdin.close()
+        self.process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="One contender's process, for benchmarks.side_by_side.")
+    parser.add_argument("name", choices=CONTENDERS)
+    parser.add_argument("path")
+    options = parser.parse_args()
+    serve(options.name, options.path)
+
+
+if __name__ == "__main__":
+    main()

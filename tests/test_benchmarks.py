@@ -1,0 +1,77 @@
+"""What the benchmarks conclude from what they measure, and the models they make."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.random_model import TYPES, Size, write_model
+from benchmarks.report import BANDWIDTH, TARGETS, Check, ModelResult, checks, markdown
+from benchmarks.side_by_side import PLANS
+from benchmarks.timing import rounds_within
+from infinilm import LLM, SamplingParams
+from infinilm.bench import Measured
+
+MB = 1e6
+
+
+@pytest.fixture
+def result() -> ModelResult:
+    """Twice as fast as llama.cpp, at 604 MB read 30 times a second of 20 GB."""
+    return ModelResult(
+        "1B Q4_0",
+        file_bytes=int(606 * MB),
+        weight_bytes=int(604 * MB),
+        cache_bytes=int(30 * MB),
+        load_seconds={"infinilm": 1.5, "llama.cpp": 0.5},
+        imported_bytes={"infinilm": 250 * MB, "llama.cpp": 40 * MB},
+        rates={"decode": {"infinilm": Measured((29.0, 30.0, 31.0)), "llama.cpp": Measured((15.0,))}},
+        bandwidth={"decode": Measured((20e9,))},
+        peak_bytes={"infinilm": 1000 * MB, "llama.cpp": 700 * MB},
+    )
+
+
+def found(result: ModelResult, what: str) -> list[Check]:
+    return [check for check in checks([result], first_token_seconds=1.0) if check.what == what]
+
+
+def test_a_target_is_compared_with_the_ratio_of_the_medians(result: ModelResult) -> None:
+    check = found(result, "decode, 1B Q4_0")[1]
+    assert str(check) == "decode, 1B Q4_0: target ≥ 1.7x llama.cpp, found 2.00x: met"
+
+
+def test_the_bandwidth_used_is_the_weights_bytes_a_token(result: ModelResult) -> None:
+    assert result.ratio("decode", "infinilm", BANDWIDTH) == pytest.approx(30 * 604e6 / 20e9)
+    assert found(result, "decode, 1B Q4_0")[0].is_met
+
+
+def test_memory_is_counted_beyond_imports_and_the_cache(result: ModelResult) -> None:
+    (check,) = found(result, "memory beyond imports and the cache, 1B Q4_0")
+    assert check.found == "1.19x" and not check.is_met
+
+
+def test_a_peer_that_was_not_measured_has_no_target_and_a_dash(result: ModelResult) -> None:
+    del result.rates["decode"]["llama.cpp"]
+    checked = list(checks([result], first_token_seconds=1.0))
+    assert not [check for check in checked if "llama.cpp" in check.target]
+    assert "| decode | 30.0 ±3% | – |" in markdown([result], checked, {})
+
+
+def test_every_target_is_measured_by_a_full_run() -> None:
+    tasks = {(model, task.name) for model, plan in PLANS.items() for task in plan}
+    peers = {(model, peer) for model, plan in PLANS.items() for names in plan.values() for peer in names}
+    assert {(target.model, target.task) for target in TARGETS} <= tasks
+    assert {(t.model, t.against) for t in TARGETS if t.against != BANDWIDTH} <= peers
+
+
+def test_rounds_end_at_their_budget_but_not_before_the_least() -> None:
+    assert len(list(rounds_within(5, 2, budget=0.0))) == 2
+    assert len(list(rounds_within(5, 2, budget=60.0))) == 5
+
+
+@pytest.mark.parametrize("type_name", TYPES)
+def test_a_random_model_loads_and_speaks(type_name: str, tmp_path: Path) -> None:
+    path = tmp_path / "random.gguf"
+    write_model(path, type_name, Size(2, 64, 96, num_heads=2, num_kv_heads=1))
+    (answer,) = LLM(path).generate("The sky", SamplingParams(max_tokens=3, ignore_eos=True))
+    assert len(answer.outputs[0].token_ids) == 3
+    assert [file.name for file in tmp_path.iterdir()] == ["random.gguf"]
