@@ -325,8 +325,11 @@ Embedding make_embedding(nb::handle y, nb::handle ids, nb::handle weight) {
     const Embedding a{tensor(y), tensor(ids), tensor(weight)};
     require(is_index(a.ids.dtype) && is_contiguous(a.ids), "embedding: ids must be contiguous integers");
     require(a.weight.ndim == 2 && has_rows(a.weight), "embedding: weight must be [num_embeddings, embedding_dim]");
-    require(a.y.dtype == a.weight.dtype && is_contiguous(a.y) && num_elements(a.y) == num_elements(a.ids) * a.weight.shape[1],
-            "embedding: out must be contiguous, of the weight's dtype, with one row an id");
+    require(a.y.dtype == a.weight.dtype || (a.y.dtype == DType::f32 && is_float(a.weight.dtype)),
+            "embedding: out must have the weight's dtype, or be float32 where that is half precision");
+    bool fits = is_contiguous(a.y) && a.y.ndim == a.ids.ndim + 1 && a.y.shape[a.ids.ndim] == a.weight.shape[1];
+    for (int i = 0; fits && i < a.ids.ndim; ++i) fits = a.y.shape[i] == a.ids.shape[i];
+    require(fits, "embedding: out must be contiguous, with one row an id");
     return a;
 }
 
@@ -337,7 +340,9 @@ bool has_same_rows(const Tensor& y, const Tensor& x) {  // all but the last dime
 }
 
 const char* broken_linear_rule(const Linear& a) {
-    if (a.x.dtype != DType::f32 || a.y.dtype != DType::f32) return "linear: x and out must be float32";
+    if (a.x.dtype != DType::f32 && (!is_float(a.x.dtype) || a.x.dtype != a.weight.dtype))
+        return "linear: x must be float32, or half precision as the weight is";
+    if (a.y.dtype != a.x.dtype) return "linear: out must have the dtype of x";
     if (a.x.ndim < 1 || !has_rows(a.x) || !has_rows(a.y)) return "linear: the rows of x and out must be contiguous";
     if (a.weight.ndim != 2 || !has_rows(a.weight)) return "linear: weight must be two-dimensional, with contiguous rows";
     const BlockSize block = block_size(a.type);
@@ -347,8 +352,8 @@ const char* broken_linear_rule(const Linear& a) {
         return "linear: a row of weight must be as long as a row of x";
     if (!has_same_rows(a.y, a.x) || a.y.shape[a.y.ndim - 1] != a.weight.shape[0])
         return "linear: out must have the rows of x, each as long as weight has rows";
-    const bool is_bias = a.bias.dtype == DType::f32 && is_contiguous(a.bias) && num_elements(a.bias) == a.weight.shape[0];
-    return !a.has_bias || is_bias ? nullptr : "linear: bias must be contiguous float32, one value a row of weight";
+    const bool is_bias = a.bias.dtype == a.x.dtype && is_contiguous(a.bias) && num_elements(a.bias) == a.weight.shape[0];
+    return !a.has_bias || is_bias ? nullptr : "linear: bias must be contiguous, of the dtype of x, one value a row of weight";
 }
 
 bool read_block_type(const Tensor& dense, BlockType* type) {
@@ -366,11 +371,10 @@ bool accepts_product(nb::handle out, nb::handle bias, nb::handle x, Linear a) {
     return out.is_none() || (a.y.data != a.x.data && may_write_all(a.y, inputs, 3));
 }
 
-// float32 times float32 is torch's
 bool accepts_linear(nb::handle out, nb::handle x, nb::handle weight, nb::handle bias) {
     Linear a{};
     if (!read(x, &a.x) || !read(weight, &a.weight) || needs_grad(weight)) return false;
-    return read_block_type(a.weight, &a.type) && a.type != BlockType::f32 && accepts_product(out, bias, x, a);
+    return read_block_type(a.weight, &a.type) && accepts_product(out, bias, x, a);
 }
 
 bool accepts_quantized_linear(nb::handle out, nb::handle x, nb::handle blocks, nb::handle bias, int type) {
@@ -536,6 +540,19 @@ void move_rows(int64_t (*Kernels::*member)(const Pack&), nb::handle packed, nb::
     require(block.elements > 1 && a.blocks.shape[1] % block.bytes == 0, "pack: expected rows of whole blocks");
     nb::gil_scoped_release release;
     (active_level().kernels->*member)(a);
+}
+
+void quantize_rows(nb::handle blocks, nb::handle x, int type) {
+    const Quantize a{tensor(blocks), tensor(x), static_cast<BlockType>(type)};
+    require(a.type == BlockType::q8_0 || a.type == BlockType::q4_0, "quantize: expected the type Q8_0 or Q4_0");
+    require(is_float(a.x.dtype) && a.x.ndim == 2 && has_rows(a.x), "quantize: expected rows of floats");
+    const BlockSize block = block_size(a.type);
+    const bool fits = a.blocks.dtype == DType::u8 && a.blocks.ndim == 2 && is_contiguous(a.blocks) &&
+                      a.x.shape[1] % block.elements == 0 && a.blocks.shape[0] == a.x.shape[0] &&
+                      a.blocks.shape[1] == a.x.shape[1] / block.elements * block.bytes;
+    require(fits, "quantize: expected contiguous uint8 blocks for each row");
+    nb::gil_scoped_release release;
+    active_level().kernels->quantize_rows(a);
 }
 
 RandomSample make_random_sample(nb::handle y, nb::handle logits, nb::handle workspace, double random_val, double topp,
@@ -848,6 +865,7 @@ NB_MODULE(_native, m) {
     def_accepts(m, "accepts_packed_embedding", accepts_packed_embedding);
     m.def("pack_rows", [](nb::handle packed, nb::handle blocks, int type) { move_rows(&Kernels::pack_rows, packed, blocks, type); });
     m.def("unpack_rows", [](nb::handle blocks, nb::handle packed, int type) { move_rows(&Kernels::unpack_rows, packed, blocks, type); });
+    m.def("quantize_rows", &quantize_rows);
     m.def("packed_room", [](nb::handle x, int num_planes) { return packed_room(tensor(x), num_planes); });
     m.def("are_apart", &are_apart);
     m.def("read_all", &read_all);

@@ -60,6 +60,7 @@ struct PackedLinear {
 };
 struct QuantizedEmbedding { Tensor y, ids, weight; BlockType type; int64_t num_rows; };
 struct Pack { Tensor packed, blocks; BlockType type; };
+struct Quantize { Tensor blocks, x; BlockType type; };
 struct Attention { Tensor y, q, keys, values, streams, positions, workspace; float scale; int64_t window; };
 struct StoreKv { Tensor keys, values, k, v, streams, positions; };
 struct RandomSample { Tensor y, logits, workspace; double random_val, topp, temperature; int64_t topk; };
@@ -86,6 +87,7 @@ struct Kernels {
     int64_t (*packed_embedding)(const QuantizedEmbedding&);
     int64_t (*pack_rows)(const Pack&);
     int64_t (*unpack_rows)(const Pack&);
+    int64_t (*quantize_rows)(const Quantize&);
 };
 
 }  // namespace infini

@@ -1,143 +1,234 @@
-// linear: y[m][n] = sum over k of x[m][k] * weight[n][k] + bias[n], in float32; weight in any block type
+// linear: y[m][n] = sum over k of x[m][k] * weight[n][k] + bias[n], summed in float32; weight dense or in blocks
 // Each pair (m, n) is summed in the same order, which K alone fixes: within a chunk of K in W lanes, the lanes added
 // up in halves, then chunk after chunk, then the bias. So a row has the same bits alone and among others, whatever
 // the tiles and threads.
+//
+// A part of y is made at a time: a band of rows of x and a strip of outputs. float32 is read where it lies; half
+// precision and blocks are widened first, the weight 16 rows of a chunk at a time, once for the band.
+#include <type_traits>
+
 #include "quant.h"
 #include "rows.h"
 
 namespace infini::INFINI_LEVEL {
 namespace {
 
-constexpr int64_t kChunk = 64 * W;  // of K, dequantised at a time; a multiple of every block
-constexpr int kPanel = 16;          // weight rows dequantised side by side
-constexpr int kBand = 128;          // rows of x that share a dequantised chunk
+constexpr int64_t kChunk = 512;            // of K; a multiple of every block
+constexpr int kPanel = 16;                 // weight rows widened side by side
+constexpr int kInPlace = 8;                // weight rows read where they lie: more push each other out of the cache
+constexpr int kStrip = 8 * kPanel;         // outputs whose totals are kept
+constexpr int kBand = 64;                  // rows of x
+constexpr int64_t kRoom = kBand * kChunk;  // floats of x: the fewer its rows, the longer their span of K
+#if defined(INFINI_AVX512) || defined(__aarch64__)
+constexpr int kSums = 16;  // running sums in registers, of 32
+#else
+constexpr int kSums = 8;  // of 16
+#endif
 
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// Running sums of one row of x with four of weight. Named members, as GCC keeps an array of them in memory.
-struct Sums {
-    vf a{}, b{}, c{}, d{};
+typedef float vf4 __attribute__((vector_size(16)));
 
-    void add(vf x, const Sums& w) {
-        a = fma(x, w.a, a);
-        b = fma(x, w.b, b);
-        c = fma(x, w.c, c);
-        d = fma(x, w.d, d);
-    }
-
-    // total[0:4] += the lanes of each added up, all in the same order
-    void add_to(float* total) const {
+// The lanes of each added up, all in the same order
+inline vf4 lane_sums(vf a, vf b, vf c, vf d) {
 #if defined(INFINI_AVX512) || defined(INFINI_AVX2)
-        const __m256 ab = _mm256_hadd_ps(halved(a), halved(b)), cd = _mm256_hadd_ps(halved(c), halved(d));
-        const __m256 abcd = _mm256_hadd_ps(ab, cd);
-        const __m128 sums = _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1));
-        _mm_storeu_ps(total, _mm_add_ps(_mm_loadu_ps(total), sums));
-#elif defined(INFINI_NEON)
-        vst1q_f32(total, vaddq_f32(vld1q_f32(total), vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d))));
-#else
-        store(total, load(total) + vf{sum(a), sum(b), sum(c), sum(d)});
-#endif
-    }
-
 #if defined(INFINI_AVX512)
-    static __m256 halved(vf v) { return _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1)); }
-#elif defined(INFINI_AVX2)
-    static __m256 halved(vf v) { return v; }
+    const auto halved = [](vf v) { return _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1)); };
+#else
+    const auto halved = [](vf v) { return v; };
 #endif
-};
-
-inline Sums load_four(const float* weight) {
-    return {load(weight), load(weight + kChunk), load(weight + 2 * kChunk), load(weight + 3 * kChunk)};
+    const __m256 ab = _mm256_hadd_ps(halved(a), halved(b)), cd = _mm256_hadd_ps(halved(c), halved(d));
+    const __m256 abcd = _mm256_hadd_ps(ab, cd);
+    return _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1));
+#elif defined(INFINI_NEON)
+    return vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d));
+#else
+    return vf4{sum(a), sum(b), sum(c), sum(d)};
+#endif
 }
 
-// total[r][0:4] += the dot products of four rows of x with four of weight
-void add_four_rows(float* total, const float* const* x, const float* weight, int64_t length) {
-    const float *x0 = x[0], *x1 = x[1], *x2 = x[2], *x3 = x[3];
-    Sums s0, s1, s2, s3;
-    for (int64_t k = 0; k < length; k += W) {
-        const Sums w = load_four(weight + k);
-        s0.add(load(x0 + k), w);
-        s1.add(load(x1 + k), w);
-        s2.add(load(x2 + k), w);
-        s3.add(load(x3 + k), w);
+// total[0:4] += sums, as rows of C
+template <int C>
+inline void add_to(float* total, int first, vf4 sums) {
+    float* at = total + first / C * kStrip + first % C;
+    if constexpr (C % 4 == 0) {
+        vf4 v;
+        memcpy(&v, at, sizeof v);
+        v += sums;
+        memcpy(at, &v, sizeof v);
+    } else {
+        for (int i = 0; i < 4; ++i) at[i / C * kStrip + i % C] += sums[i];
     }
-    s0.add_to(total);
-    s1.add_to(total + kPanel);
-    s2.add_to(total + 2 * kPanel);
-    s3.add_to(total + 3 * kPanel);
 }
 
-// total[0:8] += the dot products of one row of x with eight of weight
-void add_one_row(float* total, const float* x, const float* weight, int64_t length) {
-    Sums low, high;
-    for (int64_t k = 0; k < length; k += W) {
-        const vf v = load(x + k);
-        low.add(v, load_four(weight + k));
-        high.add(v, load_four(weight + 4 * kChunk + k));
+// A vector of each of C rows, and the one behind it
+template <int C, class T>
+inline void load_two(vf* w, vf* next, const T* rows, int64_t stride) {
+    unrolled<C>([&](auto c) {
+        const T* p = rows + c * stride;
+#if defined(INFINI_NEON)
+        if constexpr (std::is_same_v<T, bf16>) {
+            const uint16x8_t bits = vld1q_u16(&p->bits), zero = vdupq_n_u16(0);
+            w[c] = (vf)vzip1q_u16(zero, bits), next[c] = (vf)vzip2q_u16(zero, bits);
+            return;
+        }
+#endif
+        w[c] = load(p), next[c] = load(p + W);
+    });
+}
+
+// total[r][c] += the dot product of row r of x, zeros to the end of its last vector, with row c of weight
+template <int R, int C, class T>
+void add_tile(float* total, const float* x, int64_t x_stride, const T* weight, int64_t stride, int64_t length) {
+    static_assert(R * C % 4 == 0 && (C % 4 == 0 || C == 2));
+    vf s[R * C] = {}, w[C];
+    const auto add = [&](int64_t k, const vf* w) __attribute__((always_inline)) {
+        unrolled<R>([&](auto r) {
+            const vf v = load(x + r * x_stride + k);
+            unrolled<C>([&](auto c) { s[r * C + c] = fma(v, w[c], s[r * C + c]); });
+        });
+    };
+    int64_t k = 0;
+    if constexpr (R == 1 && sizeof(T) == 2) {  // one row waits for its loads, so they had better be whole ones
+        for (; k + 2 * W <= length; k += 2 * W) {
+            vf next[C];
+            load_two<C>(w, next, weight + k, stride);
+            add(k, w), add(k + W, next);
+        }
     }
-    low.add_to(total);
-    high.add_to(total + 4);
-}
-
-void add_panel(float* total, const float* const* x, int64_t num_rows, const float* panel, int64_t length) {
-    int64_t r = 0;
-    for (; r + 4 <= num_rows; r += 4)
-        for (int c = 0; c < kPanel; c += 4) add_four_rows(total + r * kPanel + c, x + r, panel + c * kChunk, length);
-    for (; r < num_rows; ++r)
-        for (int c = 0; c < kPanel; c += 8) add_one_row(total + r * kPanel + c, x[r], panel + c * kChunk, length);
-}
-
-// The last elements of a row that fill no vector, with zeros behind them
-void add_tail(float* total, const float* const* x, int64_t num_rows, const float* panel, int64_t length) {
-    float tail[kBand][W];
-    const float* rows[kBand];
-    for (int64_t r = 0; r < num_rows; ++r) {
-        store(tail[r], load_n(x[r], length));
-        rows[r] = tail[r];
+    for (; k + W <= length; k += W) {
+        unrolled<C>([&](auto c) { w[c] = load(weight + c * stride + k); });
+        add(k, w);
     }
-    add_panel(total, rows, num_rows, panel, W);
+    if (k < length) {
+        unrolled<C>([&](auto c) { w[c] = load_n(weight + c * stride + k, length - k); });
+        add(k, w);
+    }
+    unrolled<R * C / 4>([&](auto i) {
+        add_to<C>(total, 4 * i, lane_sums(s[4 * i], s[4 * i + 1], s[4 * i + 2], s[4 * i + 3]));
+    });
 }
 
 struct Weight {
     const uint8_t* data;
     int64_t row_bytes, num_rows, row_length;
+    BlockType type;
     BlockSize block;
     Dequantize dequantize;
 
     explicit Weight(const Linear& a)
         : data(static_cast<const uint8_t*>(a.weight.data)), row_bytes(a.weight.stride[0] * item_size(a.weight.dtype)),
-          num_rows(a.weight.shape[0]), row_length(a.x.shape[a.x.ndim - 1]), block(block_size(a.type)),
+          num_rows(a.weight.shape[0]), row_length(a.x.shape[a.x.ndim - 1]), type(a.type), block(block_size(a.type)),
           dequantize(dequantizer(a.type)) {}
 
-    // The chunk of K from `first` of the weight rows from `row` on, zeros to the end of its last vector
-    void read(float* panel, int64_t row, int64_t first, int64_t length) const {
-        const uint8_t* chunk = data + row * row_bytes + first / block.elements * block.bytes;
-        for (int i = 0; i < kPanel && row + i < num_rows; ++i, chunk += row_bytes, panel += kChunk) {
-            dequantize(panel, chunk, length);
-            for (int64_t k = length; k % W; ++k) panel[k] = 0;
+    const uint8_t* at(int64_t n, int64_t k) const { return data + n * row_bytes + k / block.elements * block.bytes; }
+
+    // The chunk of K from `k` of the rows from `n` on, zeros to the end of its last vector
+    void read(float* panel, int64_t n, int64_t k, int64_t length) const {
+        for (int i = 0; i < kPanel && n + i < num_rows; ++i, panel += kChunk) {
+            dequantize(panel, at(n + i, k), length);
+            for (int64_t end = length; end % W; ++end) panel[end] = 0;
         }
     }
 };
 
-// y[m : m + num_rows][n : n + kPanel]
-void multiply_band(const Linear& a, const Weight& weight, int64_t m, int64_t num_rows, int64_t n) {
-    alignas(64) float panel[kPanel * kChunk];
-    float total[kBand * kPanel] = {};
-    const float* x[kBand];
-    for (int64_t k = 0; k < weight.row_length; k += kChunk) {
-        const int64_t length = smaller(kChunk, weight.row_length - k), whole = length / W * W;
-        weight.read(panel, n, k, length);
-        for (int64_t r = 0; r < num_rows; ++r) x[r] = Rows{a.x}.at<const float>(m + r) + k;
-        add_panel(total, x, num_rows, panel, whole);
-        for (int64_t r = 0; r < num_rows; ++r) x[r] += whole;
-        if (whole < length) add_tail(total, x, num_rows, panel + whole, length - whole);
+// A band and a strip, with the span of K that is at hand
+struct Part {
+    alignas(64) float room[kRoom], panel[kPanel * kChunk], total[kBand * kStrip];
+    int64_t num_rows, span;
+    const float* x;    // the span of the band's first row,
+    int64_t x_stride;  // and from row to row
+
+    explicit Part(int64_t num_rows) : num_rows(num_rows), span(kRoom / num_rows / kChunk * kChunk) {
+        memset(total, 0, num_rows * kStrip * sizeof(float));
     }
-    const float* bias = a.has_bias ? static_cast<const float*>(a.bias.data) + n : nullptr;
-    for (int64_t r = 0; r < num_rows; ++r) {
-        float* y = Rows{a.y}.at<float>(m + r) + n;
-        for (int64_t c = 0; c < smaller(kPanel, weight.num_rows - n); ++c)
-            y[c] = bias ? total[r * kPanel + c] + bias[c] : total[r * kPanel + c];
+
+    // The rows of x from `m` on, from `k` on: where they lie, or widened, with zeros to the end of their last vector
+    template <class T>
+    void take(const Tensor& from, int64_t m, int64_t k, int64_t length) {
+        const Rows rows{from};
+        if constexpr (std::is_same_v<T, float>) {
+            x = rows.at<const float>(m) + k, x_stride = num_rows > 1 ? rows.at<const float>(m + 1) + k - x : 0;
+            bool is_even = length % W == 0;
+            for (int64_t r = 2; is_even && r < num_rows; ++r)
+                is_even = rows.at<const float>(m + r) + k == x + r * x_stride;
+            if (is_even) return;
+        }
+        for (int64_t r = 0; r < num_rows; ++r) {
+            float* row = room + r * span;
+            map([](vf v) { return v; }, length, row, rows.at<const T>(m + r) + k);
+            for (int64_t end = length; end % W; ++end) row[end] = 0;
+        }
+        x = room, x_stride = span;
     }
+
+    // total[r : r + R][n : n + G] += the products with the chunk of G weight rows, which x has from `k` on
+    template <int R, int G, class T>
+    void add_rows(int64_t r, int64_t n, int64_t k, const T* rows, int64_t stride, int64_t length) {
+        constexpr int C = kSums / R < 8 ? kSums / R : 8;
+        for (int c = 0; c < G; c += C)
+            add_tile<R, C>(total + r * kStrip + n + c, x + r * x_stride + k, x_stride, rows + c * stride, stride,
+                           length);
+    }
+
+    // The same for a panel, of which G rows stay in the cache while the band passes by
+    template <int G, class T>
+    void add_panel(int64_t n, int64_t k, const T* panel, int64_t stride, int64_t length) {
+        for (int c = 0; c < kPanel; c += G) {
+            const T* rows = panel + c * stride;
+            int64_t r = 0;
+            for (; r + 4 <= num_rows; r += 4) add_rows<4, G>(r, n + c, k, rows, stride, length);
+            if (r + 2 <= num_rows) add_rows<2, G>(r, n + c, k, rows, stride, length), r += 2;
+            if (r < num_rows) add_rows<1, G>(r, n + c, k, rows, stride, length);
+        }
+    }
+
+    template <class T>
+    void add_in_place(const Weight& weight, int64_t n, int64_t column, int64_t first, int64_t k, int64_t length) {
+        const T* rows = reinterpret_cast<const T*>(weight.at(n, first + k));
+        add_panel<kInPlace>(column, k, rows, weight.row_bytes / static_cast<int64_t>(sizeof(T)), length);
+    }
+
+    // total[:][column : column + kPanel] += the products with a chunk of the weight rows from `n` on
+    void add(const Weight& weight, int64_t n, int64_t column, int64_t first, int64_t k, int64_t length) {
+        if (n + kPanel <= weight.num_rows && is_read_in_place(weight)) {
+            if (weight.type == BlockType::f32) return add_in_place<float>(weight, n, column, first, k, length);
+            if (weight.type == BlockType::bf16) return add_in_place<bf16>(weight, n, column, first, k, length);
+            return add_in_place<f16>(weight, n, column, first, k, length);
+        }
+        weight.read(panel, n, first + k, length);
+        add_panel<kPanel>(column, k, panel, kChunk, length);
+    }
+
+    // Few rows do not pay for a copy. Of float32, many do where weight rows, a page apart, share the same cache lines.
+    bool is_read_in_place(const Weight& weight) const {
+        if (weight.type == BlockType::f32) return num_rows <= 16 || weight.row_bytes % 4096;
+        return num_rows <= 4 && (weight.type == BlockType::bf16 || weight.type == BlockType::f16);
+    }
+
+    // y[m : m + num_rows][n : n + count]
+    template <class T>
+    void finish(const Linear& a, int64_t m, int64_t n, int64_t count) const {
+        const T* bias = a.has_bias ? static_cast<const T*>(a.bias.data) + n : nullptr;
+        for (int64_t r = 0; r < num_rows; ++r) {
+            T* y = Rows{a.y}.at<T>(m + r) + n;
+            if (bias) map([](vf sum, vf b) { return sum + b; }, count, y, total + r * kStrip, bias);
+            else map([](vf sum) { return sum; }, count, y, total + r * kStrip);
+        }
+    }
+};
+
+template <class T>
+void multiply(const Linear& a, const Weight& weight, int64_t m, int64_t num_rows, int64_t n, int64_t count) {
+    Part part(num_rows);
+    for (int64_t first = 0; first < weight.row_length; first += part.span) {
+        const int64_t length = smaller(part.span, weight.row_length - first);
+        part.take<T>(a.x, m, first, length);
+        for (int64_t column = 0; column < count; column += kPanel)
+            for (int64_t k = 0; k < length; k += kChunk)
+                part.add(weight, n + column, column, first, k, smaller(kChunk, length - k));
+    }
+    part.finish<T>(a, m, n, count);
 }
 
 }  // namespace
@@ -148,8 +239,12 @@ int64_t linear(const Linear& a) {
     const int64_t num_rows = Rows{a.x}.count(), num_panels = (weight.num_rows + kPanel - 1) / kPanel;
     const int64_t grain = kGrain / (kPanel * (weight.row_length + 1)) + 1;
     parallel_for(num_panels, grain, [&](int64_t begin, int64_t end) {
+        const int64_t last = smaller(end * kPanel, weight.num_rows);
         for (int64_t m = 0; m < num_rows; m += kBand)
-            for (int64_t p = begin; p < end; ++p) multiply_band(a, weight, m, smaller(kBand, num_rows - m), p * kPanel);
+            for (int64_t n = begin * kPanel; n < last; n += kStrip)
+                with_type(a.x.dtype, [&](auto type) {
+                    multiply<decltype(type)>(a, weight, m, smaller(kBand, num_rows - m), n, smaller(kStrip, last - n));
+                });
     });
     return kOk;
 }

@@ -24,6 +24,7 @@ int64_t quantized_embedding(const QuantizedEmbedding&);
 int64_t packed_embedding(const QuantizedEmbedding&);
 int64_t pack_rows(const Pack&);
 int64_t unpack_rows(const Pack&);
+int64_t quantize_rows(const Quantize&);
 
 extern const Kernels kKernels;
 const Kernels kKernels = {
@@ -48,6 +49,7 @@ const Kernels kKernels = {
     .packed_embedding = packed_embedding,
     .pack_rows = pack_rows,
     .unpack_rows = unpack_rows,
+    .quantize_rows = quantize_rows,
 };
 
 }  // namespace infini::INFINI_LEVEL

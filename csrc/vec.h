@@ -112,7 +112,8 @@ inline void store(bf16* p, vf v) {
     _mm_storeu_si128((__m128i*)p, _mm_packus_epi32(_mm256_castsi256_si128(u), _mm256_extracti128_si256(u, 1)));
 }
 #elif defined(INFINI_NEON)
-inline vf load(const bf16* p) { return as_float(vshll_n_u16(vld1_u16(&p->bits), 16)); }
+// Zeros below the bits, by zip, which has two pipes where a widening shift has one
+inline vf load(const bf16* p) { return (vf)vzip1q_u16(vdupq_n_u16(0), vcombine_u16(vld1_u16(&p->bits), vdup_n_u16(0))); }
 inline void store(bf16* p, vf v) { vst1_u16(&p->bits, vshrn_n_u32(round_to_bf16(v), 16)); }
 #else
 inline vf load(const bf16* p) {

@@ -185,6 +185,9 @@ class PackedTensor(QuantizedTensor):
         return self.unpack().dequantize(dtype)
 
 
+NATIVE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
 def quantize(tensor: Tensor, type: BlockType) -> QuantizedTensor:
     """Round each block of a row to Q8_0 or Q4_0, bit for bit as ggml does."""
     if type not in QUANTIZERS:
@@ -192,6 +195,12 @@ def quantize(tensor: Tensor, type: BlockType) -> QuantizedTensor:
         raise ValueError(f"quantize makes {known}, not {type.name}")
     shape = tuple(tensor.shape)
     row_bytes = type.bytes_per_row(shape[-1])
+    if tensor.is_cpu and tensor.dtype in NATIVE_DTYPES:
+        rows = tensor.detach().reshape(prod(shape[:-1]), shape[-1]).contiguous()
+        result = QuantizedTensor(aligned_bytes(len(rows), row_bytes), type, shape)
+        _native.quantize_rows(result.blocks, rows, type.ggml_id)
+        if result.has_finite_scales():
+            return result
     blocks = tensor.to(torch.float32).reshape(-1, type.elements_per_block)
     packed = torch.empty(len(blocks), type.bytes_per_block, dtype=torch.uint8, device=tensor.device)
     for chunk in _chunks(len(blocks)):

@@ -56,14 +56,14 @@ class Workload:
 
 
 def measure_latency(
-    model: str | None, dtype: str | None, activations: str | None, workload: Workload
+    model: str | None, dtype: str | None, activations: str | None, quantize: str | None, workload: Workload
 ) -> dict[str, Measured]:
     """Random prompts in, end-of-text ignored. A first round, which is not counted, warms everything up."""
     loads = []
 
     def load() -> LlamaForCausalLM:
         start = time.perf_counter()
-        loaded, _ = load_model(model, dtype=dtype, activations=activations)
+        loaded, _ = load_model(model, dtype=dtype, activations=activations, quantize=quantize)
         loads.append(time.perf_counter() - start)
         return loaded
 

@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
     latency = bench.add_parser("latency", help="prefill and decode tokens per second")
     latency.add_argument("--model", help="a path or a Hugging Face id; the built-in model if left out")
     latency.add_argument("--dtype", help="float32, bfloat16 or float16; as stored if left out")
-    add_activations(latency)
+    add_quantization(latency)
     latency.add_argument("--prompt-length", type=int, default=512)
     latency.add_argument("--output-length", type=int, default=64)
     latency.add_argument("--batch-size", type=int, default=1)
@@ -78,12 +78,17 @@ def parser() -> argparse.ArgumentParser:
 def add_model_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--model", help="a path or a Hugging Face id; the built-in model if left out")
     command.add_argument("--dtype", help="float32, bfloat16 or float16; as stored if left out")
-    add_activations(command)
+    add_quantization(command)
     command.add_argument("--device", help="cpu (the default), cuda, cuda:1 ...")
     command.add_argument("--stats", action="store_true", help="print tokens per second at the end")
 
 
-def add_activations(command: argparse.ArgumentParser) -> None:
+def add_quantization(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--quantize",
+        choices=("q8_0", "q4_0"),
+        help="round the matrices of a float checkpoint to 8 or 4 bits while it is loaded",
+    )
     command.add_argument(
         "--activations",
         choices=("float32", "int16", "int8"),
@@ -124,6 +129,7 @@ def load(options: argparse.Namespace) -> LLM:
             device=options.device,
             dtype=options.dtype,
             activations=options.activations,
+            quantize=options.quantize,
             report=report,
         )
 
@@ -263,7 +269,7 @@ def run_latency(options: argparse.Namespace) -> None:
     from infinilm.bench import Workload, measure_latency
 
     workload = Workload(options.prompt_length, options.output_length, options.batch_size, options.rounds)
-    measured = measure_latency(options.model, options.dtype, options.activations, workload)
+    measured = measure_latency(options.model, options.dtype, options.activations, options.quantize, workload)
     if options.json:
         values = {name: value.median for name, value in measured.items()}
         spreads = {f"{name}_spread": value.spread for name, value in measured.items()}

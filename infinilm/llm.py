@@ -43,13 +43,14 @@ def load_model(
     device: torch.device | str | None = None,
     dtype: torch.dtype | str | None = None,
     activations: str | None = None,
+    quantize: str | None = None,
     report: Callable[[int], None] = lambda num_bytes: None,
 ) -> tuple[LlamaForCausalLM, Tokenizer]:
     """A model and its tokenizer: a path, a Hugging Face id, or None for the built-in default."""
     path = resolve(None if model is None else str(model))
     with open_checkpoint(path) as checkpoint:
         tokenizer = tokenizer_of(checkpoint)
-        llama = LlamaForCausalLM.from_checkpoint(checkpoint, device, dtype, activations, report)
+        llama = LlamaForCausalLM.from_checkpoint(checkpoint, device, dtype, activations, quantize, report)
         return llama, tokenizer
 
 
@@ -69,10 +70,11 @@ class LLM:
         device: torch.device | str | None = None,
         dtype: torch.dtype | str | None = None,
         activations: str | None = None,
+        quantize: str | None = None,
         report: Callable[[int], None] = lambda num_bytes: None,
     ) -> None:
         self.model, self.tokenizer = load_model(
-            model, device=device, dtype=dtype, activations=activations, report=report
+            model, device=device, dtype=dtype, activations=activations, quantize=quantize, report=report
         )
 
     def generate(

@@ -1,10 +1,13 @@
 """Tiny models for the checkpoint tests, and GGUF bytes in which any field can be made wrong."""
 
+import json
 import struct
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 ALIGNMENT = 32
@@ -178,6 +181,29 @@ def interleaved(name: str, tensor: Tensor) -> Tensor:
     if heads is None:
         return tensor
     return tensor.reshape(heads, 2, -1, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
+
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": HIDDEN_SIZE,
+    "intermediate_size": INTERMEDIATE_SIZE,
+    "num_hidden_layers": 2,
+    "num_attention_heads": NUM_HEADS,
+    "num_key_value_heads": NUM_KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+
+
+def write_folder(folder: Path, weights: dict[str, Tensor], **config: Any) -> Path:
+    """The weights as Hugging Face stores a model."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG | config))
+    save_file(weights, folder / "model.safetensors")
+    return folder
 
 
 def llama_file(weights: dict[str, Tensor] | None = None, **fields: Any) -> GGUFFile:

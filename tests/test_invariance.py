@@ -6,23 +6,63 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf_files import llama_weights, write_folder
 from torch import Tensor
 
 import infinicore
+from infinicore import nn
+from infinicore.ops.reference import random_blocks
+from infinicore.quantization import BlockType
 from infinilm import DynamicCache, cache
+from infinilm.config import LlamaConfig
 from infinilm.generation import DecodeStep
 from infinilm.models.llama import LlamaForCausalLM
 
 LENGTH = 40
+DEFAULT = ["default float32", "default int16", "default int8"]
+DENSE = ["safetensors float32", "safetensors bfloat16", "safetensors float16"]
+BLOCKS = [f"{block_type.name} {bits}" for block_type in BlockType for bits in ("float32", "int16", "int8")]
 
 
-@pytest.fixture(scope="module", params=["float32", "int16", "int8"])
-def model(default_model_path: Path, request: pytest.FixtureRequest) -> LlamaForCausalLM:
-    return LlamaForCausalLM.from_pretrained(default_model_path, activations=request.param)
+@pytest.fixture(scope="module", params=DEFAULT + DENSE + BLOCKS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LlamaForCausalLM:
+    """The built-in model, and tiny ones of every type that weights are stored in."""
+    kind, _, detail = request.param.partition(" ")
+    if kind == "default":
+        path = request.getfixturevalue("default_model_path")
+        return LlamaForCausalLM.from_pretrained(path, activations=detail)
+    if kind == "safetensors":
+        return dense_model(tmp_path_factory.mktemp("dense"), getattr(torch, detail))
+    return block_model(BlockType[kind], {"float32": 32, "int16": 16, "int8": 8}[detail])
 
 
-def prompt(stream: int = 0) -> Tensor:
-    return torch.randint(0, 49152, (1, LENGTH), generator=torch.Generator().manual_seed(stream))
+def dense_model(folder: Path, dtype: torch.dtype) -> LlamaForCausalLM:
+    weights = {name: weight.to(dtype) for name, weight in llama_weights().items()}
+    return LlamaForCausalLM.from_pretrained(write_folder(folder, weights))
+
+
+def block_model(block_type: BlockType, activation_bits: int) -> LlamaForCausalLM:
+    """Of random blocks, its rows long enough for every type."""
+    config = LlamaConfig(
+        vocab_size=72,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model = LlamaForCausalLM(config)
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            num_rows, length = module.weight.shape
+            weight = random_blocks(block_type, num_rows, length // block_type.elements_per_block)
+            module.set_weight(weight if activation_bits == 32 else weight.pack(activation_bits))
+    return model.eval()
+
+
+def prompt(model: LlamaForCausalLM, stream: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(stream)
+    return torch.randint(0, model.config.vocab_size, (1, LENGTH), generator=generator)
 
 
 def all_logits(model: LlamaForCausalLM, token_ids: Tensor, *chunks: int) -> Tensor:
@@ -37,24 +77,25 @@ def all_logits(model: LlamaForCausalLM, token_ids: Tensor, *chunks: int) -> Tens
 
 @torch.inference_mode()
 def test_logits_do_not_depend_on_the_batch(model: LlamaForCausalLM) -> None:
-    alone = all_logits(model, prompt())
-    for batch_size in (2, 5, 17):
-        batch = torch.cat([prompt(i) for i in range(1, batch_size)] + [prompt(0)])
+    alone = all_logits(model, prompt(model))
+    sizes = range(2, 18) if model.config.num_hidden_layers == 2 else (2, 5, 17)
+    for batch_size in sizes:
+        batch = torch.cat([prompt(model, i) for i in range(1, batch_size)] + [prompt(model)])
         assert torch.equal(all_logits(model, batch)[-1:], alone)
 
 
 @torch.inference_mode()
 def test_logits_do_not_depend_on_how_the_prompt_is_cut(model: LlamaForCausalLM) -> None:
-    whole = all_logits(model, prompt())
+    whole = all_logits(model, prompt(model))
     for chunks in ((1,), (7, 16, 3), (39,), (1,) * 39):
-        assert torch.equal(all_logits(model, prompt(), *chunks), whole)
+        assert torch.equal(all_logits(model, prompt(model), *chunks), whole)
 
 
 @torch.inference_mode()
 def test_logits_do_not_depend_on_how_attention_is_cut(
     model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch = torch.cat([prompt(0), prompt(1)])
+    batch = torch.cat([prompt(model), prompt(model, 1)])
     whole = all_logits(model, batch)
     monkeypatch.setattr(cache, "CALL_WORK", 1)  # 16 tokens a call, the least there is
     assert torch.equal(all_logits(model, batch), whole)
@@ -66,16 +107,16 @@ def test_logits_do_not_depend_on_the_threads(model: LlamaForCausalLM) -> None:
     results = []
     for count in (1, 2, 3):
         infinicore.set_num_threads(count)
-        results.append(all_logits(model, prompt()))
+        results.append(all_logits(model, prompt(model)))
     infinicore.set_num_threads(before)
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
 @torch.inference_mode()
 def test_replayed_decoding_gives_the_bits_of_a_prefill(model: LlamaForCausalLM) -> None:
-    whole = all_logits(model, prompt())
+    whole = all_logits(model, prompt(model))
     for batch_size in (1, 3):
-        batch = prompt().expand(batch_size, LENGTH).contiguous()
+        batch = prompt(model).expand(batch_size, LENGTH).contiguous()
         step = after_prompt(model, batch[:, :20])
         for i in range(20, LENGTH):
             logits = step(batch[:, i].tolist())
@@ -88,13 +129,13 @@ def test_recordings_made_anew_as_cache_and_rope_tables_grow_give_the_bits_of_pla
     model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache, "GROWTH", 16)
-    batch = torch.cat([prompt(0), prompt(1)])
+    batch = torch.cat([prompt(model), prompt(model, 1)])
     plain, recorded = (after_prompt(model, batch) for _ in range(2))
     plain.can_record = False
     monkeypatch.setattr(model.model.rope_instance, "max_seq_len", 70)  # as if tables ended there
     graphs = []
     for i in range(48):
-        tokens = [i, 1000 + i]
+        tokens = [i % 40, 3 * i % 40]
         assert all(map(torch.equal, recorded(tokens), plain(tokens)))
         if recorded.graph not in graphs:
             graphs.append(recorded.graph)

@@ -11,6 +11,7 @@ import torch
 
 import infinicore
 from infinicore import nn
+from infinicore.graph import Graph
 
 
 def test_layer_norm_of_one_to_four_has_mean_zero_and_variance_one() -> None:
@@ -51,6 +52,25 @@ def test_embedding_starts_with_the_stated_spread_and_a_zero_padding_row() -> Non
     assert abs(table.weight[1:].std().item() - math.sqrt(2 / 1256)) < 1e-3
     y = table([1, 2, 3, 0])
     assert y.shape == (4, 256) and (y[3] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_embedding_gives_its_rows_in_the_dtype_asked_for(dtype: torch.dtype) -> None:
+    layer, ids = nn.Embedding(50, 33, dtype=dtype), torch.tensor([[1, 49], [0, 7]])
+    wanted = layer.weight.detach()[ids]
+    assert torch.equal(layer(ids, torch.float32), wanted.float())
+    assert torch.equal(layer(ids, torch.bfloat16), wanted.bfloat16())
+    assert layer(ids).dtype == dtype
+
+
+def test_widened_rows_can_be_recorded_and_differentiated() -> None:
+    layer, ids = nn.Embedding(50, 33, dtype=torch.bfloat16), torch.tensor([1, 49])
+    graph = Graph.record(lambda: layer(ids, torch.float32))
+    ids.fill_(7)
+    assert torch.equal(graph.replay(), layer.weight.detach()[ids].float())
+    layer.requires_grad_()
+    layer(ids, torch.float32).sum().backward()
+    assert layer.weight.grad is not None and bool((layer.weight.grad[7] == 2).all())
 
 
 def test_embedding_takes_tensors_lists_and_lists_of_lists() -> None:

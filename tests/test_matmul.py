@@ -1,4 +1,4 @@
-"""Products with weights in blocks or half precision: near the float64 product, and the same bits for a row
+"""Products with dense weights and weights in blocks: near the float64 product, and the same bits for a row
 whatever stands beside it."""
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from torch import Tensor
 import infinicore
 from infinicore import _native, ops
 from infinicore.nn import functional as F
+from infinicore.nn.fused import gated_linear, linear_add, linear_group
 from infinicore.ops.reference import random_blocks
 from infinicore.quantization import BlockType, PackedTensor, QuantizedTensor, quantize
 
 BLOCK_TYPES = pytest.mark.parametrize("block_type", list(BlockType), ids=lambda block_type: block_type.name)
-EXACT = [*(block_type.name for block_type in BlockType), "float16", "bfloat16"]
+DENSE = ["float32", "float16", "bfloat16"]
+EXACT = [*(block_type.name for block_type in BlockType), *DENSE]
 INT8 = [f"int8 {block_type.name}" for block_type in BlockType]
 INT16 = [f"int16 {block_type.name}" for block_type in BlockType]
 KINDS = pytest.mark.parametrize("kind", EXACT + INT8 + INT16)
@@ -81,6 +83,35 @@ def test_product_is_that_of_float64_but_for_float32_rounding(kind: str, level: s
     for num_rows in (1, 9):
         x = rows(num_rows, 768)
         assert nmse(F.linear(x, weight), product(x, weight)) <= 1e-10
+
+
+@pytest.mark.parametrize("kind", DENSE)
+@pytest.mark.parametrize("length", [1, 511, 513, 1024, 1027])
+def test_rows_of_any_length_are_summed_alike_for_few_and_for_many(kind: str, length: int, level: str) -> None:
+    """Whole panels of 16 outputs and the rest, read in place and widened: one order for all."""
+    weight, x = rows(37, length).to(getattr(torch, kind)), rows(21, length)
+    whole = F.linear(x, weight)
+    assert nmse(whole, product(x, weight)) <= 1e-12
+    for num_rows in (1, 2, 3, 4, 5, 17):
+        assert torch.equal(F.linear(x[:num_rows], weight), whole[:num_rows])
+    assert torch.equal(F.linear(x, weight[32:]), whole[:, 32:])
+
+
+@pytest.mark.parametrize("kind", DENSE)
+def test_a_dense_product_runs_natively_unless_a_gradient_is_wanted(kind: str) -> None:
+    weight, x = rows(5, 64).to(getattr(torch, kind)), rows(3, 64)
+    assert ops.linear.pick(x, weight, None) is not None
+    assert ops.linear.pick(x.requires_grad_(), weight, None) is None
+    assert ops.linear.pick(x.detach(), weight, torch.ones(5).requires_grad_()) is None
+
+
+@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
+def test_a_product_of_half_precision_alone_is_rounded_once(kind: str, level: str) -> None:
+    dtype = getattr(torch, kind)
+    weight, x, bias = rows(37, 768).to(dtype), rows(9, 768).to(dtype), rows(1, 37)[0].to(dtype)
+    found = F.linear(x, weight, bias)
+    wanted = F.linear(x.float(), weight.float(), bias.float()).to(dtype)
+    assert ops.linear.pick(x, weight, bias) is not None and torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("kind", INT8 + INT16)
@@ -178,10 +209,10 @@ def test_products_that_share_their_input_have_the_bits_of_each_alone(bits: int, 
     for num_rows in (1, 5, 20):
         x, residual = rows(num_rows, 768), rows(num_rows, 40)
         alone = [F.linear(x, weight, bias) for weight, bias in zip(packed, biases, strict=True)]
-        together = F.linear_group(x, packed, biases)
+        together = linear_group(x, packed, biases)
         assert all(map(torch.equal, together, alone))
-        assert torch.equal(F.linear(x, packed[0], residual=residual), residual + alone[0])
-        gated = F.gated_linear(x, packed[0], packed[1], up_bias=biases[1])
+        assert torch.equal(linear_add(x, packed[0], None, residual), residual + alone[0])
+        gated = gated_linear(x, packed[0], packed[1], up_bias=biases[1])
         torch.testing.assert_close(gated, F.swiglu(alone[0], alone[1]), rtol=1e-6, atol=0)
 
 
@@ -311,6 +342,17 @@ def test_native_functions_refuse_what_would_leave_a_buffer() -> None:
         ):
             with pytest.raises(ValueError):
                 function(*arguments)
+    for arguments in (
+        (blocks, X, q8),
+        (blocks[:3], X, BlockType.Q4_0.ggml_id),
+        (blocks[:3], X, BlockType.Q5_0.ggml_id),
+        (blocks[:3], X.double(), q8),
+        (blocks[:3], X[:, :63], q8),
+        (blocks[:3, :-1], X, q8),
+        (blocks[:3].to(torch.int8), X, q8),
+    ):
+        with pytest.raises(ValueError):
+            _native.quantize_rows(*arguments)
     with pytest.raises(IndexError):
         _native.packed_embedding(torch.empty(1, 64), IDS + 4, packed, q8, 5)
     with pytest.raises(ValueError):

@@ -6,7 +6,7 @@ A module is used by one thread at a time; different modules may run in different
 from infinicore.nn import functional
 from infinicore.nn.activation import GELU, SiLU, Softmax
 from infinicore.nn.embedding import Embedding, PositionalEmbedding
-from infinicore.nn.linear import ColumnParallelLinear, Linear, RowParallelLinear, project, project_gated
+from infinicore.nn.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from infinicore.nn.module import Module, ModuleList, Parameter
 from infinicore.nn.norm import LayerNorm, RMSNorm
 from infinicore.nn.rbe import MLPBlock, RBELinear
@@ -30,6 +30,4 @@ __all__ = [
     "SiLU",
     "Softmax",
     "functional",
-    "project",
-    "project_gated",
 ]

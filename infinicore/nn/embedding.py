@@ -42,8 +42,14 @@ class Embedding(WeightLayer):
             weight[padding_idx] = 0
         self.weight = Parameter(weight)
 
-    def forward(self, indices: Ids) -> Tensor:
-        return F.embedding(ids_tensor(indices, self.weight.device), self.weight)
+    def forward(self, indices: Ids, dtype: torch.dtype | None = None) -> Tensor:
+        """The rows in `dtype`, or as the weight has them."""
+        ids, weight = ids_tensor(indices, self.weight.device), self.weight
+        if dtype is torch.float32 and isinstance(weight, Tensor) and weight.dtype in F.HALVES:
+            shape = (*ids.shape, self.embedding_dim)
+            return F.embedding(ids, weight, out=torch.empty(shape, dtype=dtype, device=weight.device))
+        rows = F.embedding(ids, weight)
+        return rows if dtype is None else rows.to(dtype)
 
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"

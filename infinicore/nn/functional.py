@@ -24,11 +24,9 @@ __all__ = [
     "add_rms_norm",
     "causal_softmax",
     "embedding",
-    "gated_linear",
     "gelu",
     "layer_norm",
     "linear",
-    "linear_group",
     "random_sample",
     "rms_norm",
     "rope",
@@ -37,6 +35,7 @@ __all__ = [
     "swiglu",
 ]
 
+HALVES = (torch.float16, torch.bfloat16)
 LARGEST_TOPK = 2**31  # beyond any vocabulary
 
 
@@ -65,7 +64,8 @@ def embedding(
 ) -> Tensor:
     """The rows of weight that input names: [*] -> [*, E]. The options mean what they mean in torch.
 
-    Rows of a quantised weight come dequantised to float32, and without options.
+    Rows of a quantised weight come dequantised to float32, and without options. Those of a half dtype come
+    widened into an `out` of float32.
     """
     if isinstance(weight, QuantizedTensor):
         if max_norm is not None or scale_grad_by_freq or sparse:
@@ -77,7 +77,7 @@ def embedding(
         options = (padding_idx, max_norm, norm_type, bool(scale_grad_by_freq), bool(sparse))
         rows = torch.nn.functional.embedding(input.long(), weight, *options)
         return rows if out is None else out.copy_(rows)
-    if out is None and (found := ops.embedding.attempt(None, input, weight)) is not None:
+    if (found := ops.embedding.attempt(out, input, weight)) is not None:
         return found
     check_lookup(input, weight, out)
     return ops.embedding(input.contiguous(), weight, out=out)
@@ -96,60 +96,19 @@ def linear(
     weight: Tensor | QuantizedTensor,
     bias: Tensor | None = None,
     *,
-    residual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """input @ weight.T + bias, + residual if given: [*, in], [out, in], [out] -> [*, out]
+    """input @ weight.T + bias: [*, in], [out, in], [out] -> [*, out]
 
     The weight is quantised, or has the dtype of the input, or a half dtype where the input is float32.
     A packed one takes the input rounded to its activation_bits.
     """
     check_linear(input, weight, bias)
-    shape = (*input.shape[:-1], weight.shape[0])
-    check_out("linear", out, input, shape)
-    if residual is not None:
-        check_like("linear", input, "residual", residual, shape)
+    check_out("linear", out, input, (*input.shape[:-1], weight.shape[0]))
     if isinstance(weight, PackedTensor):
-        return ops.packed_linear(input, (weight,), (bias,), residual, False, out=out)
+        return ops.packed_linear(input, (weight,), (bias,), None, False, out=out)
     op = ops.quantized_linear if isinstance(weight, QuantizedTensor) else ops.linear
-    if residual is None:
-        return op(input, weight, bias, out=out)
-    return ops.add(residual, op(input, weight, bias), out=out)
-
-
-def linear_group(
-    input: Tensor, weights: Sequence[Tensor | QuantizedTensor], biases: Sequence[Tensor | None]
-) -> tuple[Tensor, ...]:
-    """One input times each of several weights: [*, in] -> a [*, out] for each.
-
-    Up to three packed weights are one pass over the input, and what is returned are views of one tensor.
-    """
-    if not can_share_input(weights):
-        return tuple(linear(input, weight, bias) for weight, bias in zip(weights, biases, strict=True))
-    for weight, bias in zip(weights, biases, strict=True):
-        check_linear(input, weight, bias)
-    y = ops.packed_linear(input, tuple(weights), tuple(biases), None, False)
-    return torch.split(y, [weight.shape[0] for weight in weights], -1)
-
-
-def gated_linear(
-    input: Tensor,
-    gate: Tensor | QuantizedTensor,
-    up: Tensor | QuantizedTensor,
-    gate_bias: Tensor | None = None,
-    up_bias: Tensor | None = None,
-) -> Tensor:
-    """swiglu(linear(input, gate), linear(input, up)), in one pass where both are packed."""
-    if not can_share_input((gate, up)) or gate.shape != up.shape:
-        return swiglu(linear(input, gate, gate_bias), linear(input, up, up_bias))
-    check_linear(input, gate, gate_bias)
-    check_linear(input, up, up_bias)
-    return ops.packed_linear(input, (gate, up), (gate_bias, up_bias), None, True)
-
-
-def can_share_input(weights: Sequence[Tensor | QuantizedTensor]) -> bool:
-    bits = {weight.activation_bits if isinstance(weight, PackedTensor) else None for weight in weights}
-    return len(weights) <= 3 and len(bits) == 1 and None not in bits
+    return op(input, weight, bias, out=out)
 
 
 def check_linear(input: Tensor, weight: Tensor | QuantizedTensor, bias: Tensor | None) -> None:
@@ -410,7 +369,7 @@ def check_normalized(function: str, input: Tensor, normalized_shape: int | Seque
 
 
 def check_weight(input: Tensor, weight: Tensor | QuantizedTensor) -> None:
-    is_half = isinstance(weight, Tensor) and weight.dtype in (torch.float16, torch.bfloat16)
+    is_half = isinstance(weight, Tensor) and weight.dtype in HALVES
     if isinstance(weight, QuantizedTensor) or (is_half and input.dtype == torch.float32):
         if weight.device != input.device:
             raise TypeError(f"linear: weight is on {weight.device}, but the input is on {input.device}")
@@ -421,7 +380,9 @@ def check_weight(input: Tensor, weight: Tensor | QuantizedTensor) -> None:
 def check_lookup(ids: Tensor, weight: Tensor, out: Tensor | None) -> None:
     check_float("embedding", "weight", weight)
     check_ids(ids, weight)
-    check_out("embedding", out, weight, (*ids.shape, weight.shape[1]))
+    is_widened = out is not None and out.dtype == torch.float32 and weight.dtype in HALVES
+    row = torch.empty(0, device=weight.device) if is_widened else weight
+    check_out("embedding", out, row, (*ids.shape, weight.shape[1]))
 
 
 def check_quantized_lookup(ids: Tensor, weight: QuantizedTensor, out: Tensor | None) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from infinicore.checks import check_place, integer, positive
 from infinicore.distributed import Communicator
 from infinicore.nn import functional as F
+from infinicore.nn.fused import gated_linear, linear_add, linear_group
 from infinicore.nn.module import Parameter
 from infinicore.nn.weight import WeightLayer
 
@@ -41,7 +42,9 @@ class BaseLinear(WeightLayer):
 
     def compute_linear(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x Wᵀ + b (+ residual), which is what the parallel layers do in their own way."""
-        return F.linear(x, self.weight, self.bias, residual=residual)
+        if residual is None:
+            return F.linear(x, self.weight, self.bias)
+        return linear_add(x, self.weight, self.bias, residual)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x Wᵀ + b, + residual if given: [*, in] -> [*, out]"""
@@ -122,14 +125,14 @@ def project(x: Tensor, *layers: BaseLinear) -> tuple[Tensor, ...]:
     """x through each layer, in one pass over x where their weights are packed."""
     if any(type(layer) is not Linear for layer in layers):
         return tuple(layer(x) for layer in layers)
-    return F.linear_group(x, [layer.weight for layer in layers], [layer.bias for layer in layers])
+    return linear_group(x, [layer.weight for layer in layers], [layer.bias for layer in layers])
 
 
 def project_gated(x: Tensor, gate: BaseLinear, up: BaseLinear) -> Tensor:
     """swiglu(gate(x), up(x)), in one pass where their weights are packed."""
     if type(gate) is not Linear or type(up) is not Linear:
         return F.swiglu(gate(x), up(x))
-    return F.gated_linear(x, gate.weight, up.weight, gate.bias, up.bias)
+    return gated_linear(x, gate.weight, up.weight, gate.bias, up.bias)
 
 
 def uniform(shape: tuple[int, ...], bound: float, dtype: torch.dtype | None, device: Device) -> Tensor:

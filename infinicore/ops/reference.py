@@ -19,7 +19,8 @@ from infinicore.quantization import BlockType, PackedTensor, QuantizedTensor
 ODD_SIZES = (1, 7, 17, 31, 33, 127, 1023)
 EXACT = {dtype: Tolerance(0, 0) for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 # A dot product's error grows with its terms, not with its value, which may be near zero.
-PRODUCT = {dtype: Tolerance(1e-5, 1e-4) for dtype in (torch.float32, torch.float16, torch.bfloat16)}
+PRODUCT = {torch.float32: Tolerance(1e-5, 1e-4)}
+HALF_PRODUCT = {torch.float16: Tolerance(2e-3, 2e-2), torch.bfloat16: Tolerance(1.6e-2, 2e-2)}
 Samples = Iterator[tuple[Any, ...]]
 
 
@@ -211,20 +212,20 @@ def embedding(ids: Tensor, weight: Tensor) -> Tensor:
 
 
 def linear_samples(dtype: torch.dtype) -> Samples:
-    """float32 rows and weights of a half dtype, which the kernel takes: the one asked for, or bfloat16."""
-    half = torch.bfloat16 if dtype == torch.float32 else dtype
-    single = torch.float32
-    for size in ODD_SIZES:
-        yield random(3, size, dtype=single), random(5, size, dtype=half), random(5, dtype=single)
-    for num_rows in (1, 2, 5, 17, 64, 130):
-        yield random(num_rows, 300, dtype=single), random(33, 300, dtype=half), random(33, dtype=single)
-    yield random(2, 3, 8, dtype=single), random(4, 8, dtype=half), None
-    yield random(8, dtype=single), random(4, 8, dtype=half), None
-    yield random(0, 8, dtype=single), random(4, 8, dtype=half), None
-    yield random(2, 0, dtype=single), random(4, 0, dtype=half), random(4, dtype=single)
+    """Weights of the dtype, with float32 rows and with rows of their own dtype."""
+    for rows in dict.fromkeys((torch.float32, dtype)):
+        for size in ODD_SIZES:
+            yield random(3, size, dtype=rows), random(5, size, dtype=dtype), random(5, dtype=rows)
+        for num_rows in (1, 2, 5, 17, 64, 130):
+            yield random(num_rows, 300, dtype=rows), random(33, 300, dtype=dtype), random(33, dtype=rows)
+        yield random(5, 1030, dtype=rows), random(16, 1030, dtype=dtype), None  # chunks, and an odd end
+        yield random(2, 3, 8, dtype=rows), random(4, 8, dtype=dtype), None
+        yield random(8, dtype=rows), random(4, 8, dtype=dtype), None
+        yield random(0, 8, dtype=rows), random(4, 8, dtype=dtype), None
+        yield random(2, 0, dtype=rows), random(4, 0, dtype=dtype), random(4, dtype=rows)
 
 
-@op(linear_samples, PRODUCT)
+@op(linear_samples, PRODUCT | HALF_PRODUCT)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x @ weight.T + bias, the weight cast to the dtype of x"""
     return torch.nn.functional.linear(x, weight.to(x.dtype), bias)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from infinicore import nn
 from infinicore.nn import functional as F
+from infinicore.nn.linear import project, project_gated
 from infinilm.cache import DynamicCache
 from infinilm.checkpoint import Checkpoint, open_checkpoint
 from infinilm.config import LlamaConfig, parse_dtype
@@ -74,7 +75,7 @@ class LlamaMLP(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """[*, E] -> [*, E], + residual if given"""
-        down: Tensor = self.down_proj(nn.project_gated(x, self.gate_proj, self.up_proj), residual)
+        down: Tensor = self.down_proj(project_gated(x, self.gate_proj, self.up_proj), residual)
         return down
 
 
@@ -111,7 +112,7 @@ class LlamaAttention(nn.Module):
         """[B, S, E] -> [B, S, E], + residual if given; without a cache, the tokens see each other alone."""
         q, k, v = (
             projected.view(*hidden_states.shape[:-1], -1, self.head_dim)  # [B, S, H or K, D]
-            for projected in nn.project(hidden_states, self.q_proj, self.k_proj, self.v_proj)
+            for projected in project(hidden_states, self.q_proj, self.k_proj, self.v_proj)
         )
         if self.has_qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -188,7 +189,7 @@ class LlamaModel(nn.Module):
 
     def run_layers(self, input_ids: Tensor, position_ids: Tensor, cache: DynamicCache) -> Tensor:
         """The layers alone, on tensors alone: for one token a stream this can be recorded."""
-        hidden_states: Tensor = self.embed_tokens(input_ids).to(self.norm.weight.dtype)  # [B, S, E]
+        hidden_states: Tensor = self.embed_tokens(input_ids, self.norm.weight.dtype)  # [B, S, E]
         for layer in self.layers:
             hidden_states = layer(hidden_states, cache, self.rope_instance, position_ids=position_ids)
         return hidden_states
@@ -262,15 +263,17 @@ class LlamaForCausalLM(nn.Module, GenerationMixin):
         device: torch.device | str | None = None,
         dtype: torch.dtype | str | None = None,
         activations: str | None = None,
+        quantize: str | None = None,
     ) -> LlamaForCausalLM:
         """The model in a Hugging Face folder or a GGUF file.
 
         dtype None keeps weights as they are stored, quantised ones too, and computes in float32 on a CPU.
         What enters quantised layers is then rounded to int16, which changes a product by 1e-9 of its square;
-        activations "int8" is faster and less exact, "float32" slower and exact.
+        activations "int8" is faster and less exact, "float32" slower and exact. quantize "q8_0" or "q4_0"
+        makes a quantised model of a checkpoint of floats while it is loaded.
         """
         with open_checkpoint(model_path) as checkpoint:
-            return cls.from_checkpoint(checkpoint, device, dtype, activations)
+            return cls.from_checkpoint(checkpoint, device, dtype, activations, quantize)
 
     @classmethod
     def from_checkpoint(
@@ -279,11 +282,12 @@ class LlamaForCausalLM(nn.Module, GenerationMixin):
         device: torch.device | str | None = None,
         dtype: torch.dtype | str | None = None,
         activations: str | None = None,
+        quantize: str | None = None,
         report: Callable[[int], None] = lambda num_bytes: None,
     ) -> LlamaForCausalLM:
         """The model of an open checkpoint; `report` is told the bytes of each weight once it is in."""
         place = torch.device(device or "cpu")
-        return load_weights(cls, checkpoint, place, parse_dtype(dtype), activations, report)
+        return load_weights(cls, checkpoint, place, parse_dtype(dtype), activations, quantize, report)
 
 
 class AutoLlamaModel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from infinicore import nn
-from infinicore.quantization import BlockType, QuantizedTensor
+from infinicore.quantization import BlockType, QuantizedTensor, quantize
 from infinilm.checkpoint import Checkpoint, CheckpointError
 from infinilm.config import DTYPES, LlamaConfig
 
@@ -33,14 +34,17 @@ def load_weights(
     device: torch.device,
     dtype: torch.dtype | None,
     activations: str | None,
+    quantize: str | None,
     report: Callable[[int], None],
 ) -> Model:
     """Build the model without memory, then give it the checkpoint's weights one by one."""
     config = read_config(checkpoint)
     check_layers(checkpoint, config)
+    placement = Placement(device, dtype, activations, config, block_type(quantize))
+    if placement.block_type is not None:
+        check_dense(checkpoint)
     with torch.device("meta"):
         model: Any = model_class(config)
-    placement = Placement(device, dtype, activations, config)
     wanted = wanted_names(model, config)
     found = {name for name in checkpoint.names() if not RECOMPUTED.search(name)}
     check_names(checkpoint, wanted, found - tied_names(config))
@@ -50,10 +54,18 @@ def load_weights(
         report(checkpoint.num_bytes_of(name))
     if config.tie_word_embeddings:
         share_weight(model.lm_head, model.model.embed_tokens.weight)
+    tell_of_dense(checkpoint, model, placement.block_type)
     return model.eval()  # type: ignore[no-any-return]
 
 
 ACTIVATION_BITS = {"float32": 32, "int16": 16, "int8": 8}
+QUANTIZED = {"q8_0": BlockType.Q8_0, "q4_0": BlockType.Q4_0}
+
+
+def block_type(quantize: str | None) -> BlockType | None:
+    if quantize is not None and quantize not in QUANTIZED:
+        raise ValueError(f"quantize must be one of {sorted(QUANTIZED)}, but is {quantize!r}")
+    return None if quantize is None else QUANTIZED[quantize]
 
 
 class Placement:
@@ -62,10 +74,16 @@ class Placement:
     Without a dtype, matrices stay as they are stored on a CPU: quantised ones packed, for kernels that round
     activations to 16 bits (or 8, by choice) and work on integers, others for kernels that multiply them by
     float32. Elsewhere the checkpoint's dtype is used. A float32 model keeps quantised matrices as blocks.
+    With a block type, dense matrices are quantised to it, one after the other, and then kept like those.
     """
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype | None, activations: str | None, config: LlamaConfig
+        self,
+        device: torch.device,
+        dtype: torch.dtype | None,
+        activations: str | None,
+        config: LlamaConfig,
+        block_type: BlockType | None = None,
     ) -> None:
         is_plain = device.type == "cpu" and dtype is None
         if activations is None:
@@ -75,9 +93,20 @@ class Placement:
         if activations != "float32" and not is_plain:
             raise ValueError(f"activations {activations!r} need a CPU and no dtype, not {dtype} on {device}")
         self.activation_bits = ACTIVATION_BITS[activations]
+        if block_type is not None and (device.type != "cpu" or dtype not in (None, torch.float32)):
+            raise ValueError(f"quantize needs a CPU and no dtype or float32, not {dtype} on {device}")
+        self.block_type = block_type
         self.device = device
         self.keeps_stored = dtype is None and device.type == "cpu"
         self.dtype = dtype or (torch.float32 if self.keeps_stored else config.dtype or torch.bfloat16)
+
+    def quantized(self, weight: Tensor | QuantizedTensor) -> Tensor | QuantizedTensor:
+        """A matrix in blocks, if that was asked for and its rows fill them."""
+        if self.block_type is None or isinstance(weight, QuantizedTensor):
+            return weight
+        if weight.shape[-1] % self.block_type.elements_per_block:
+            return weight
+        return quantize(weight, self.block_type)
 
     def kept(self, weight: Tensor | QuantizedTensor) -> Tensor | QuantizedTensor:
         """A copy, which nothing done to the file reaches."""
@@ -138,9 +167,11 @@ def give_weight(model: torch.nn.Module, name: str, checkpoint: Checkpoint, place
     check_dtype(checkpoint, name)
     weight = checkpoint.tensor(name)
     check_finite(checkpoint, name, weight)
-    if isinstance(module, nn.Linear | nn.Embedding) and leaf == "weight" and placement.keeps(weight):
-        module.set_weight(placement.kept(weight))
-        return
+    if isinstance(module, nn.Linear | nn.Embedding) and leaf == "weight":
+        weight = placement.quantized(weight)
+        if placement.keeps(weight):
+            module.set_weight(placement.kept(weight))
+            return
     dense = weight.dequantize(placement.dtype) if isinstance(weight, QuantizedTensor) else weight
     owned = dense.to(device=placement.device, dtype=placement.dtype, copy=True)
     setattr(module, leaf, nn.Parameter(owned))
@@ -151,6 +182,31 @@ def share_weight(module: nn.Linear, weight: nn.Parameter | QuantizedTensor) -> N
         module.set_weight(weight)
     else:
         module.weight = weight
+
+
+def check_dense(checkpoint: Checkpoint) -> None:
+    """Rounding what is rounded already would only lose more."""
+    found = [name for name in checkpoint.names() if isinstance(checkpoint.dtype(name), BlockType)]
+    if found:
+        kind = type_name(checkpoint.dtype(found[0]))
+        raise CheckpointError(
+            f"{checkpoint.path}: quantize takes a checkpoint of floats, but {found[0]!r} is {kind} already"
+        )
+
+
+def tell_of_dense(checkpoint: Checkpoint, model: torch.nn.Module, wanted: BlockType | None) -> None:
+    """Say which matrices could not be quantised; nothing else would."""
+    if wanted is None:
+        return
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding)]
+    dense = [layer for layer in layers if not isinstance(layer.weight, QuantizedTensor)]
+    if dense:
+        length = dense[0].weight.shape[1]
+        warnings.warn(
+            f"{checkpoint.path}: {len(dense)} of {len(layers)} matrices stay dense: rows of {length} "
+            f"do not fill {wanted.name} blocks of {wanted.elements_per_block}",
+            stacklevel=2,
+        )
 
 
 def check_dtype(checkpoint: Checkpoint, name: str) -> None:

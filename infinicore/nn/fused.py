@@ -1,0 +1,61 @@
+"""Products that share a pass over memory where their weights are packed: what a decoder layer is made of.
+
+Each is the same as its parts, which it falls back to for weights of any other kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from infinicore import ops
+from infinicore.nn import functional as F
+from infinicore.quantization import PackedTensor, QuantizedTensor
+
+
+def linear_add(
+    input: Tensor, weight: Tensor | QuantizedTensor, bias: Tensor | None, residual: Tensor
+) -> Tensor:
+    """residual + linear(input, weight, bias)"""
+    F.check_linear(input, weight, bias)
+    F.check_like("linear", input, "residual", residual, (*input.shape[:-1], weight.shape[0]))
+    if isinstance(weight, PackedTensor):
+        return ops.packed_linear(input, (weight,), (bias,), residual, False)
+    return ops.add(residual, F.linear(input, weight, bias))
+
+
+def linear_group(
+    input: Tensor, weights: Sequence[Tensor | QuantizedTensor], biases: Sequence[Tensor | None]
+) -> tuple[Tensor, ...]:
+    """One input times each of several weights: [*, in] -> a [*, out] for each.
+
+    Up to three packed weights are one pass over the input, and what is returned are views of one tensor.
+    """
+    if not can_share_input(weights):
+        return tuple(F.linear(input, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+    for weight, bias in zip(weights, biases, strict=True):
+        F.check_linear(input, weight, bias)
+    y = ops.packed_linear(input, tuple(weights), tuple(biases), None, False)
+    return torch.split(y, [weight.shape[0] for weight in weights], -1)
+
+
+def gated_linear(
+    input: Tensor,
+    gate: Tensor | QuantizedTensor,
+    up: Tensor | QuantizedTensor,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+) -> Tensor:
+    """swiglu(linear(input, gate), linear(input, up)), in one pass where both are packed."""
+    if not can_share_input((gate, up)) or gate.shape != up.shape:
+        return F.swiglu(F.linear(input, gate, gate_bias), F.linear(input, up, up_bias))
+    F.check_linear(input, gate, gate_bias)
+    F.check_linear(input, up, up_bias)
+    return ops.packed_linear(input, (gate, up), (gate_bias, up_bias), None, True)
+
+
+def can_share_input(weights: Sequence[Tensor | QuantizedTensor]) -> bool:
+    bits = {weight.activation_bits if isinstance(weight, PackedTensor) else None for weight in weights}
+    return len(weights) <= 3 and len(bits) == 1 and None not in bits
