@@ -32,6 +32,7 @@ constexpr int kLanes = 16;       // keys scored side by side
 constexpr int kVectors = kLanes / W;
 constexpr int kScores = kSplit + W;  // a vector may begin at the last key
 constexpr int kMaxDim = kAttentionDim;
+constexpr int kAhead = 16;  // rows of values asked for ahead of their use
 #if defined(INFINI_AVX512)
 constexpr int kQueries = 8;  // that share what is loaded of keys and values, so that their sums stay in registers
 #elif defined(INFINI_NEON)
@@ -128,16 +129,20 @@ void score(float (*scores)[kScores], const float* const* q, const Keys& keys, in
     }
 }
 
-// out[m] += weights[m][j] * v[j] for the keys j from `begin` to `end`, in that order for every element
+// out[m] += weights[m][j] * v[j] for the keys j from `begin` to `end`, in that order for every element. The first pass
+// over values that are far away fetches whole rows.
 template <int M, class T>
-void add_values(float* const* out, const float (*weights)[kScores], const T* v, int64_t stride, int64_t begin, int64_t end, int64_t dim) {
+void add_values(float* const* out, const float (*weights)[kScores], const T* v, int64_t stride, int64_t begin, int64_t end, int64_t dim,
+                bool is_far = false) {
     constexpr int kWidth = 4;
     int64_t i = 0;
     for (; i + kWidth * W <= dim; i += kWidth * W) {
         Grid<M, kWidth> sums;
         sums.each([&](vf& s, int m, int n) INFINI_INLINE { s = load(out[m] + i + n * W); });
-        for (int64_t j = begin; j < end; ++j)
+        for (int64_t j = begin; j < end; ++j) {
+            for (int64_t d = 0; is_far && i == 0 && d < dim; d += 64 / sizeof(T)) __builtin_prefetch(v + (j + kAhead) * stride + d);
             sums.each([&](vf& s, int m, int n) INFINI_INLINE { s = fma(splat(weights[m][j]), load(v + j * stride + i + n * W), s); });
+        }
         sums.each([&](vf& s, int m, int n) INFINI_INLINE { store(out[m] + i + n * W, s); });
     }
     for (; i < dim; i += W) {
@@ -173,7 +178,7 @@ struct Query {
 
 // The states of M queries after the keys of one split alone
 template <int M, class T>
-void attend_queries(const Query* queries, const Keys& keys, const T* v, int64_t v_stride, int64_t dim, float scale) {
+void attend_queries(const Query* queries, const Keys& keys, const T* v, int64_t v_stride, int64_t dim, float scale, bool is_far) {
     alignas(64) float scores[M][kScores];
     const float* q[M];
     float* out[M];
@@ -189,14 +194,14 @@ void attend_queries(const Query* queries, const Keys& keys, const T* v, int64_t 
     for (int m = 0; m < M; ++m) soften(queries[m].out, scores[m], queries[m].begin, queries[m].end);
     if (shared_end < shared_begin) shared_end = shared_begin;
     for (int m = 0; m < M; ++m) add_values<1>(out + m, scores + m, v, v_stride, queries[m].begin, smaller(shared_begin, queries[m].end), dim);
-    add_values<M>(out, scores, v, v_stride, shared_begin, shared_end, dim);
+    add_values<M>(out, scores, v, v_stride, shared_begin, shared_end, dim, is_far);
     for (int m = 0; m < M; ++m) add_values<1>(out + m, scores + m, v, v_stride, larger(shared_end, queries[m].begin), queries[m].end, dim);
 }
 
 template <int M, class T>
-void attend_all(const Query* queries, int64_t count, const Keys& keys, const T* v, int64_t v_stride, int64_t dim, float scale) {
-    for (; count >= M; count -= M, queries += M) attend_queries<M>(queries, keys, v, v_stride, dim, scale);
-    if constexpr (M > 1) attend_all<M - 1>(queries, count, keys, v, v_stride, dim, scale);
+void attend_all(const Query* queries, int64_t count, const Keys& keys, const T* v, int64_t v_stride, int64_t dim, float scale, bool is_far) {
+    for (; count >= M; count -= M, queries += M, is_far = false) attend_queries<M>(queries, keys, v, v_stride, dim, scale, is_far);
+    if constexpr (M > 1) attend_all<M - 1>(queries, count, keys, v, v_stride, dim, scale, is_far);
 }
 
 inline float scalar_exp(float x) { return exp(splat(x))[0]; }
@@ -257,8 +262,9 @@ struct Problem {
     }
 
     template <class T>
-    void answer(const Query* queries, int64_t count, const Keys& keys, int64_t n, int64_t g, int64_t split) const {
-        attend_all<kQueries>(queries, count, keys, at<T>(a.values, stream(n), g, split), a.values.stride[2], dim, a.scale);
+    void answer(const Query* queries, int64_t count, const Keys& keys, int64_t n, int64_t g, int64_t split, bool is_first) const {
+        const T* v = at<T>(a.values, stream(n), g, split);
+        attend_all<kQueries>(queries, count, keys, v, a.values.stride[2], dim, a.scale, is_first);
     }
 
     void finish(State state, int64_t n, int64_t h) const {
@@ -288,6 +294,7 @@ void attend_tokens(const Problem& p, int64_t begin, int64_t end, int64_t g) {
         for (int64_t n = begin; n < end; ++n) num_keys = larger(num_keys, p.visible(n, split).end);
         p.read_keys<T>(&keys, begin, g, split, num_keys);
         for (int64_t i = 0; i < count;) {
+            const bool is_first = i == 0;
             Query queries[kBatch];
             int64_t asked[kBatch], num_asked = 0;
             for (; i < count && num_asked < kBatch; ++i)
@@ -296,7 +303,7 @@ void attend_tokens(const Problem& p, int64_t begin, int64_t end, int64_t g) {
                     queries[num_asked] = p.ask(token(i), head(i), split, State{parts[num_asked]});
                     ++num_asked;
                 }
-            p.answer<T>(queries, num_asked, keys, begin, g, split);
+            p.answer<T>(queries, num_asked, keys, begin, g, split, is_first);
             for (int64_t k = 0; k < num_asked; ++k) fold(state(asked[k]), queries[k].out, p.dim);
         }
     }
@@ -347,7 +354,7 @@ void attend_by_splits(const Problem& p, int64_t most_splits) {
                 Query queries[kBatch];
                 const int64_t count = smaller(kBatch, p.group - first_head), h = g * p.group + first_head;
                 for (int64_t i = 0; i < count; ++i) queries[i] = p.ask(n, h + i, split, part(n, h + i, split));
-                p.answer<T>(queries, count, keys, n, g, split);
+                p.answer<T>(queries, count, keys, n, g, split, first_head == 0);
             }
         }
     });
