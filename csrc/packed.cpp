@@ -12,6 +12,13 @@
 #define INFINI_AMX
 #endif
 
+// Ahead of register allocation, GCC's scheduler moves so many loads up that tiles of sums are spilled.
+#if defined(__GNUC__) && !defined(__clang__)
+#define INFINI_NOT_SCHEDULED __attribute__((optimize("no-schedule-insns")))
+#else
+#define INFINI_NOT_SCHEDULED
+#endif
+
 namespace infini::INFINI_LEVEL {
 namespace {
 
@@ -24,7 +31,7 @@ constexpr int kPanels = 2;  // of weight multiplied together, so that rows of x 
 #else
 constexpr int kPanels = 1;
 #endif
-constexpr int kAhead = 4096;                // bytes of weight asked for ahead of their use
+constexpr int kAhead = W == 4 ? 512 : 4096;  // bytes of weight asked for ahead of their use
 #if defined(INFINI_AVX512)
 constexpr int kTile = 8;  // planes of x multiplied at a time, so that their sums stay in registers
 #else
@@ -41,6 +48,7 @@ constexpr int32_t kShiftBits = 0x4b400000;
 
 constexpr int kGroup = 32, kSumLength = 16;
 constexpr int kSums = kGroup / kSumLength;
+constexpr int64_t kLongestAlone = 16384;  // a single row that every thread rounds for itself, sooner than it could be handed over
 
 struct Activations {
     int64_t num_rows, num_groups;
@@ -49,11 +57,11 @@ struct Activations {
     float* scale;              // [block][group][row]
     int32_t* sums;             // [block][group][row][plane][2], each of 16 bytes
 
-    explicit Activations(const PackedLinear& a)
+    Activations(const PackedLinear& a, void* room)
         : num_rows(Rows{a.x}.count()), num_groups(a.x.shape[a.x.ndim - 1] / kGroup), num_planes(a.num_planes), log_rows(0) {
         while (1 << log_rows < kRowBlock && 1 << log_rows < num_rows) ++log_rows;
         const int64_t count = (((num_rows - 1) >> log_rows) + 1) * num_groups << log_rows;
-        q = static_cast<int8_t*>(a.workspace.data);
+        q = static_cast<int8_t*>(room);
         scale = reinterpret_cast<float*>(q + count * num_planes * kGroup);
         sums = reinterpret_cast<int32_t*>(scale + count);
     }
@@ -319,7 +327,7 @@ struct Tile<P, 0> {
 
 // total[r][0:16] += the products of M rows of x from `row` on with a chunk of weight, whose first group of K is `first`
 template <int P, int G, bool kHasMinimum, int M>
-void add_tile(float* __restrict total, const Chunk& chunk, const Activations& x, int64_t first, int64_t num_groups, int64_t row) {
+INFINI_NOT_SCHEDULED void add_tile(float* __restrict total, const Chunk& chunk, const Activations& x, int64_t first, int64_t num_groups, int64_t row) {
     const int64_t at = x.at(first, row), step = 1 << x.log_rows;
     const uint8_t* __restrict w = reinterpret_cast<const uint8_t*>(chunk.q);
     const int8_t* __restrict q = x.q + at * P * kGroup;
@@ -599,13 +607,16 @@ struct Problem {
 
 int64_t packed_linear(const PackedLinear& a) {
     if (a.y.data == a.x.data && num_elements(a.y)) return 0;  // every value of x is needed until the end
-    const Problem problem{a, Activations(a)};
-    const Activations& x = problem.x;
-    round_rows(x, a.x);
-    const int64_t grain = kGrain / (kRows * (x.num_groups * kGroup + 1)) + 1;
-    parallel_for(problem.num_strips(), grain, [&](int64_t begin, int64_t end) {
-        for (int64_t m = 0; m < x.num_rows; m += kBand)
-            for (int64_t i = begin; i < end; ++i) problem.run(problem.strip(i), m, smaller(kBand, x.num_rows - m));
+    const Activations shared(a, a.workspace.data);
+    const int64_t row_length = shared.num_groups * kGroup, grain = kGrain / (kRows * (row_length + 1)) + 1;
+    const bool is_alone = shared.num_rows == 1 && row_length <= kLongestAlone;
+    if (!is_alone) round_rows(shared, a.x);
+    parallel_for(Problem{a, shared}.num_strips(), grain, [&](int64_t begin, int64_t end) {
+        alignas(64) float room[kLongestAlone / kGroup * (1 + 10 * 2)];
+        const Problem problem{a, is_alone ? Activations(a, room) : shared};
+        if (is_alone) round_row(problem.x, 0, Rows{a.x}.at<const float>(0));
+        for (int64_t m = 0; m < shared.num_rows; m += kBand)
+            for (int64_t i = begin; i < end; ++i) problem.run(problem.strip(i), m, smaller(kBand, shared.num_rows - m));
     });
     return kOk;
 }

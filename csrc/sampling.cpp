@@ -67,16 +67,35 @@ struct FallingWeights {
     }
 };
 
+constexpr float kLargest = 0x1.fffffep127f;
+
+// Whether a block of logits holds one that is above `top`, or none that a logit may be
+template <class T>
+bool is_worth_a_look(const T* logits, int64_t n, float top) {
+    vf largest = splat(-__builtin_inff());
+    vi is_good = vi{} - 1;
+    for (int64_t i = 0; i < n; i += W) {
+        const vf v = n - i < W ? load_n(logits + i, n - i, -__builtin_inff()) : load(logits + i);
+        largest = max(largest, v);
+        is_good &= v <= splat(kLargest);
+    }
+    bool are_all_good = true;
+    for (int i = 0; i < W; ++i) are_all_good &= is_good[i] != 0;
+    return !are_all_good || max(largest) > top;
+}
+
 // The first bad logit (NaN or +inf), n when every logit is -inf, else kOk; *best is the first largest
 template <class T>
 int64_t find_best(const T* logits, int64_t n, int64_t* best, float* top) {
+    constexpr int64_t kBlock = 16 * W;
     *top = -__builtin_inff();
-    for (int64_t i = 0; i < n; i += W) {
-        const int64_t count = n - i < W ? n - i : W;
-        const vf v = count == W ? load(logits + i) : load_n(logits + i, count, -__builtin_inff());
-        for (int64_t j = 0; j < count; ++j) {
-            if (!(v[j] <= 0x1.fffffep127f)) return i + j;
-            if (v[j] > *top) *top = v[j], *best = i + j;
+    for (int64_t begin = 0; begin < n; begin += kBlock) {
+        const int64_t end = begin + kBlock < n ? begin + kBlock : n;
+        if (!is_worth_a_look(logits + begin, end - begin, *top)) continue;
+        for (int64_t i = begin; i < end; ++i) {
+            const float v = load_n(logits + i, 1)[0];
+            if (!(v <= kLargest)) return i;
+            if (v > *top) *top = v, *best = i;
         }
     }
     return *top == -__builtin_inff() ? n : kOk;
