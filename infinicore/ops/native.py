@@ -250,9 +250,12 @@ reference.attention.register(Kernel("native", accepts_attention, run_attention, 
 reference.store_kv.register(Kernel("native", accepts_store_kv, run_store_kv, bind_store_kv))
 
 
-def read_all(buffer: Tensor) -> int:
-    """Read every word of a contiguous int64 tensor on all threads and return their sum: memory's speed."""
-    return _native.read_all(buffer)  # type: ignore[no-any-return]
+def read_all(buffer: Tensor, ahead: int = 0) -> int:
+    """The sum of a contiguous int64 tensor, read on all threads: memory's speed.
+
+    Bytes are asked for `ahead` of their use; how far is best differs from CPU to CPU.
+    """
+    return _native.read_all(buffer, ahead)  # type: ignore[no-any-return]
 
 
 def get_num_threads() -> int:
