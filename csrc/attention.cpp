@@ -15,7 +15,6 @@ constexpr int64_t kStateFloats = kAttentionState;  // of one task's running resu
 
 struct Span { int64_t begin, end; };
 
-inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // What is known of a token's head after some keys: the largest score, sum of exp(score - max), and weighted values.

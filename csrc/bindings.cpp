@@ -120,7 +120,6 @@ bool is_contiguous(const Tensor& t) {
         if (t.shape[i] != 1 && t.stride[i] != expected) return num_elements(t) == 0;
     return true;
 }
-int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 bool has_rows(const Tensor& t) { return t.ndim == 0 || t.stride[t.ndim - 1] == 1 || num_elements(t) == 0; }
 
 struct Span { const char *begin, *end; };
@@ -463,25 +462,25 @@ bool accepts_packed_linear(nb::handle out, nb::handle x, nb::handle residual, nb
 }
 
 // The floats that packed_linear needs beside its tensors: blocks of rows, each group of 32 with a scale and 10 for a plane
-int64_t packed_room(const Tensor& x, int num_planes) {
+int64_t packed_room(const Tensor& x, int activation_bits) {
     const int64_t length = x.shape[x.ndim - 1], num_rows = length ? num_elements(x) / length : 0;
     int64_t block = 1;
     while (block < kRowBlock && block < num_rows) block *= 2;
-    return (num_rows + block - 1) / block * block * (length / 32) * (1 + 10 * num_planes);
+    return (num_rows + block - 1) / block * block * (length / 32) * (1 + 10 * num_planes_of(activation_bits));
 }
 
 PackedLinear make_packed_linear(nb::handle y, nb::handle x, nb::handle residual, nb::handle workspace, nb::handle w0, nb::handle w1,
                                 nb::handle w2, nb::handle b0, nb::handle b1, nb::handle b2, int t0, int t1, int t2, int64_t n0,
-                                int64_t n1, int64_t n2, bool is_gated, int num_planes) {
+                                int64_t n1, int64_t n2, bool is_gated, int activation_bits) {
     const nb::handle weights[] = {w0, w1, w2}, biases[] = {b0, b1, b2};
     const int types[] = {t0, t1, t2};
     const int64_t num_rows[] = {n0, n1, n2};
     PackedLinear a{tensor(y), tensor(x), residual.is_none() ? Tensor{} : tensor(residual), tensor(workspace), {}, {}, {}, {}, 0,
-                   num_planes, is_gated};
+                   activation_bits, is_gated};
     require(read_weights(&a, weights, biases, types, num_rows), "packed_linear: weights and biases must be CPU tensors");
     if (const char* rule = broken_packed_rule(a)) refuse(rule);
-    require(num_planes == 1 || num_planes == 2, "packed_linear: activations have one plane or two");
-    require(a.workspace.dtype == DType::f32 && is_contiguous(a.workspace) && num_elements(a.workspace) >= packed_room(a.x, num_planes),
+    require(activation_bits == 8 || activation_bits == 12 || activation_bits == 16, "packed_linear: activations have 8, 12 or 16 bits");
+    require(a.workspace.dtype == DType::f32 && is_contiguous(a.workspace) && num_elements(a.workspace) >= packed_room(a.x, activation_bits),
             "packed_linear: the workspace is too small");
     return a;
 }
@@ -871,7 +870,7 @@ NB_MODULE(_native, m) {
     m.def("pack_rows", [](nb::handle packed, nb::handle blocks, int type) { move_rows(&Kernels::pack_rows, packed, blocks, type); });
     m.def("unpack_rows", [](nb::handle blocks, nb::handle packed, int type) { move_rows(&Kernels::unpack_rows, packed, blocks, type); });
     m.def("quantize_rows", &quantize_rows);
-    m.def("packed_room", [](nb::handle x, int num_planes) { return packed_room(tensor(x), num_planes); });
+    m.def("packed_room", [](nb::handle x, int activation_bits) { return packed_room(tensor(x), activation_bits); });
     m.def("are_apart", &are_apart);
     m.def("read_all", &read_all);
     m.def("num_threads", &num_threads);

@@ -20,6 +20,9 @@ constexpr int kPackedRows = 16;  // weight rows side by side in a packed weight
 constexpr int kPackedWeights = 3;  // that packed_linear takes at most
 constexpr int kRowBlock = 16;      // rows of activations that its workspace comes in
 
+// Bytes that an activation of 8, 12 or 16 bits takes
+constexpr int num_planes_of(int activation_bits) { return activation_bits > 8 ? 2 : 1; }
+
 struct BlockSize { int64_t elements, bytes; };
 
 static inline BlockSize block_size(BlockType type) {
@@ -55,7 +58,7 @@ struct PackedLinear {
     Tensor y, x, residual, workspace, weight[kPackedWeights], bias[kPackedWeights];  // without data where there is none
     BlockType type[kPackedWeights];
     int64_t num_rows[kPackedWeights];
-    int count, num_planes;
+    int count, activation_bits;
     bool is_gated;
 };
 struct QuantizedEmbedding { Tensor y, ids, weight; BlockType type; int64_t num_rows; };

@@ -25,8 +25,6 @@ constexpr int kSums = 16;  // running sums in registers, of 32
 constexpr int kSums = 8;  // of 16
 #endif
 
-inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
 typedef float vf4 __attribute__((vector_size(16)));
 
 // The lanes of each added up, all in the same order

@@ -48,11 +48,11 @@ INFINI_INLINE inline void unrolled(F&& f) { unrolled(std::make_integer_sequence<
 template <int from, int to>
 inline int moved(uint8_t v) { return from < to ? v << (to - from) : v >> (from - to); }
 
-template <int N>
+template <int N, int moved = 0>
 inline void four_bits(int8_t* __restrict q, const uint8_t* __restrict p) {
     for (int i = 0; i < N; ++i) {
-        q[i] = p[i] & 15;
-        q[N + i] = p[i] >> 4;
+        q[i] = static_cast<int8_t>((p[i] & 15) + moved);
+        q[N + i] = static_cast<int8_t>((p[i] >> 4) + moved);
     }
 }
 

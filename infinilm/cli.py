@@ -92,7 +92,7 @@ def add_quantization(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--activations",
         choices=("float32", "int16", "int8"),
-        help="how quantised layers see their input: int16 if left out; int8 is faster and less exact",
+        help="how quantised layers see their input: near exact if left out; int8 is faster and less exact",
     )
 
 

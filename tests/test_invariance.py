@@ -21,7 +21,8 @@ from infinilm.models.llama import LlamaForCausalLM
 LENGTH = 40
 DEFAULT = ["default float32", "default int16", "default int8"]
 DENSE = ["safetensors float32", "safetensors bfloat16", "safetensors float16"]
-BLOCKS = [f"{block_type.name} {bits}" for block_type in BlockType for bits in ("float32", "int16", "int8")]
+BITS = {"float32": 32, "int16": 16, "int8": 8}
+BLOCKS = [f"{block_type.name} {bits}" for block_type in BlockType for bits in BITS] + ["Q4_0 int12"]
 
 
 @pytest.fixture(scope="module", params=DEFAULT + DENSE + BLOCKS)
@@ -33,7 +34,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         return LlamaForCausalLM.from_pretrained(path, activations=detail)
     if kind == "safetensors":
         return dense_model(tmp_path_factory.mktemp("dense"), getattr(torch, detail))
-    return block_model(BlockType[kind], {"float32": 32, "int16": 16, "int8": 8}[detail])
+    return block_model(BlockType[kind], BITS.get(detail, 12))
 
 
 def dense_model(folder: Path, dtype: torch.dtype) -> LlamaForCausalLM:

@@ -4,6 +4,7 @@ whatever stands beside it."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -20,8 +21,10 @@ BLOCK_TYPES = pytest.mark.parametrize("block_type", list(BlockType), ids=lambda 
 DENSE = ["float32", "float16", "bfloat16"]
 EXACT = [*(block_type.name for block_type in BlockType), *DENSE]
 INT8 = [f"int8 {block_type.name}" for block_type in BlockType]
+INT12 = [f"int12 {block_type.name}" for block_type in BlockType]
 INT16 = [f"int16 {block_type.name}" for block_type in BlockType]
-KINDS = pytest.mark.parametrize("kind", EXACT + INT8 + INT16)
+KINDS = pytest.mark.parametrize("kind", EXACT + INT8 + INT12 + INT16)
+BARS = {"int8": 5e-4, "int12": 1e-6, "int16": 1e-8}
 
 
 @pytest.fixture(params=_native.isa_levels())
@@ -114,20 +117,20 @@ def test_a_product_of_half_precision_alone_is_rounded_once(kind: str, level: str
     assert ops.linear.pick(x, weight, bias) is not None and torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("kind", INT8 + INT16)
+@pytest.mark.parametrize("kind", INT8 + INT12 + INT16)
 def test_product_of_a_packed_weight_is_near_enough(kind: str, level: str) -> None:
-    weight, bar = weight_of(kind, 100), 5e-4 if kind.startswith("int8") else 1e-8
+    weight, bar = weight_of(kind, 100), BARS[kind.split()[0]]
     for num_rows in (1, 2, 9):
         x = rows(num_rows, 768)
         x[:, 40] *= 30  # an outlier costs the 31 values around it, not the row
         assert nmse(F.linear(x, weight), product(x, weight)) <= bar
 
 
-def test_packing_takes_8_or_16_bits_and_changes_between_them_without_a_copy() -> None:
+def test_packing_takes_8_12_or_16_bits_and_changes_between_them_without_a_copy() -> None:
     packed = Q8.pack()
     assert (packed.activation_bits, packed.pack(16).activation_bits) == (8, 16)
     assert packed.pack(16).blocks is packed.blocks
-    with pytest.raises(ValueError, match="activation_bits must be 8 or 16, but is 4"):
+    with pytest.raises(ValueError, match="activation_bits must be 8, 12 or 16, but is 4"):
         Q8.pack(4)
 
 
@@ -154,7 +157,7 @@ def test_levels_agree_on_the_integers_of_a_packed_product() -> None:
     _native.set_isa(before)
 
 
-@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("bits", [8, 12, 16])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_spoils_its_own_row_and_no_other(bad: float, bits: int, level: str) -> None:
     weight, x = random_blocks(BlockType.Q4_0, 20, 2).pack(bits), rows(3, 64)
@@ -164,7 +167,7 @@ def test_what_is_not_finite_spoils_its_own_row_and_no_other(bad: float, bits: in
     assert found[1].isnan().all() and torch.equal(found[::2], wanted[::2])
 
 
-@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("bits", [8, 12, 16])
 @pytest.mark.parametrize("scale", [0.0, 1e-44, 1e-36, 1e36])
 def test_activations_of_any_size_are_rounded_as_the_reference_does(
     scale: float, bits: int, level: str
@@ -202,7 +205,7 @@ def test_threads_do_not_change_a_bit(kind: str, threads: None) -> None:
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
-@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("bits", [8, 12, 16])
 def test_products_that_share_their_input_have_the_bits_of_each_alone(bits: int, level: str) -> None:
     packed = [weight_of(f"int{bits} {name}", 40) for name in ("Q4_1", "Q6_K", "Q8_0")]
     biases = [None, rows(1, 40)[0], None]
@@ -284,82 +287,140 @@ def test_bad_arguments_are_refused_by_name(call, error, message) -> None:
         call()
 
 
-def test_native_functions_refuse_what_would_leave_a_buffer() -> None:
-    y, blocks, q8 = torch.empty(3, 5), Q8.blocks, BlockType.Q8_0.ggml_id
-    for arguments in (
-        (y, X, blocks[:, :-1], None, q8),
-        (y, X, blocks.to(torch.int8), None, q8),
-        (y, X, blocks, None, BlockType.Q4_K.ggml_id),
-        (y, X, blocks, None, 255),
-        (y, X.double(), blocks, None, q8),
-        (y, X[:, :63], blocks, None, q8),
-        (y, X.t(), blocks, None, q8),
-        (torch.empty(2, 5), X, blocks, None, q8),
-        (torch.empty(3, 4), X, blocks, None, q8),
-        (y, X, blocks, torch.ones(4), q8),
-        (y, X, blocks.flatten(), None, q8),
-    ):
-        with pytest.raises(ValueError):
-            _native.quantized_linear(*arguments)
-    packed, room = Q8.pack().blocks, torch.empty(88)  # 4 rows, one of them padding, of 2 groups of 11
-    for y_, x, weights, biases, types, num_rows, residual, workspace, is_gated, num_planes in (
-        (y, X, (packed[:, :-16],), (None,), (q8,), (5,), None, room, False, 1),
-        (y, X, (packed,), (None,), (q8,), (17,), None, room, False, 1),
-        (torch.empty(3, 17), X, (packed,), (None,), (q8,), (17,), None, room, False, 1),
-        (y, X, (packed,), (None,), (q8,), (-1,), None, room, False, 1),
-        (y, X, (packed,), (None,), (q8,), (5,), None, room, False, 0),
-        (y, X, (packed,), (None,), (q8,), (5,), None, room, False, 2),
-        (y, X, (packed,), (None,), (q8,), (5,), None, room[:87], False, 1),
-        (y, X, (packed,), (None,), (q8,), (5,), None, room.int(), False, 1),
-        (y, X, (packed.to(torch.int8),), (None,), (q8,), (5,), None, room, False, 1),
-        (y, X, (packed,), (None,), (BlockType.Q4_K.ggml_id,), (5,), None, room, False, 1),
-        (y, X, (packed,), (None,), (0,), (5,), None, room, False, 1),
-        (y, X[:, :32], (packed,), (None,), (q8,), (5,), None, room, False, 1),
-        (y, X, (packed,), (torch.ones(4),), (q8,), (5,), None, room, False, 1),
-        (y, X, (packed,), (None,), (q8,), (5,), torch.ones(3, 4), room, False, 1),
-        (y, X, (), (), (), (), None, room, False, 1),
-        (y, X, (packed,), (None,), (q8,), (5,), None, room, True, 1),
-        (y, X, (packed, packed), (None, None), (q8, q8), (5, 4), None, room, True, 1),
-        (y, X, (packed, packed), (None, None), (q8, q8), (5, 5), None, room, False, 1),
-        (torch.empty(3, 9), X, (packed, packed), (None, None), (q8, q8), (5, 5), None, room, False, 1),
-        (torch.empty(3, 11), X, (packed, packed), (None, None), (q8, q8), (5, 5), None, room, False, 1),
-    ):
-        padding = 3 - len(weights)
-        with pytest.raises(ValueError):
-            _native.packed_linear(
-                *(y_, x, residual, workspace, *weights, *[None] * padding, *biases, *[None] * padding),
-                *(*types, *[0] * padding, *num_rows, *[0] * padding, is_gated, num_planes),
-            )
-    for function in (
-        _native.pack_rows,
-        lambda packed, blocks, type: _native.unpack_rows(blocks, packed, type),
-    ):
-        for arguments in (
-            (packed, blocks[:4, :-1], q8),
-            (packed[:, 16:], blocks, q8),
-            (packed, blocks, 3),
-            (packed, blocks, 0),
-        ):
-            with pytest.raises(ValueError):
-                function(*arguments)
-    for arguments in (
-        (blocks, X, q8),
-        (blocks[:3], X, BlockType.Q4_0.ggml_id),
-        (blocks[:3], X, BlockType.Q5_0.ggml_id),
-        (blocks[:3], X.double(), q8),
-        (blocks[:3], X[:, :63], q8),
-        (blocks[:3, :-1], X, q8),
-        (blocks[:3].to(torch.int8), X, q8),
-    ):
-        with pytest.raises(ValueError):
-            _native.quantize_rows(*arguments)
+Y, ROOM = torch.empty(3, 5), torch.empty(88)  # 4 rows, one of them padding, of 2 groups of 11
+Q8_ID, Q4_ID = BlockType.Q8_0.ggml_id, BlockType.Q4_0.ggml_id
+PACKED = Q8.pack().blocks
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"blocks": Q8.blocks[:, :-1]},
+        {"blocks": Q8.blocks.to(torch.int8)},
+        {"blocks": Q8.blocks.flatten()},
+        {"type": BlockType.Q4_K.ggml_id},
+        {"type": 255},
+        {"x": X.double()},
+        {"x": X[:, :63]},
+        {"x": X.t()},
+        {"y": torch.empty(2, 5)},
+        {"y": torch.empty(3, 4)},
+        {"bias": torch.ones(4)},
+    ],
+)
+def test_a_product_with_blocks_refuses_what_would_leave_a_buffer(changed: dict[str, Any]) -> None:
+    right = {"y": Y, "x": X, "blocks": Q8.blocks, "bias": None, "type": Q8_ID}
+    _native.quantized_linear(*right.values())
+    with pytest.raises(ValueError):
+        _native.quantized_linear(*(right | changed).values())
+
+
+RIGHT = {
+    "y": Y,
+    "x": X,
+    "weights": (PACKED,),
+    "bias": None,
+    "type": Q8_ID,
+    "num_rows": (5,),
+    "residual": None,
+    "workspace": ROOM,
+    "is_gated": False,
+    "bits": 8,
+}
+
+
+def native_packed_linear(a: dict[str, Any]) -> None:
+    missing = 3 - len(a["weights"])
+    types = [a["type"]] * len(a["weights"]) + [0] * missing
+    _native.packed_linear(
+        *(
+            a["y"],
+            a["x"],
+            a["residual"],
+            a["workspace"],
+            *a["weights"],
+            *[None] * missing,
+            a["bias"],
+            None,
+            None,
+        ),
+        *(*types, *a["num_rows"], *[0] * missing, a["is_gated"], a["bits"]),
+    )
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"weights": (PACKED[:, :-16],)},
+        {"weights": (PACKED.to(torch.int8),)},
+        {"weights": (), "num_rows": ()},
+        {"num_rows": (17,)},
+        {"num_rows": (17,), "y": torch.empty(3, 17)},
+        {"num_rows": (-1,)},
+        {"bits": 0},
+        {"bits": 9},
+        {"bits": 16},  # for which the workspace is too small
+        {"workspace": ROOM[:87]},
+        {"workspace": ROOM.int()},
+        {"type": BlockType.Q4_K.ggml_id},
+        {"type": 0},
+        {"x": X[:, :32]},
+        {"bias": torch.ones(4)},
+        {"residual": torch.ones(3, 4)},
+        {"is_gated": True},
+        {"is_gated": True, "weights": (PACKED, PACKED), "num_rows": (5, 4)},
+        {"weights": (PACKED, PACKED), "num_rows": (5, 5)},
+        {"weights": (PACKED, PACKED), "num_rows": (5, 5), "y": torch.empty(3, 9)},
+        {"weights": (PACKED, PACKED), "num_rows": (5, 5), "y": torch.empty(3, 11)},
+    ],
+)
+def test_a_packed_product_refuses_what_would_leave_a_buffer(changed: dict[str, Any]) -> None:
+    native_packed_linear(RIGHT)
+    with pytest.raises(ValueError):
+        native_packed_linear(RIGHT | changed)
+
+
+@pytest.mark.parametrize(
+    ("packed", "blocks", "type"),
+    [
+        (PACKED, Q8.blocks[:4, :-1], Q8_ID),
+        (PACKED[:, 16:], Q8.blocks, Q8_ID),
+        (PACKED, Q8.blocks, 3),
+        (PACKED, Q8.blocks, 0),
+    ],
+)
+def test_packing_refuses_what_would_leave_a_buffer(packed: Tensor, blocks: Tensor, type: int) -> None:
+    with pytest.raises(ValueError):
+        _native.pack_rows(packed, blocks, type)
+    with pytest.raises(ValueError):
+        _native.unpack_rows(blocks, packed, type)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "x", "type"),
+    [
+        (Q8.blocks, X, Q8_ID),
+        (Q8.blocks[:3], X, Q4_ID),
+        (Q8.blocks[:3], X, BlockType.Q5_0.ggml_id),
+        (Q8.blocks[:3], X.double(), Q8_ID),
+        (Q8.blocks[:3], X[:, :63], Q8_ID),
+        (Q8.blocks[:3, :-1], X, Q8_ID),
+        (Q8.blocks[:3].to(torch.int8), X, Q8_ID),
+    ],
+)
+def test_quantising_refuses_what_would_leave_a_buffer(blocks: Tensor, x: Tensor, type: int) -> None:
+    with pytest.raises(ValueError):
+        _native.quantize_rows(blocks, x, type)
+
+
+def test_lookups_and_dense_products_refuse_what_would_leave_a_buffer() -> None:
     with pytest.raises(IndexError):
-        _native.packed_embedding(torch.empty(1, 64), IDS + 4, packed, q8, 5)
+        _native.packed_embedding(torch.empty(1, 64), IDS + 4, PACKED, Q8_ID, 5)
     with pytest.raises(ValueError):
-        _native.packed_embedding(torch.empty(1, 64), IDS, packed, q8, 17)
-    with pytest.raises(ValueError):
-        _native.linear(y, X, torch.ones(5, 63), None)
-    with pytest.raises(ValueError):
-        _native.quantized_embedding(torch.empty(1, 65), IDS, blocks, q8)
+        _native.packed_embedding(torch.empty(1, 64), IDS, PACKED, Q8_ID, 17)
     with pytest.raises(IndexError):
-        _native.quantized_embedding(torch.empty(1, 64), IDS + 4, blocks, q8)
+        _native.quantized_embedding(torch.empty(1, 64), IDS + 4, Q8.blocks, Q8_ID)
+    with pytest.raises(ValueError):
+        _native.quantized_embedding(torch.empty(1, 65), IDS, Q8.blocks, Q8_ID)
+    with pytest.raises(ValueError):
+        _native.linear(Y, X, torch.ones(5, 63), None)

@@ -139,9 +139,9 @@ def given_weights(native: Callable[..., Any]) -> Callable[..., Any]:
         residual: Tensor | None,
         is_gated: bool,
     ) -> Any:
-        num_planes = weights[0].activation_bits // 8
-        room = torch.empty(_native.packed_room(x, num_planes))
-        return native(out, x, residual, room, *packed_arguments(weights, biases), is_gated, num_planes)
+        bits = weights[0].activation_bits
+        room = torch.empty(_native.packed_room(x, bits))
+        return native(out, x, residual, room, *packed_arguments(weights, biases), is_gated, bits)
 
     return call
 

@@ -279,9 +279,10 @@ SMALLEST_ACTIVATION = 2.0**-100  # what is below has no reciprocal in float32
 def rounded_activations(x: Tensor, bits: int) -> Tensor:
     """x with each group of 32 rounded to equal steps: the largest absolute value is 127 of them.
 
-    For 16 bits a step has 256 parts, of which kernels keep -127 to 127 beside the nearest whole one.
+    With more than 8 bits a step has 16 or 256 parts, of which kernels keep at most 127 to either side of a
+    whole one.
     """
-    parts = 1 if bits == 8 else 256
+    parts = 1 << (bits - 8)
     groups = x.reshape(*x.shape[:-1], x.shape[-1] // ACTIVATION_GROUP, ACTIVATION_GROUP)
     largest = groups.abs().amax(-1, keepdim=True)
     rounded = (groups * torch.where(largest >= SMALLEST_ACTIVATION, 127 * parts / largest, 0)).round()
@@ -291,7 +292,7 @@ def rounded_activations(x: Tensor, bits: int) -> Tensor:
 
 
 def packed_linear_samples(dtype: torch.dtype) -> Samples:
-    for bits in (8, 16):
+    for bits in (8, 12, 16):
         for x, weight, bias in quantized_linear_samples(dtype):
             yield x, (weight.pack(bits),), (bias,), None, False
     x, first = random(3, 64, dtype=dtype), random_blocks(BlockType.Q4_1, 40, 2).pack()
@@ -310,7 +311,7 @@ def packed_linear(
     residual: Tensor | None,
     is_gated: bool,
 ) -> Tensor:
-    """x @ weight.T + bias for each of up to three weights, side by side, with x rounded to 8 or 16 bits.
+    """x @ weight.T + bias for each of up to three weights, side by side, with x rounded to 8, 12 or 16 bits.
 
     Gated, silu(first) * second of two weights; then the residual is added.
     """

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from infinicore import nn
-from infinicore.quantization import BlockType, QuantizedTensor, quantize
+from infinicore.quantization import BlockType, QuantizedTensor, precise_activation_bits, quantize
 from infinilm.checkpoint import Checkpoint, CheckpointError
 from infinilm.config import DTYPES, LlamaConfig
 
@@ -72,8 +72,8 @@ class Placement:
     """Where weights go and in which dtype.
 
     Without a dtype, matrices stay as they are stored on a CPU: quantised ones packed, for kernels that round
-    activations to 16 bits (or 8, by choice) and work on integers, others for kernels that multiply them by
-    float32. Elsewhere the checkpoint's dtype is used. A float32 model keeps quantised matrices as blocks.
+    activations (to 16 bits, or fewer by choice) and work on integers, others for kernels that multiply them
+    by float32. Elsewhere the checkpoint's dtype is used. A float32 model keeps quantised matrices as blocks.
     With a block type, dense matrices are quantised to it, one after the other, and then kept like those.
     """
 
@@ -86,13 +86,12 @@ class Placement:
         block_type: BlockType | None = None,
     ) -> None:
         is_plain = device.type == "cpu" and dtype is None
-        if activations is None:
-            activations = "int16" if is_plain else "float32"
-        if activations not in ACTIVATION_BITS:
+        if activations is not None and activations not in ACTIVATION_BITS:
             raise ValueError(f"activations must be one of {sorted(ACTIVATION_BITS)}, but are {activations!r}")
-        if activations != "float32" and not is_plain:
+        if activations not in (None, "float32") and not is_plain:
             raise ValueError(f"activations {activations!r} need a CPU and no dtype, not {dtype} on {device}")
-        self.activation_bits = ACTIVATION_BITS[activations]
+        self.packs = is_plain and activations != "float32"
+        self.activation_bits = ACTIVATION_BITS[activations] if activations else None
         if block_type is not None and (device.type != "cpu" or dtype not in (None, torch.float32)):
             raise ValueError(f"quantize needs a CPU and no dtype or float32, not {dtype} on {device}")
         self.block_type = block_type
@@ -110,8 +109,8 @@ class Placement:
 
     def kept(self, weight: Tensor | QuantizedTensor) -> Tensor | QuantizedTensor:
         """A copy, which nothing done to the file reaches."""
-        if isinstance(weight, QuantizedTensor) and self.activation_bits < 32:
-            return weight.pack(self.activation_bits)
+        if isinstance(weight, QuantizedTensor) and self.packs:
+            return weight.pack(self.activation_bits or precise_activation_bits(weight.type))
         return weight.clone()
 
     def keeps(self, weight: Tensor | QuantizedTensor) -> bool:

@@ -1,0 +1,337 @@
+// Integer dot products of rounded activations (rounding.h) with 16 rows of weight side by side, in vector registers:
+// tiles of several rows against a chunk of weight unpacked to bytes, and one row against fields straight from memory.
+#pragma once
+#include "quant.h"
+#include "rounding.h"
+
+// Ahead of register allocation, GCC's scheduler moves so many loads up that tiles of sums are spilled.
+#if defined(__GNUC__) && !defined(__clang__)
+#define INFINI_NOT_SCHEDULED __attribute__((optimize("no-schedule-insns")))
+#else
+#define INFINI_NOT_SCHEDULED
+#endif
+
+namespace infini::INFINI_LEVEL {
+namespace {
+
+constexpr int kRows = kPackedRows;           // weight rows side by side
+constexpr int kParts = kRows / W;            // vectors that hold a value for each of them
+constexpr int kChunk = W == 4 ? 512 : 256;   // of K, read from a panel of weight rows at a time
+constexpr int kAhead = W == 4 ? 512 : 4096;  // bytes of weight asked for ahead of their use
+#if defined(INFINI_AVX512)
+constexpr int kTile = 8;  // rows of x multiplied at a time, whose dots and totals stay in registers
+#else
+constexpr int kTile = 2;
+#endif
+
+// ---- integer dot products of one row of x with 16 of weight ---------------------------------------------------------
+
+typedef uint8_t vb __attribute__((vector_size(W * 4)));
+
+// Four fields of each of the 16 rows
+struct Quad {
+    vb part[kParts];
+
+    explicit Quad(const uint8_t* p) {
+        for (int i = 0; i < kParts; ++i) memcpy(&part[i], p + i * sizeof(vb), sizeof(vb));
+    }
+
+    Quad low_nibbles() const {
+        Quad q = *this;
+        for (int i = 0; i < kParts; ++i) q.part[i] &= 15;
+        return q;
+    }
+    Quad high_nibbles() const {
+        Quad q = *this;
+        for (int i = 0; i < kParts; ++i) q.part[i] >>= 4;
+        return q;
+    }
+};
+
+// 16 activations of a plane
+struct Sixteen {
+#if defined(INFINI_NEON)
+    int8x16_t q;
+    explicit Sixteen(const int8_t* p) : q(vld1q_s8(p)) {}
+#else
+    const int8_t* q;
+    explicit Sixteen(const int8_t* p) : q(p) {}
+#endif
+};
+
+// VNNI multiplies unsigned with signed bytes: signed fields are moved up by this much, and the sums back down.
+#if defined(INFINI_AVX512)
+constexpr int kBias = 128;
+#else
+constexpr int kBias = 0;
+#endif
+
+#if !defined(INFINI_NEON) && !defined(INFINI_AVX512) && !defined(INFINI_AVX2)
+__attribute__((noinline)) void add_fours(vi* sums, const vb* fields, const int8_t* four) {
+    int32_t sum[kRows];
+    int8_t field[kRows * 4];
+    memcpy(sum, sums, sizeof sum);
+    memcpy(field, fields, sizeof field);
+    for (int i = 0; i < kRows; ++i)
+        for (int j = 0; j < 4; ++j) sum[i] += field[4 * i + j] * four[j];
+    memcpy(sums, sum, sizeof sum);
+}
+#endif
+
+const vi kNothing = vi{} + kShiftBits;
+
+struct Dots {
+    vi part[kParts];  // plus kShiftBits
+
+    INFINI_INLINE void start(int32_t first) { for (int i = 0; i < kParts; ++i) part[i] = vi{} + (kShiftBits + first); }
+
+    // From nothing. On NEON a load, since a copy of a register would take the place of a product.
+    INFINI_INLINE void start() {
+#if defined(INFINI_NEON)
+        for (int i = 0; i < kParts; ++i) asm volatile("ldr %q0, %1" : "=w"(part[i]) : "m"(kNothing));
+#else
+        start(0);
+#endif
+    }
+    INFINI_INLINE vf value(int i) const { return (vf)part[i] - kShift; }
+
+    // Of the 16 activations, `quad` names four.
+    template <int quad>
+    INFINI_INLINE void add(std::integral_constant<int, quad>, const Quad& w, const Sixteen& x) {
+#if defined(INFINI_NEON)
+        for (int i = 0; i < kParts; ++i) part[i] = vdotq_laneq_s32(part[i], vreinterpretq_s8_u8(w.part[i]), x.q, quad);
+#else
+        int32_t four;
+        memcpy(&four, x.q + 4 * quad, 4);
+#if defined(INFINI_AVX512)
+        part[0] = (vi)_mm512_dpbusd_epi32((__m512i)part[0], (__m512i)w.part[0], _mm512_set1_epi32(four));
+#elif defined(INFINI_AVX2)
+        // Unsigned times signed bytes, pairs added in 16 bits: 2 * 127 * 127 fits.
+        const __m256i v = _mm256_set1_epi32(four);
+        for (int i = 0; i < kParts; ++i) {
+            const __m256i q = (__m256i)w.part[i];
+            const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(q), _mm256_sign_epi8(v, q));
+            part[i] += (vi)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+        }
+#else
+        add_fours(part, w.part, x.q + 4 * quad);
+#endif
+#endif
+    }
+};
+
+// The same with one plane of x or two
+template <int P>
+struct PlaneDots {
+    Dots high, low;  // of one plane, the low one alone
+
+    INFINI_INLINE void start() {
+        if constexpr (P == 2) high.start();
+        low.start();
+    }
+
+    // `offset` is what the fields stand above the integers they mean.
+    INFINI_INLINE void start(int offset, const GroupSums<int32_t, P>& sums) {
+        if constexpr (P == 2) high.start(-offset * sums.plane[0]);
+        low.start(-offset * sums.plane[P - 1]);
+    }
+
+    template <class Quarter>
+    INFINI_INLINE void add(Quarter quad, const Quad& w, const int8_t* q) {
+        if constexpr (P == 2) high.add(quad, w, Sixteen(q));
+        low.add(quad, w, Sixteen(q + (P - 1) * kGroup));
+    }
+
+    INFINI_INLINE vf value(int i, int radix) const {
+        if constexpr (P == 2) return fma(high.value(i), splat(static_cast<float>(radix)), low.value(i));
+        return low.value(i);
+    }
+};
+
+// What 16 weight rows have come to for one row of x
+struct Totals {
+    vf part[kParts];
+
+    INFINI_INLINE void load_from(const float* y) { for (int i = 0; i < kParts; ++i) part[i] = load(y + i * W); }
+    INFINI_INLINE void store_to(float* y) const { for (int i = 0; i < kParts; ++i) store(y + i * W, part[i]); }
+
+    template <int P>
+    INFINI_INLINE void add(const PlaneDots<P>& dots, const float* scale, float x_scale, int radix) {
+        for (int i = 0; i < kParts; ++i) part[i] = fma(dots.value(i, radix), load(scale + i * W) * x_scale, part[i]);
+    }
+    INFINI_INLINE void add_minimum(const float* minimum, float x_scale, int32_t x_sum) {
+        const vf scaled = splat(x_scale * static_cast<float>(x_sum));
+        for (int i = 0; i < kParts; ++i) part[i] = fma(load(minimum + i * W), scaled, part[i]);
+    }
+};
+
+// ---- several rows of x, against a chunk of weight unpacked to bytes --------------------------------------------------
+
+template <class Block>
+inline void prefetch(const uint8_t* packed) {
+    for (int line = 0; line < Block::kBytes * kRows; line += 64) __builtin_prefetch(packed + kAhead + line);
+}
+
+// The fields of a block of each of the 16 rows, moved up
+template <class Block, int moved>
+void read_fields(int8_t* q, const uint8_t* packed) {
+    if constexpr (Block::kBits == 4) {
+        constexpr int kHalf = Block::kRun / 2 * kRows;
+        packed += Block::kData * kRows;
+        for (int i = 0; i < Block::kElements / Block::kRun; ++i) four_bits<kHalf, moved>(q + 2 * kHalf * i, packed + kHalf * i);
+    } else {
+        Block::template fields<kRows>(q, packed);
+        if (moved) for (int i = 0; i < Block::kElements * kRows; ++i) q[i] = static_cast<int8_t>(q[i] + moved);
+    }
+}
+
+template <int kCopies = 1>  // of each field
+struct Chunk {
+    alignas(64) int8_t q[kCopies * kChunk * kRows];    // [K / 4][16][4]
+    alignas(64) float scale[kChunk], minimum[kChunk];  // [groups][16], groups of 16 or 32
+
+    // fields(q, packed) writes those of a block.
+    template <class Block, class Fields>
+    void read(const uint8_t* packed, int64_t length, Fields&& fields) {
+        constexpr int kGroups = Block::kElements / Block::kGroup;
+        for (int64_t b = 0; b < length / Block::kElements; ++b, packed += Block::kBytes * kRows) {
+            prefetch<Block>(packed);
+            fields(q + b * kCopies * Block::kElements * kRows, packed);
+            Block::template scales<kRows>(scale + b * kGroups * kRows, minimum + b * kGroups * kRows, packed);
+        }
+    }
+};
+
+// body(packed, first of K, length) for the chunks of a panel
+template <class Block, class Body>
+inline void for_chunks(int64_t row_length, const uint8_t* packed, Body&& body) {
+    for (int64_t k = 0; k < row_length; k += kChunk, packed += kChunk / Block::kElements * Block::kBytes * kRows)
+        body(packed, k, smaller(kChunk, row_length - k));
+}
+
+// M rows of x: a list rather than an array, which GCC would keep in memory. each(f) calls f(row, its index).
+template <int P, int M>
+struct Tile {
+    Tile<P, M - 1> rest;
+    struct Row {
+        PlaneDots<P> dots;
+        Totals totals;
+    } last;
+
+    template <class F>
+    INFINI_INLINE void each(F&& f) {
+        rest.each(f);
+        f(last, M - 1);
+    }
+};
+
+template <int P>
+struct Tile<P, 0> {
+    template <class F>
+    INFINI_INLINE void each(F&&) {}
+};
+
+// total[r][0:16] += the products of M rows of x from `row` on with a chunk of weight, whose first group of K is `first`
+template <int P, int G, bool kHasMinimum, int M>
+INFINI_NOT_SCHEDULED void add_tile(float* __restrict total, const Chunk<>& chunk, const Activations& x, int64_t first, int64_t num_groups, int64_t row) {
+    const int64_t at = x.at(first, row), step = 1 << x.log_rows;
+    const int radix = x.radix;
+    const uint8_t* __restrict w = reinterpret_cast<const uint8_t*>(chunk.q);
+    const int8_t* __restrict q = x.q + at * P * kGroup;
+    const int32_t* __restrict sums = x.sums_at(first, row);
+    const float *__restrict x_scale = x.scale + at, *__restrict scale = chunk.scale, *__restrict minimum = chunk.minimum;
+    Tile<P, M> tile;
+    tile.each([&](auto& r, int m) INFINI_INLINE { r.totals.load_from(total + m * kRows); });
+    for (; num_groups > 0; --num_groups, q += step * P * kGroup, sums += step * P * kSums, x_scale += step)
+        for (int half = 0; half < kGroup / G; ++half, scale += kRows, minimum += kRows) {
+            tile.each([&](auto& r, int m) INFINI_INLINE {
+                if constexpr (kBias != 0) r.dots.start(kBias, GroupSums<int32_t, P>(sums + m, step, half, G));
+                else r.dots.start();
+            });
+            for (int k = half * G; k < half * G + G; k += 16, w += 16 * kRows)
+                unrolled<4>([&](auto quad) INFINI_INLINE {
+                    const Quad fields(w + 4 * kRows * quad);
+                    tile.each([&](auto& r, int m) INFINI_INLINE { r.dots.add(quad, fields, q + m * P * kGroup + k); });
+                });
+            tile.each([&](auto& r, int m) INFINI_INLINE {
+                r.totals.add(r.dots, scale, x_scale[m], radix);
+                if (kHasMinimum) r.totals.add_minimum(minimum, x_scale[m], GroupSums<int32_t, P>(sums + m, step, half, G).whole(radix));
+            });
+        }
+    tile.each([&](auto& r, int m) INFINI_INLINE { r.totals.store_to(total + m * kRows); });
+}
+
+template <int P, int G, bool kHasMinimum, int M>
+void add_tiles(float* total, const Chunk<>& chunk, const Activations& x, int64_t first, int64_t num_groups, int64_t row, int64_t num_rows) {
+    int64_t r = 0;
+    for (; r + M <= num_rows; r += M) add_tile<P, G, kHasMinimum, M>(total + r * kRows, chunk, x, first, num_groups, row + r);
+    if constexpr (M > 1)
+        add_tiles<P, G, kHasMinimum, M / 2>(total + r * kRows, chunk, x, first, num_groups, row + r, num_rows - r);
+}
+
+template <class Block, int P>
+void add_rows(float* total, const uint8_t* packed, const Activations& x, int64_t first_row, int64_t num_rows) {
+    Chunk<> chunk;
+    for_chunks<Block>(x.num_groups * kGroup, packed, [&](const uint8_t* p, int64_t k, int64_t length) {
+        chunk.template read<Block>(p, length, read_fields<Block, kBias - Block::kOffset>);
+        add_tiles<P, Block::kGroup, Block::kHasMinimum, kTile>(total, chunk, x, k / kGroup, length / kGroup, first_row, num_rows);
+    });
+}
+
+// ---- one row of x, against fields of four or eight bits straight from memory -----------------------------------------
+
+// What the fields of a type stand above the integers they mean, as Dots::add takes them
+template <class Block>
+constexpr int kOffset = kBias && Block::kIsSigned ? kBias : Block::kOffset;
+
+template <class Block>
+INFINI_INLINE inline Quad bytes(const uint8_t* w) {
+    Quad q(w);
+    if constexpr (kBias && Block::kIsSigned) for (int i = 0; i < kParts; ++i) q.part[i] ^= kBias;
+    return q;
+}
+
+// total[0:16] += the products of a row of x with 16 of weight. Of a run of fields of four bits, the first half is in low
+// nibbles, the second in high ones: halves of one group, or two groups.
+template <class Block, int P>
+void add_row(float* total, const uint8_t* packed, const Activations& x, int64_t row) {
+    constexpr int kHalf = Block::kRun / 2, kGroups = Block::kElements / kGroup;
+    constexpr bool kIsOneGroup = Block::kRun == kGroup;
+    const int64_t step = 1 << x.log_rows;
+    Totals totals;
+    totals.load_from(total);
+    int64_t g = 0;
+    for (; g < x.num_groups; packed += Block::kBytes * kRows) {
+        alignas(64) float scale[kGroups * kRows], minimum[kGroups * kRows];
+        Block::template scales<kRows>(scale, minimum, packed);
+        prefetch<Block>(packed);
+        const uint8_t* w = packed + Block::kData * kRows;
+        for (int i = 0; i < kGroups; i += kIsOneGroup ? 1 : 2, g += kIsOneGroup ? 1 : 2) {
+            const int64_t first = x.at(g, row), second = x.at(kIsOneGroup ? g : g + 1, row);
+            const int8_t *q = x.q + first * P * kGroup, *rest = kIsOneGroup ? q + kHalf : x.q + second * P * kGroup;
+            PlaneDots<P> lower, other;
+            PlaneDots<P>& upper = kIsOneGroup ? lower : other;
+            const GroupSums<int32_t, P> sums(x.sums_at(g, row), step, 0, kGroup);
+            const GroupSums<int32_t, P> other_sums(x.sums_at(kIsOneGroup ? g : g + 1, row), step, 0, kGroup);
+            lower.start(kOffset<Block>, sums);
+            if (!kIsOneGroup) upper.start(kOffset<Block>, other_sums);
+            for (int k = 0; k < kHalf; k += 16, w += 16 * kRows)
+                unrolled<4>([&](auto quad) INFINI_INLINE {
+                    const uint8_t* fields = w + 4 * kRows * quad;
+                    lower.add(quad, Block::kBits == 4 ? Quad(fields).low_nibbles() : bytes<Block>(fields), q + k);
+                    upper.add(quad, Block::kBits == 4 ? Quad(fields).high_nibbles() : bytes<Block>(fields + kHalf * kRows), rest + k);
+                });
+            if (Block::kBits == 8) w += kHalf * kRows;
+            const auto finish = [&](const PlaneDots<P>& dots, int group, float x_scale, int32_t sum) INFINI_INLINE {
+                totals.add(dots, scale + group * kRows, x_scale, x.radix);
+                if constexpr (Block::kHasMinimum) totals.add_minimum(minimum + group * kRows, x_scale, sum);
+            };
+            finish(lower, i, x.scale[first], sums.whole(x.radix));
+            if (!kIsOneGroup) finish(upper, i + 1, x.scale[second], other_sums.whole(x.radix));
+        }
+    }
+    totals.store_to(total);
+}
+
+}  // namespace
+}  // namespace infini::INFINI_LEVEL
