@@ -1,5 +1,5 @@
-// Integer dot products in AMX tile registers, 16 rows of x with 16 of weight: what add_tiles of dots.h does, with the
-// same bits. A tile sums 64 bytes of K at once, of which a group fills half. Where weights have four bits and
+// Integer dot products in AMX tile registers, a block of 8 or 16 rows of x with 16 of weight: what add_tiles of dots.h
+// does, with the same bits. A tile sums 64 bytes of K at once, of which a group fills half. Where weights have four bits and
 // activations 12, it holds both planes: [high | low] of x meets [16 w | w], whose product is the whole dot.
 #pragma once
 #include "dots.h"
@@ -7,6 +7,7 @@
 namespace infini::INFINI_LEVEL {
 namespace {
 
+constexpr int kFewest = 8;  // rows of a block that is worth a tile
 constexpr int kPanels = 2;  // of weight that a block of x meets while it is near
 constexpr int kCentre = 8;  // what fields of four bits are moved down by, so that 16 times them is a signed byte
 
@@ -22,19 +23,19 @@ void read_pairs(int8_t* __restrict q, const uint8_t* __restrict packed) {
         }
 }
 
-// Dots in tile registers 0 to 3, x in 4 and 5, weight in 6 and 7; `depth` bytes of K
+// Dots in tile registers 0 to 3, x in 4 and 5, weight in 6 and 7; `rows` of x, and `depth` bytes of K
 struct alignas(64) TileConfig {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t row_bytes[16];
     uint8_t num_rows[16];
 
-    constexpr explicit TileConfig(uint8_t depth)
+    constexpr TileConfig(uint8_t rows, uint8_t depth)
         : row_bytes{64, 64, 64, 64, depth, depth, 64, 64},
-          num_rows{16, 16, 16, 16, 16, 16, static_cast<uint8_t>(depth / 4), static_cast<uint8_t>(depth / 4)} {}
+          num_rows{rows, rows, rows, rows, rows, rows, static_cast<uint8_t>(depth / 4), static_cast<uint8_t>(depth / 4)} {}
 };
 
-template <int depth>
-constexpr TileConfig kTileConfig{depth};
+template <int rows, int depth>
+constexpr TileConfig kTileConfig{rows, depth};
 
 // In assembly, because the compiler's own functions do not say what memory they read.
 inline void configure_tiles(const TileConfig& config) { asm volatile("ldtilecfg %0" ::"m"(config)); }
@@ -65,37 +66,41 @@ INFINI_INLINE inline void multiply_group(int32_t (*dots)[kRowBlock][kRows], cons
     }
 }
 
-// total[0:16][0:16] += the products of a block of x with a chunk of weight. kCopies is 2 where tiles hold both planes.
-template <class Block, int P, int kCopies>
+// total[0:R][0:16] += the products of a block of x with a chunk of weight. kCopies is 2 where tiles hold both planes.
+template <class Block, int P, int R, int kCopies>
 void add_block(float* total, const Chunk<kCopies>& chunk, const Activations& x, int64_t first, int64_t num_groups, int64_t row) {
     constexpr int G = Block::kGroup, kSplit = kGroup / G;  // weight groups to a group of x
     constexpr int kPlanes = P / kCopies;                   // whose dots come apart
     constexpr int kMoved = kCopies == 2 ? kCentre - Block::kOffset : 0;
     static_assert(kMoved == 0 || Block::kHasMinimum);
     const int64_t at = x.at(first, row);
+    const int radix = x.radix;
     alignas(64) int32_t dots[2][2][kRowBlock][kRows];
-    vf t[kRowBlock];
-    unrolled<kRowBlock>([&](auto r) INFINI_INLINE { t[r] = load(total + r * kRows); });
+    vf t[R];
+    unrolled<R>([&](auto r) INFINI_INLINE { t[r] = load(total + r * kRows); });
     const auto multiply = [&](auto slot, int64_t g) INFINI_INLINE {
-        const int8_t* q = x.q + (at + g / kSplit * kRowBlock) * P * kGroup + g % kSplit * G;
+        const int8_t* q = x.q + (at + g / kSplit * R) * P * kGroup + g % kSplit * G;
         multiply_group<slot, kPlanes, P * kGroup>(dots[slot], chunk.q + g * kCopies * G * kRows, q);
     };
     const auto scale = [&](auto slot, int64_t g) INFINI_INLINE {
-        const float* x_scale = x.scale + at + g / kSplit * kRowBlock;
+        const float* x_scale = x.scale + at + g / kSplit * R;
         const vf w_scale = load(chunk.scale + g * kRows), minimum = load(chunk.minimum + g * kRows);
-        alignas(64) float scaled_sums[kRowBlock];
-        alignas(64) int32_t moves[kRowBlock];
+        alignas(64) int32_t moves[R];
+        alignas(64) float scaled_sums[R];
         if (Block::kHasMinimum) {
-            const vi whole = GroupSums<vi, P>(x.sums_at(first + g / kSplit, row), kRowBlock, g % kSplit, G).whole(x.radix);
-            store(scaled_sums, load(x_scale) * (vf)_mm512_cvtepi32_ps((__m512i)whole));
-            _mm512_store_si512(moves, (__m512i)(kMoved * whole));
+            const int32_t* sums = x.sums_at(first + g / kSplit, row);
+            for (int r = 0; r < R; ++r) {
+                const int32_t whole = GroupSums<P>(sums + r, R, g % kSplit, G).whole(radix);
+                scaled_sums[r] = x_scale[r] * static_cast<float>(whole);
+                moves[r] = kMoved * whole;
+            }
         }
-        unrolled<kRowBlock>([&](auto r) INFINI_INLINE {
+        unrolled<R>([&](auto r) INFINI_INLINE {
             const auto value = [&](int plane) INFINI_INLINE {
                 const __m512i v = _mm512_load_si512(dots[slot][plane][r]);
                 return (vf)_mm512_cvtepi32_ps(kMoved ? _mm512_add_epi32(v, _mm512_set1_epi32(moves[r])) : v);
             };
-            const vf v = kPlanes == 2 ? fma(value(0), splat(static_cast<float>(x.radix)), value(1)) : value(0);
+            const vf v = kPlanes == 2 ? fma(value(0), splat(static_cast<float>(radix)), value(1)) : value(0);
             t[r] = fma(v, w_scale * x_scale[r], t[r]);
             if (Block::kHasMinimum) t[r] = fma(minimum, splat(scaled_sums[r]), t[r]);
         });
@@ -110,31 +115,31 @@ void add_block(float* total, const Chunk<kCopies>& chunk, const Activations& x, 
         if (g + 1 < last) multiply(even, g + 2);
         if (g < last) scale(odd, g + 1);
     }
-    unrolled<kRowBlock>([&](auto r) INFINI_INLINE { store(total + r * kRows, t[r]); });
+    unrolled<R>([&](auto r) INFINI_INLINE { store(total + r * kRows, t[r]); });
 }
 
 // total[panel][row][0:16], panels of `band` rows
-template <class Block, int P, int kCopies>
+template <class Block, int P, int R, int kCopies>
 void add_blocks(float* total, int64_t band, const uint8_t* packed, int num_panels, const Activations& x, int64_t first_row, int64_t num_rows) {
     Chunk<kCopies> chunks[kPanels];
     const int64_t row_length = x.num_groups * kGroup, panel_bytes = row_length / Block::kElements * Block::kBytes * kRows;
-    configure_tiles(kTileConfig<kCopies * Block::kGroup>);
+    configure_tiles(kTileConfig<R, kCopies * Block::kGroup>);
     for_chunks<Block>(row_length, packed, [&](const uint8_t* p, int64_t k, int64_t length) {
         for (int i = 0; i < num_panels; ++i)
             if constexpr (kCopies == 2) chunks[i].template read<Block>(p + i * panel_bytes, length, read_pairs<Block>);
             else chunks[i].template read<Block>(p + i * panel_bytes, length, read_fields<Block, -Block::kOffset>);
-        for (int64_t r = 0; r < num_rows; r += kRowBlock)
+        for (int64_t r = 0; r < num_rows; r += R)
             for (int i = 0; i < num_panels; ++i)
-                add_block<Block, P>(total + (i * band + r) * kRows, chunks[i], x, k / kGroup, length / kGroup, first_row + r);
+                add_block<Block, P, R>(total + (i * band + r) * kRows, chunks[i], x, k / kGroup, length / kGroup, first_row + r);
     });
     release_tiles();
 }
 
-template <class Block, int P>
+template <class Block, int P, int R>
 void add_blocks(float* total, int64_t band, const uint8_t* packed, int num_panels, const Activations& x, int64_t first_row, int64_t num_rows) {
     if constexpr (Block::kBits == 4 && P == 2)
-        if (x.radix == 16) return add_blocks<Block, P, 2>(total, band, packed, num_panels, x, first_row, num_rows);
-    add_blocks<Block, P, 1>(total, band, packed, num_panels, x, first_row, num_rows);
+        if (x.radix == 16) return add_blocks<Block, P, R, 2>(total, band, packed, num_panels, x, first_row, num_rows);
+    add_blocks<Block, P, R, 1>(total, band, packed, num_panels, x, first_row, num_rows);
 }
 
 }  // namespace

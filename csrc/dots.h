@@ -131,7 +131,7 @@ struct PlaneDots {
     }
 
     // `offset` is what the fields stand above the integers they mean.
-    INFINI_INLINE void start(int offset, const GroupSums<int32_t, P>& sums) {
+    INFINI_INLINE void start(int offset, const GroupSums<P>& sums) {
         if constexpr (P == 2) high.start(-offset * sums.plane[0]);
         low.start(-offset * sums.plane[P - 1]);
     }
@@ -245,7 +245,7 @@ INFINI_NOT_SCHEDULED void add_tile(float* __restrict total, const Chunk<>& chunk
     for (; num_groups > 0; --num_groups, q += step * P * kGroup, sums += step * P * kSums, x_scale += step)
         for (int half = 0; half < kGroup / G; ++half, scale += kRows, minimum += kRows) {
             tile.each([&](auto& r, int m) INFINI_INLINE {
-                if constexpr (kBias != 0) r.dots.start(kBias, GroupSums<int32_t, P>(sums + m, step, half, G));
+                if constexpr (kBias != 0) r.dots.start(kBias, GroupSums<P>(sums + m, step, half, G));
                 else r.dots.start();
             });
             for (int k = half * G; k < half * G + G; k += 16, w += 16 * kRows)
@@ -255,7 +255,7 @@ INFINI_NOT_SCHEDULED void add_tile(float* __restrict total, const Chunk<>& chunk
                 });
             tile.each([&](auto& r, int m) INFINI_INLINE {
                 r.totals.add(r.dots, scale, x_scale[m], radix);
-                if (kHasMinimum) r.totals.add_minimum(minimum, x_scale[m], GroupSums<int32_t, P>(sums + m, step, half, G).whole(radix));
+                if (kHasMinimum) r.totals.add_minimum(minimum, x_scale[m], GroupSums<P>(sums + m, step, half, G).whole(radix));
             });
         }
     tile.each([&](auto& r, int m) INFINI_INLINE { r.totals.store_to(total + m * kRows); });
@@ -311,8 +311,8 @@ void add_row(float* total, const uint8_t* packed, const Activations& x, int64_t 
             const int8_t *q = x.q + first * P * kGroup, *rest = kIsOneGroup ? q + kHalf : x.q + second * P * kGroup;
             PlaneDots<P> lower, other;
             PlaneDots<P>& upper = kIsOneGroup ? lower : other;
-            const GroupSums<int32_t, P> sums(x.sums_at(g, row), step, 0, kGroup);
-            const GroupSums<int32_t, P> other_sums(x.sums_at(kIsOneGroup ? g : g + 1, row), step, 0, kGroup);
+            const GroupSums<P> sums(x.sums_at(g, row), step, 0, kGroup);
+            const GroupSums<P> other_sums(x.sums_at(kIsOneGroup ? g : g + 1, row), step, 0, kGroup);
             lower.start(kOffset<Block>, sums);
             if (!kIsOneGroup) upper.start(kOffset<Block>, other_sums);
             for (int k = 0; k < kHalf; k += 16, w += 16 * kRows)

@@ -24,7 +24,9 @@ constexpr int kPanels = 1;  // of weight multiplied together
 template <class Block, int P>
 void add_products(float* total, const uint8_t* packed, int num_panels, const Activations& x, int64_t row, int64_t num_rows) {
 #if defined(INFINI_AMX)
-    if (1 << x.log_rows == kRowBlock) return add_blocks<Block, P>(total, kBand, packed, num_panels, x, row, num_rows);
+    const int block = 1 << x.log_rows;
+    if (block == kRowBlock) return add_blocks<Block, P, kRowBlock>(total, kBand, packed, num_panels, x, row, num_rows);
+    if (block == kFewest) return add_blocks<Block, P, kFewest>(total, kBand, packed, num_panels, x, row, num_rows);
 #endif
     const int64_t panel_bytes = x.num_groups * kGroup / Block::kElements * Block::kBytes * kRows;
     for (int i = 0; i < num_panels; ++i, total += kBand * kRows, packed += panel_bytes) {

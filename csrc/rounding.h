@@ -114,26 +114,19 @@ void round_rows(const Activations& to, const Tensor& x) {
     });
 }
 
-// What weight groups of 16 or 32 need of the sums from `p` on, for T = int32_t or a vector of rows
-template <class T, int P>
+// The sums of a weight group of 16 or 32, of those that sums_at begins with
+template <int P>
 struct GroupSums {
-    T plane[P];
+    int32_t plane[P];
 
     INFINI_INLINE GroupSums(const int32_t* p, int64_t stride, int half, int group) {
         for (int i = 0; i < P; ++i) {
-            plane[i] = at(p + (i * kSums + half) * stride);
-            if (group == kGroup) plane[i] += at(p + (i * kSums + 1) * stride);
+            plane[i] = p[(i * kSums + half) * stride];
+            if (group == kGroup) plane[i] += p[(i * kSums + 1) * stride];
         }
     }
 
-    INFINI_INLINE T whole(int radix) const { return P == 2 ? radix * plane[0] + plane[P - 1] : plane[0]; }
-
-private:
-    INFINI_INLINE static T at(const int32_t* p) {
-        T v;
-        memcpy(&v, p, sizeof v);
-        return v;
-    }
+    INFINI_INLINE int32_t whole(int radix) const { return P == 2 ? radix * plane[0] + plane[P - 1] : plane[0]; }
 };
 
 }  // namespace
