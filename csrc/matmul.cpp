@@ -1,7 +1,7 @@
 // linear: y[m][n] = sum over k of x[m][k] * weight[n][k] + bias[n], summed in float32; weight dense or in blocks
-// Each pair (m, n) is summed in the same order, which K alone fixes: within a chunk of K in W lanes, the lanes added
-// up in halves, then chunk after chunk, then the bias. So a row has the same bits alone and among others, whatever
-// the tiles and threads.
+// Each pair (m, n) is summed in the same order, which K alone fixes: within a chunk of K in four vectors of W lanes
+// that take turns, those added up, then their lanes, then chunk after chunk, then the bias. So a row has the same bits
+// alone and among others, whatever the tiles and threads. Four, so that one row of x keeps pace with the memory.
 //
 // A part of y is made at a time: a band of rows of x and a strip of outputs. float32 is read where it lies; half
 // precision and blocks are widened first, the weight 16 rows of a chunk at a time, once for the band.
@@ -18,6 +18,8 @@ constexpr int kPanel = 16;                 // weight rows widened side by side
 constexpr int kInPlace = 8;                // weight rows read where they lie: more push each other out of the cache
 constexpr int kStrip = 8 * kPanel;         // outputs whose totals are kept
 constexpr int kBand = 64;                  // rows of x
+constexpr int kTurns = 4;                  // vectors that sum a dot product
+constexpr int kAhead = 1024;               // bytes of a weight row asked for ahead of their use
 constexpr int64_t kRoom = kBand * kChunk;  // floats of x: the fewer its rows, the longer their span of K
 #if defined(INFINI_AVX512) || defined(__aarch64__)
 constexpr int kSums = 16;  // running sums in registers, of 32
@@ -26,6 +28,8 @@ constexpr int kSums = 8;  // of 16
 #endif
 
 typedef float vf4 __attribute__((vector_size(16)));
+
+inline vf added_up(vf a, vf b, vf c, vf d) { return (a + b) + (c + d); }
 
 // The lanes of each added up, all in the same order
 inline vf4 lane_sums(vf a, vf b, vf c, vf d) {
@@ -59,52 +63,76 @@ inline void add_to(float* total, int first, vf4 sums) {
     }
 }
 
-// A vector of each of C rows, and the one behind it
-template <int C, class T>
-inline void load_two(vf* w, vf* next, const T* rows, int64_t stride) {
-    unrolled<C>([&](auto c) {
-        const T* p = rows + c * stride;
+// Four vectors of a row
+template <class T>
+INFINI_INLINE inline void load_four(vf* w, const T* p) {
 #if defined(INFINI_NEON)
-        if constexpr (std::is_same_v<T, bf16>) {
-            const uint16x8_t bits = vld1q_u16(&p->bits), zero = vdupq_n_u16(0);
-            w[c] = (vf)vzip1q_u16(zero, bits), next[c] = (vf)vzip2q_u16(zero, bits);
-            return;
-        }
+    if constexpr (std::is_same_v<T, bf16>) {
+        unrolled<kTurns / 2>([&](auto i) {
+            const uint16x8_t bits = vld1q_u16(&p[2 * W * i].bits), zero = vdupq_n_u16(0);
+            w[2 * i] = (vf)vzip1q_u16(zero, bits), w[2 * i + 1] = (vf)vzip2q_u16(zero, bits);
+        });
+        return;
+    }
 #endif
-        w[c] = load(p), next[c] = load(p + W);
-    });
+    unrolled<kTurns>([&](auto i) { w[i] = load(p + W * i); });
 }
 
-// total[r][c] += the dot product of row r of x, zeros to the end of its last vector, with row c of weight
+// The dot product of a row of x, zeros to the end of its last vector, with one of weight
+template <class T>
+float dot(const float* x, const T* weight, int64_t length) {
+    vf s[kTurns] = {};
+    int64_t k = 0;
+    for (; k + kTurns * W <= length; k += kTurns * W) {
+        vf w[kTurns];
+        __builtin_prefetch(reinterpret_cast<const char*>(weight + k) + kAhead);
+        load_four(w, weight + k);
+        unrolled<kTurns>([&](auto i) { s[i] = fma(load(x + k + W * i), w[i], s[i]); });
+    }
+    unrolled<kTurns>([&](auto i) {
+        const int64_t at = k + W * i;
+        if (at < length) s[i] = fma(load(x + at), load_n(weight + at, smaller(W, length - at)), s[i]);
+    });
+    const vf sums = added_up(s[0], s[1], s[2], s[3]);
+    return lane_sums(sums, sums, sums, sums)[0];
+}
+
+// total[r][c] += dot of row r of x with row c of weight
 template <int R, int C, class T>
 void add_tile(float* total, const float* x, int64_t x_stride, const T* weight, int64_t stride, int64_t length) {
     static_assert(R * C % 4 == 0 && (C % 4 == 0 || C == 2));
-    vf s[R * C] = {}, w[C];
-    const auto add = [&](int64_t k, const vf* w) __attribute__((always_inline)) {
-        unrolled<R>([&](auto r) {
-            const vf v = load(x + r * x_stride + k);
-            unrolled<C>([&](auto c) { s[r * C + c] = fma(v, w[c], s[r * C + c]); });
-        });
-    };
-    int64_t k = 0;
-    if constexpr (R == 1 && sizeof(T) == 2) {  // one row waits for its loads, so they had better be whole ones
-        for (; k + 2 * W <= length; k += 2 * W) {
-            vf next[C];
-            load_two<C>(w, next, weight + k, stride);
-            add(k, w), add(k + W, next);
+    vf turns[kTurns][R * C];
+    for (int turn = 0; turn < kTurns; ++turn) {
+        vf s[R * C] = {}, w[C];
+        const auto add = [&](int64_t k) __attribute__((always_inline)) {
+            unrolled<R>([&](auto r) {
+                const vf v = load(x + r * x_stride + k);
+                unrolled<C>([&](auto c) { s[r * C + c] = fma(v, w[c], s[r * C + c]); });
+            });
+        };
+        int64_t k = turn * W;
+        for (; k + W <= length; k += kTurns * W) {
+            unrolled<C>([&](auto c) { w[c] = load(weight + c * stride + k); });
+            add(k);
         }
+        if (k < length) {
+            unrolled<C>([&](auto c) { w[c] = load_n(weight + c * stride + k, length - k); });
+            add(k);
+        }
+        unrolled<R * C>([&](auto i) { turns[turn][i] = s[i]; });
     }
-    for (; k + W <= length; k += W) {
-        unrolled<C>([&](auto c) { w[c] = load(weight + c * stride + k); });
-        add(k, w);
-    }
-    if (k < length) {
-        unrolled<C>([&](auto c) { w[c] = load_n(weight + c * stride + k, length - k); });
-        add(k, w);
-    }
+    const auto sums = [&](int i) { return added_up(turns[0][i], turns[1][i], turns[2][i], turns[3][i]); };
     unrolled<R * C / 4>([&](auto i) {
-        add_to<C>(total, 4 * i, lane_sums(s[4 * i], s[4 * i + 1], s[4 * i + 2], s[4 * i + 3]));
+        add_to<C>(total, 4 * i, lane_sums(sums(4 * i), sums(4 * i + 1), sums(4 * i + 2), sums(4 * i + 3)));
     });
+}
+
+// Calls body with a value of a dense weight's element type
+template <class Body>
+inline void with_float(BlockType type, Body&& body) {
+    if (type == BlockType::f32) body(float{});
+    else if (type == BlockType::bf16) body(bf16{});
+    else body(f16{});
 }
 
 struct Weight {
@@ -118,6 +146,8 @@ struct Weight {
         : data(static_cast<const uint8_t*>(a.weight.data)), row_bytes(a.weight.stride[0] * item_size(a.weight.dtype)),
           num_rows(a.weight.shape[0]), row_length(a.x.shape[a.x.ndim - 1]), type(a.type), block(block_size(a.type)),
           dequantize(dequantizer(a.type)) {}
+
+    bool is_float() const { return block.elements == 1; }
 
     const uint8_t* at(int64_t n, int64_t k) const { return data + n * row_bytes + k / block.elements * block.bytes; }
 
@@ -163,7 +193,7 @@ struct Part {
     // total[r : r + R][n : n + G] += the products with the chunk of G weight rows, which x has from `k` on
     template <int R, int G, class T>
     void add_rows(int64_t r, int64_t n, int64_t k, const T* rows, int64_t stride, int64_t length) {
-        constexpr int C = kSums / R < 8 ? kSums / R : 8;
+        constexpr int C = kSums / R;
         for (int c = 0; c < G; c += C)
             add_tile<R, C>(total + r * kStrip + n + c, x + r * x_stride + k, x_stride, rows + c * stride, stride,
                            length);
@@ -177,7 +207,17 @@ struct Part {
             int64_t r = 0;
             for (; r + 4 <= num_rows; r += 4) add_rows<4, G>(r, n + c, k, rows, stride, length);
             if (r + 2 <= num_rows) add_rows<2, G>(r, n + c, k, rows, stride, length), r += 2;
-            if (r < num_rows) add_rows<1, G>(r, n + c, k, rows, stride, length);
+            if (r < num_rows)
+                for (int i = 0; i < G; ++i) total[r * kStrip + n + c + i] += dot(x + r * x_stride + k, rows + i * stride, length);
+        }
+    }
+
+    // For one row of x: each weight row from end to end, which is how memory is read fastest
+    template <class T>
+    void add_whole_rows(const Weight& weight, int64_t n, int64_t count, int64_t first, int64_t length) {
+        for (int64_t c = 0; c < count; ++c) {
+            const T* row = reinterpret_cast<const T*>(weight.at(n + c, first));
+            for (int64_t k = 0; k < length; k += kChunk) total[c] += dot(x + k, row + k, smaller(kChunk, length - k));
         }
     }
 
@@ -189,11 +229,8 @@ struct Part {
 
     // total[:][column : column + kPanel] += the products with a chunk of the weight rows from `n` on
     void add(const Weight& weight, int64_t n, int64_t column, int64_t first, int64_t k, int64_t length) {
-        if (n + kPanel <= weight.num_rows && is_read_in_place(weight)) {
-            if (weight.type == BlockType::f32) return add_in_place<float>(weight, n, column, first, k, length);
-            if (weight.type == BlockType::bf16) return add_in_place<bf16>(weight, n, column, first, k, length);
-            return add_in_place<f16>(weight, n, column, first, k, length);
-        }
+        if (n + kPanel <= weight.num_rows && is_read_in_place(weight))
+            return with_float(weight.type, [&](auto type) { add_in_place<decltype(type)>(weight, n, column, first, k, length); });
         weight.read(panel, n, first + k, length);
         add_panel<kPanel>(column, k, panel, kChunk, length);
     }
@@ -201,7 +238,7 @@ struct Part {
     // Few rows do not pay for a copy. Of float32, many do where weight rows, a page apart, share the same cache lines.
     bool is_read_in_place(const Weight& weight) const {
         if (weight.type == BlockType::f32) return num_rows <= 16 || weight.row_bytes % 4096;
-        return num_rows <= 4 && (weight.type == BlockType::bf16 || weight.type == BlockType::f16);
+        return num_rows <= 4 && weight.is_float();
     }
 
     // y[m : m + num_rows][n : n + count]
@@ -222,6 +259,10 @@ void multiply(const Linear& a, const Weight& weight, int64_t m, int64_t num_rows
     for (int64_t first = 0; first < weight.row_length; first += part.span) {
         const int64_t length = smaller(part.span, weight.row_length - first);
         part.take<T>(a.x, m, first, length);
+        if (num_rows == 1 && weight.is_float()) {
+            with_float(weight.type, [&](auto type) { part.add_whole_rows<decltype(type)>(weight, n, count, first, length); });
+            continue;
+        }
         for (int64_t column = 0; column < count; column += kPanel)
             for (int64_t k = 0; k < length; k += kChunk)
                 part.add(weight, n + column, column, first, k, smaller(kChunk, length - k));
