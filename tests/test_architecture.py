@@ -109,7 +109,7 @@ def test_only_the_bindings_know_python_and_nothing_native_knows_torch() -> None:
         for path in (ROOT / "csrc").iterdir()
         for header in includes.findall(path.read_text())
     }
-    assert users == {("bindings.cpp", "nanobind")}
+    assert users == {("bindings.cpp", "nanobind"), ("binding_tensors.h", "nanobind")}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)

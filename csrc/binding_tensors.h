@@ -1,0 +1,215 @@
+// torch tensors as kernels see them, read through DLPack's C exchange, so that nothing of torch is linked; and what has
+// to hold for them before a kernel may run.
+#pragma once
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <string>
+
+#include "tensor.h"
+
+namespace nb = nanobind;
+
+namespace infini {
+namespace {
+
+// The start of DLPack 1.x's DLPackExchangeAPI; its address is torch.Tensor.__dlpack_c_exchange_api__
+struct ExchangeApi {
+    struct { uint32_t major, minor; } version;
+    void* previous;
+    void* allocate;
+    void* to_managed;
+    void* from_managed;
+    int (*view)(void* object, nb::dlpack::dltensor* out);
+    void* stream;
+};
+
+struct TorchTypes {
+    PyTypeObject *tensor = nullptr, *parameter = nullptr;
+    nb::handle is_grad_enabled, empty_like;
+    const ExchangeApi* api = nullptr;
+} g_torch;
+
+constexpr int kDlpackCpu = 1;
+
+bool read_dtype(nb::dlpack::dtype found, DType* dtype) {
+    struct { int code, bits; DType dtype; } const known[] = {
+        {2, 32, DType::f32}, {2, 64, DType::f64}, {2, 16, DType::f16}, {4, 16, DType::bf16},
+        {0, 8, DType::i8},   {0, 16, DType::i16}, {0, 32, DType::i32}, {0, 64, DType::i64},
+        {1, 8, DType::u8},   {1, 16, DType::u16}, {1, 32, DType::u32}, {1, 64, DType::u64}};
+    for (const auto& k : known)
+        if (k.code == found.code && k.bits == found.bits && found.lanes == 1) return *dtype = k.dtype, true;
+    return false;
+}
+
+bool read_exchange(nb::handle h, Tensor* t) {
+    nb::dlpack::dltensor d;
+    if (g_torch.api->view(h.ptr(), &d) != 0) return PyErr_Clear(), false;
+    if (d.device.device_type != kDlpackCpu || d.ndim > kMaxDims || !read_dtype(d.dtype, &t->dtype)) return false;
+    t->data = static_cast<char*>(d.data) + d.byte_offset;
+    t->ndim = d.ndim;
+    for (int i = 0; i < d.ndim; ++i) t->shape[i] = d.shape[i], t->stride[i] = d.strides[i];
+    return true;
+}
+
+// The same by attribute, for a torch that has no exchange API (before 2.10)
+bool read_attributes(nb::handle h, Tensor* t) {
+    static const char* const names[] = {"torch.float32", "torch.float64", "torch.float16", "torch.bfloat16",
+                                        "torch.int8",    "torch.int16",   "torch.int32",   "torch.int64",
+                                        "torch.uint8",   "torch.uint16",  "torch.uint32",  "torch.uint64"};
+    if (!nb::cast<bool>(h.attr("is_cpu"))) return false;
+    const nb::object dtype_object = h.attr("dtype"), size = h.attr("shape"), steps = h.attr("stride")();
+    const std::string dtype = nb::str(dtype_object).c_str();
+    int index = 0;
+    while (index < 12 && dtype != names[index]) ++index;
+    const nb::tuple shape(size), stride(steps);
+    if (index == 12 || shape.size() > kMaxDims) return false;
+    t->dtype = static_cast<DType>(index);
+    t->data = reinterpret_cast<void*>(nb::cast<uintptr_t>(h.attr("data_ptr")()));
+    t->ndim = static_cast<int>(shape.size());
+    for (int i = 0; i < t->ndim; ++i) t->shape[i] = nb::cast<int64_t>(shape[i]), t->stride[i] = nb::cast<int64_t>(stride[i]);
+    return true;
+}
+
+// Subclasses other than Parameter (fake, wrapped, quantised tensors) have no memory of their own to read.
+bool read(nb::handle h, Tensor* t) {
+    if (Py_TYPE(h.ptr()) != g_torch.tensor && !PyObject_TypeCheck(h.ptr(), g_torch.parameter)) return false;
+    if (!(g_torch.api ? read_exchange(h, t) : read_attributes(h, t))) return false;
+    for (int i = 0; i < t->ndim; ++i)
+        if (t->shape[i] == 1) t->stride[i] = 1;  // never stepped over
+    return t->data || num_elements(*t) == 0;
+}
+
+std::string shape_of(const Tensor& t) {
+    std::string text = "(";
+    for (int i = 0; i < t.ndim; ++i) text += (i ? ", " : "") + std::to_string(t.shape[i]);
+    return text + ")";
+}
+
+[[noreturn]] void refuse(const std::string& message) { throw nb::value_error(message.c_str()); }
+
+void require(bool holds, const char* rule) {
+    if (!holds) refuse(rule);
+}
+
+Tensor tensor(nb::handle h) {
+    Tensor t;
+    if (!read(h, &t)) throw nb::type_error("expected a plain CPU tensor of a numeric dtype with at most 6 dimensions");
+    return t;
+}
+
+bool is_float(DType d) { return d == DType::f32 || d == DType::f16 || d == DType::bf16; }
+bool is_index(DType d) { return d != DType::f64 && !is_float(d); }
+bool same_shape(const Tensor& a, const Tensor& b) {
+    bool same = a.ndim == b.ndim;
+    for (int i = 0; same && i < a.ndim; ++i) same = a.shape[i] == b.shape[i];
+    return same;
+}
+bool is_contiguous(const Tensor& t) {
+    int64_t expected = 1;
+    for (int i = t.ndim - 1; i >= 0; expected *= t.shape[i--])
+        if (t.shape[i] != 1 && t.stride[i] != expected) return num_elements(t) == 0;
+    return true;
+}
+bool has_rows(const Tensor& t) { return t.ndim == 0 || t.stride[t.ndim - 1] == 1 || num_elements(t) == 0; }
+
+struct Span { const char *begin, *end; };
+
+Span span(const Tensor& t) {
+    int64_t last = 0;
+    for (int i = 0; i < t.ndim; ++i) last += (t.shape[i] - 1) * t.stride[i];
+    const char* begin = static_cast<const char*>(t.data);
+    return {begin, num_elements(t) ? begin + (last + 1) * item_size(t.dtype) : begin};
+}
+
+bool is_same_view(const Tensor& a, const Tensor& b) {
+    bool same = a.data == b.data && a.dtype == b.dtype && same_shape(a, b);
+    for (int i = 0; same && i < a.ndim; ++i) same = a.stride[i] == b.stride[i];
+    return same;
+}
+
+// Writing y while x is read element by element is safe: they are one view, or lie apart
+bool may_write(const Tensor& y, const Tensor& x) {
+    const Span a = span(y), b = span(x);
+    return a.end <= b.begin || b.end <= a.begin || is_same_view(y, x);
+}
+
+bool overlaps_itself(const Tensor& t) {  // conservative: strides must nest
+    for (int i = 0; i < t.ndim; ++i)
+        for (int j = 0; j < t.ndim; ++j) {
+            if (t.shape[i] <= 1 || i == j || t.stride[j] > t.stride[i]) continue;
+            if (t.shape[j] > 1 && t.stride[i] < t.stride[j] * t.shape[j] && (t.stride[i] != t.stride[j] || i < j)) return true;
+        }
+    for (int i = 0; i < t.ndim; ++i)
+        if (t.shape[i] > 1 && t.stride[i] <= 0) return true;
+    return false;
+}
+
+bool is_true(nb::object value) { return value.ptr() == Py_True; }
+
+bool is_tensor(nb::handle h) {
+    return Py_TYPE(h.ptr()) == g_torch.tensor || PyObject_TypeCheck(h.ptr(), g_torch.tensor);
+}
+
+// Kernels have no backward pass
+bool needs_grad(nb::handle h) {
+    static PyObject* const name = PyUnicode_InternFromString("requires_grad");
+    nb::object flag = nb::steal(PyObject_GetAttr(h.ptr(), name));
+    if (!flag.is_valid()) throw nb::python_error();
+    return is_true(flag) && is_true(g_torch.is_grad_enabled());
+}
+
+// Can the row kernels take these? One floating dtype, rows contiguous, no gradient wanted, out None or safe to write.
+// Arguments that are not tensors are passed over.
+template <class Handles>
+bool accepts_rows(nb::handle out, const Handles& arguments) {
+    Tensor x[4], y;
+    int count = 0;
+    const bool may_need_grad = is_true(g_torch.is_grad_enabled());
+    for (nb::handle argument : arguments) {
+        if (!is_tensor(argument)) continue;
+        if (count == 4 || !read(argument, &x[count]) || (may_need_grad && needs_grad(argument))) return false;
+        const Tensor& t = x[count++];
+        if (!is_float(t.dtype) || t.dtype != x[0].dtype || t.ndim == 0 || !has_rows(t)) return false;
+    }
+    if (out.is_none()) return count > 0;
+    if (!read(out, &y) || y.dtype != x[0].dtype || !has_rows(y) || overlaps_itself(y)) return false;
+    for (int i = 0; i < count; ++i)
+        if (!may_write(y, x[i])) return false;
+    return count > 0;
+}
+
+template <class... P>
+bool accepts_row_op(nb::handle out, P... p) {
+    const auto tensor_or_none = [](auto p) -> nb::handle {
+        if constexpr (std::is_same_v<decltype(p), nb::handle>) return p;
+        return Py_None;
+    };
+    return accepts_rows(out, std::initializer_list<nb::handle>{tensor_or_none(p)...});
+}
+
+bool may_write_all(const Tensor& y, const Tensor* x, int count) {
+    if (!has_rows(y) || overlaps_itself(y)) return false;
+    for (int i = 0; i < count; ++i)
+        if (!may_write(y, x[i])) return false;
+    return true;
+}
+
+bool are_apart(nb::handle a, nb::handle b) {
+    Tensor x, y;
+    return read(a, &x) && read(b, &y) && may_write(x, y) && x.data != y.data;
+}
+
+void check_rows(const Tensor& y, const Tensor& x) {
+    require(is_float(x.dtype) && x.dtype == y.dtype, "expected float32, float16 or bfloat16, the same in and out");
+    if (!same_shape(x, y)) refuse("out has shape " + shape_of(y) + ", but the input has " + shape_of(x));
+    require(x.ndim >= 1 && has_rows(x) && has_rows(y), "expected the last dimension to be contiguous");
+}
+
+void check_vector(const Tensor& v, const Tensor& x) {
+    require(v.dtype == x.dtype, "expected the weight in the dtype of the input");
+    require(is_contiguous(v) && num_elements(v) == x.shape[x.ndim - 1], "expected a contiguous weight as long as a row");
+}
+
+}  // namespace
+}  // namespace infini
