@@ -35,6 +35,23 @@ inline void halves(float* y, const uint8_t* p) {
         for (int r = 0; r < R; ++r) y[r] = half(p + 2 * r);
 }
 
+// y[r] = factor[r] * bytes[r]
+template <int R>
+INFINI_INLINE inline void scaled_bytes(float* __restrict y, const uint8_t* __restrict bytes, const float* __restrict factor) {
+#if defined(INFINI_NEON)
+    if constexpr (R == 16) {  // a byte below the exponent of 2^23 is 2^23 and the byte: faster than NEON's own conversion
+        const uint8x16_t all = vld1q_u8(bytes);
+        for (int i = 0; i < R; i += 4) {
+            const uint32x4_t places = uint32x4_t{0xffffff00u, 0xffffff01u, 0xffffff02u, 0xffffff03u} + static_cast<uint32_t>(i);
+            const uint32x4_t one_each = vreinterpretq_u32_u8(vqtbl1q_u8(all, vreinterpretq_u8_u32(places)));
+            store(y + i, load(factor + i) * ((vf)(one_each | 0x4b000000u) - 0x1p23f));
+        }
+        return;
+    }
+#endif
+    for (int r = 0; r < R; ++r) y[r] = factor[r] * static_cast<float>(bytes[r]);
+}
+
 // ---- fields: of N bytes at p each, the low ones first ---------------------------------------------------------------
 
 template <int... I, class F>
@@ -201,11 +218,12 @@ struct Q2_K {  // 16 bytes: group scale low, minimum high | 64 bytes of two bits
         float d[R], least[R];
         halves<R>(d, block + 80 * R);
         halves<R>(least, block + 82 * R);
-        for (int g = 0; g < 16; ++g)
-            for (int r = 0; r < R; ++r) {
-                scale[g * R + r] = d[r] * static_cast<float>(block[g * R + r] & 15);
-                minimum[g * R + r] = -(least[r] * static_cast<float>(block[g * R + r] >> 4));
-            }
+        for (int r = 0; r < R; ++r) least[r] = -least[r];
+        for (int g = 0; g < 16; ++g) {
+            uint8_t low[R], high[R];
+            for (int r = 0; r < R; ++r) low[r] = block[g * R + r] & 15, high[r] = block[g * R + r] >> 4;
+            scaled_bytes<R>(scale + g * R, low, d), scaled_bytes<R>(minimum + g * R, high, least);
+        }
     }
 };
 
@@ -256,14 +274,18 @@ struct Q4_K {  // scale f16 | minimum f16 | 12 bytes of group scales and minimum
         float d[R], least[R];
         halves<R>(d, block);
         halves<R>(least, block + 2 * R);
-        for (int g = 0; g < 4; ++g)
+        for (int r = 0; r < R; ++r) least[r] = -least[r];
+        for (int g = 0; g < 4; ++g) {
+            const uint8_t *p = block + (4 + g) * R, *m = p + 4 * R, *rest = p + 8 * R;
+            uint8_t bytes[4][R];
             for (int r = 0; r < R; ++r) {
-                const uint8_t* p = block + (4 + g) * R + r;
-                scale[g * R + r] = d[r] * static_cast<float>(p[0] & 63);
-                minimum[g * R + r] = -(least[r] * static_cast<float>(p[4 * R] & 63));
-                scale[(4 + g) * R + r] = d[r] * static_cast<float>((p[8 * R] & 15) | p[0] >> 6 << 4);
-                minimum[(4 + g) * R + r] = -(least[r] * static_cast<float>(p[8 * R] >> 4 | p[4 * R] >> 6 << 4));
+                bytes[0][r] = p[r] & 63, bytes[1][r] = m[r] & 63;
+                bytes[2][r] = static_cast<uint8_t>((rest[r] & 15) | p[r] >> 6 << 4);
+                bytes[3][r] = static_cast<uint8_t>(rest[r] >> 4 | m[r] >> 6 << 4);
             }
+            scaled_bytes<R>(scale + g * R, bytes[0], d), scaled_bytes<R>(minimum + g * R, bytes[1], least);
+            scaled_bytes<R>(scale + (4 + g) * R, bytes[2], d), scaled_bytes<R>(minimum + (4 + g) * R, bytes[3], least);
+        }
     }
 };
 
