@@ -39,8 +39,8 @@ void add_products(float* total, const uint8_t* packed, int num_panels, const Act
     }
 }
 
-// y[0:width] = total + residual
-inline void write_row(float* __restrict y, const float* __restrict total, const float* __restrict residual, int64_t width) {
+// y[0:width] = total + residual, which may be y itself
+inline void write_row(float* y, const float* total, const float* residual, int64_t width) {
     if (width < kRows)
         for (int64_t c = 0; c < width; ++c) y[c] = residual ? residual[c] + total[c] : total[c];
     else

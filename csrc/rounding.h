@@ -18,10 +18,11 @@ constexpr int32_t kShiftBits = 0x4b400000;
 
 struct Activations {
     int64_t num_rows, num_groups;
-    int num_planes, log_rows, radix;  // rows of a block
-    int8_t* q;                        // [block][group][row][plane][32]
-    float* scale;                     // [block][group][row]
-    int32_t* sums;                    // [block][group][plane][2][row], each of 16 bytes
+    int num_planes, log_rows;  // of a block
+    int radix;
+    int8_t* q;      // [block][group][row][plane][32]
+    float* scale;   // [block][group][row]
+    int32_t* sums;  // [block][group][plane][2][row], each of 16 bytes
 
     Activations(const PackedLinear& a, void* room)
         : num_rows(Rows{a.x}.count()), num_groups(a.x.shape[a.x.ndim - 1] / kGroup), num_planes(num_planes_of(a.activation_bits)),

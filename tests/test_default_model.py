@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from infinicore import _native, nn
 from infinilm import LLM, SamplingParams
 
 RECORDED: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "smollm2_answers.json").read_text())
@@ -29,6 +30,13 @@ def default(default_model_path: Path) -> LLM:
 @pytest.fixture(scope="module")
 def fast(default_model_path: Path) -> LLM:
     return LLM(default_model_path, activations="int8")
+
+
+@pytest.fixture
+def on_amx(default_model_path: Path, monkeypatch: pytest.MonkeyPatch) -> LLM:
+    with monkeypatch.context() as patch:
+        patch.setattr(_native, "isa", lambda: "amx")
+        return LLM(default_model_path)
 
 
 @pytest.mark.parametrize("record", RECORDED["answers"], ids=lambda record: record["prompt"][:20])
@@ -72,6 +80,17 @@ def test_the_default_gives_the_same_answers(default: LLM) -> None:
 def test_int16_activations_keep_the_perplexity_within_half_a_percent(exact: LLM, default: LLM) -> None:
     text = (Path(__file__).parent / "data" / "declaration.txt").read_text()[:1800]
     assert abs(perplexity(default, text) / perplexity(exact, text) - 1) < 0.005
+
+
+def test_what_amx_would_keep_by_default_gives_the_same_answers(exact: LLM, on_amx: LLM) -> None:
+    """12 bits against weights of four, which every level computes and AMX alone chooses."""
+    bits = {
+        module.weight.activation_bits for module in on_amx.model.modules() if isinstance(module, nn.Linear)
+    }
+    assert bits == {12, 16}
+    test_the_default_gives_the_same_answers(on_amx)
+    text = (Path(__file__).parent / "data" / "declaration.txt").read_text()[:1800]
+    assert abs(perplexity(on_amx, text) / perplexity(exact, text) - 1) < 0.005
 
 
 def test_int8_activations_change_the_perplexity_by_little(exact: LLM, fast: LLM) -> None:

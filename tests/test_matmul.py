@@ -128,7 +128,7 @@ def test_product_of_a_packed_weight_is_near_enough(kind: str, level: str) -> Non
 
 def test_packing_takes_8_12_or_16_bits_and_changes_between_them_without_a_copy() -> None:
     packed = Q8.pack()
-    assert (packed.activation_bits, packed.pack(16).activation_bits) == (8, 16)
+    assert [packed.pack(bits).activation_bits for bits in (8, 12, 16)] == [8, 12, 16]
     assert packed.pack(16).blocks is packed.blocks
     with pytest.raises(ValueError, match="activation_bits must be 8, 12 or 16, but is 4"):
         Q8.pack(4)
@@ -237,6 +237,18 @@ def test_a_resolved_product_refuses_its_input_as_output() -> None:
 def test_half_precision_inputs_take_the_reference() -> None:
     weight, x = random_blocks(BlockType.Q4_0, 5, 2), rows(3, 64).bfloat16()
     assert F.linear(x, weight).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("num_outputs", [16, 40])
+def test_a_packed_product_is_added_to_the_residual_in_place(num_outputs: int, level: str) -> None:
+    weight, x, residual = (
+        random_blocks(BlockType.Q8_0, num_outputs, 2).pack(),
+        rows(3, 64),
+        rows(3, num_outputs),
+    )
+    wanted = linear_add(x, weight, None, residual)
+    found = ops.packed_linear(x, (weight,), (None,), residual, False, out=residual)
+    assert found is residual and torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
