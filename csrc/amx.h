@@ -1,29 +1,11 @@
-// Integer dot products in AMX tile registers, a block of 8 or 16 rows of x with 16 of weight: what add_tiles of dots.h
-// does, with the same bits. A tile sums 64 bytes of K at once, of which a group fills half. Where weights have four bits and
-// activations 12, it holds both planes: [high | low] of x meets [16 w | w], whose product is the whole dot.
+// AMX tile registers: 0 to 3 for products, 4 and 5 for x, 6 and 7 for weight.
 #pragma once
-#include "dots.h"
+#include <cstdint>
 
 namespace infini::INFINI_LEVEL {
 namespace {
 
-constexpr int kFewest = 8;  // rows of a block that is worth a tile
-constexpr int kPanels = 2;  // of weight that a block of x meets while it is near
-constexpr int kCentre = 8;  // what fields of four bits are moved down by, so that 16 times them is a signed byte
-
-template <class Block>
-void read_pairs(int8_t* __restrict q, const uint8_t* __restrict packed) {
-    constexpr int kCount = kGroup * kRows;
-    alignas(64) int8_t fields[Block::kElements * kRows];
-    read_fields<Block, -kCentre>(fields, packed);
-    for (int8_t* w = fields; w < fields + sizeof fields; w += kCount, q += 2 * kCount)
-        for (int i = 0; i < kCount; ++i) {
-            q[i] = static_cast<int8_t>(16 * w[i]);
-            q[kCount + i] = w[i];
-        }
-}
-
-// Dots in tile registers 0 to 3, x in 4 and 5, weight in 6 and 7; `rows` of x, and `depth` bytes of K
+// `rows` of x, and `depth` bytes of K
 struct alignas(64) TileConfig {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t row_bytes[16];
@@ -34,113 +16,12 @@ struct alignas(64) TileConfig {
           num_rows{rows, rows, rows, rows, rows, rows, static_cast<uint8_t>(depth / 4), static_cast<uint8_t>(depth / 4)} {}
 };
 
-template <int rows, int depth>
-constexpr TileConfig kTileConfig{rows, depth};
-
 // In assembly, because the compiler's own functions do not say what memory they read.
 inline void configure_tiles(const TileConfig& config) { asm volatile("ldtilecfg %0" ::"m"(config)); }
 inline void release_tiles() { asm volatile("tilerelease"); }
 
-#define INFINI_MULTIPLY(weight, x, product, p)                                                       \
-    asm volatile("tilezero %%tmm" #product "\n tileloadd (%0,%1,1), %%tmm" #x                         \
-                 "\n tdpbssd %%tmm" #weight ", %%tmm" #x ", %%tmm" #product ::"r"(p), "r"(stride) : "memory")
 #define INFINI_LOAD(tile, p) asm volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(p), "r"(64L) : "memory")
 #define INFINI_STORE(tile, p) asm volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(p), "r"(64L) : "memory")
-
-// The dots of a group, in one of two slots: a group's are scaled while the next one's are made, since what leaves tile
-// registers takes a while to arrive. Rows of x are `stride` bytes apart, their second plane follows the first.
-template <int slot, int kPlanes, int64_t stride>
-INFINI_INLINE inline void multiply_group(int32_t (*dots)[kRowBlock][kRows], const int8_t* w, const int8_t* q) {
-    if constexpr (slot == 0) {
-        INFINI_LOAD(6, w);
-        INFINI_MULTIPLY(6, 4, 0, q);
-        if constexpr (kPlanes == 2) INFINI_MULTIPLY(6, 5, 1, q + kGroup);
-        INFINI_STORE(0, dots[0]);
-        if constexpr (kPlanes == 2) INFINI_STORE(1, dots[1]);
-    } else {
-        INFINI_LOAD(7, w);
-        INFINI_MULTIPLY(7, 4, 2, q);
-        if constexpr (kPlanes == 2) INFINI_MULTIPLY(7, 5, 3, q + kGroup);
-        INFINI_STORE(2, dots[0]);
-        if constexpr (kPlanes == 2) INFINI_STORE(3, dots[1]);
-    }
-}
-
-// total[0:R][0:16] += the products of a block of x with a chunk of weight. kCopies is 2 where tiles hold both planes.
-template <class Block, int P, int R, int kCopies>
-void add_block(float* total, const Chunk<kCopies>& chunk, const Activations& x, int64_t first, int64_t num_groups, int64_t row) {
-    constexpr int G = Block::kGroup, kSplit = kGroup / G;  // weight groups to a group of x
-    constexpr int kPlanes = P / kCopies;                   // whose dots come apart
-    constexpr int kMoved = kCopies == 2 ? kCentre - Block::kOffset : 0;
-    static_assert(kMoved == 0 || Block::kHasMinimum);
-    const int64_t at = x.at(first, row);
-    const int radix = x.radix;
-    alignas(64) int32_t dots[2][2][kRowBlock][kRows];
-    vf t[R];
-    unrolled<R>([&](auto r) INFINI_INLINE { t[r] = load(total + r * kRows); });
-    const auto multiply = [&](auto slot, int64_t g) INFINI_INLINE {
-        const int8_t* q = x.q + (at + g / kSplit * R) * P * kGroup + g % kSplit * G;
-        multiply_group<slot, kPlanes, P * kGroup>(dots[slot], chunk.q + g * kCopies * G * kRows, q);
-    };
-    const auto scale = [&](auto slot, int64_t g) INFINI_INLINE {
-        const float* x_scale = x.scale + at + g / kSplit * R;
-        const vf w_scale = load(chunk.scale + g * kRows), minimum = load(chunk.minimum + g * kRows);
-        alignas(64) int32_t moves[R];
-        alignas(64) float scaled_sums[R];
-        if (Block::kHasMinimum) {
-            const int32_t* sums = x.sums_at(first + g / kSplit, row);
-            for (int r = 0; r < R; ++r) {
-                const int32_t whole = GroupSums<P>(sums + r, R, g % kSplit, G).whole(radix);
-                scaled_sums[r] = x_scale[r] * static_cast<float>(whole);
-                moves[r] = kMoved * whole;
-            }
-        }
-        unrolled<R>([&](auto r) INFINI_INLINE {
-            const auto value = [&](int plane) INFINI_INLINE {
-                const __m512i v = _mm512_load_si512(dots[slot][plane][r]);
-                return (vf)_mm512_cvtepi32_ps(kMoved ? _mm512_add_epi32(v, _mm512_set1_epi32(moves[r])) : v);
-            };
-            const vf v = kPlanes == 2 ? fma(value(0), splat(static_cast<float>(radix)), value(1)) : value(0);
-            t[r] = fma(v, w_scale * x_scale[r], t[r]);
-            if (Block::kHasMinimum) t[r] = fma(minimum, splat(scaled_sums[r]), t[r]);
-        });
-    };
-    constexpr std::integral_constant<int, 0> even;
-    constexpr std::integral_constant<int, 1> odd;
-    const int64_t last = num_groups * kSplit - 1;
-    multiply(even, 0);
-    for (int64_t g = 0; g <= last; g += 2) {
-        if (g < last) multiply(odd, g + 1);
-        scale(even, g);
-        if (g + 1 < last) multiply(even, g + 2);
-        if (g < last) scale(odd, g + 1);
-    }
-    unrolled<R>([&](auto r) INFINI_INLINE { store(total + r * kRows, t[r]); });
-}
-
-// total[panel][row][0:16], panels of `band` rows
-template <class Block, int P, int R, int kCopies>
-void add_blocks(float* total, int64_t band, const uint8_t* packed, int num_panels, const Activations& x, int64_t first_row, int64_t num_rows) {
-    Chunk<kCopies> chunks[kPanels];
-    const int64_t row_length = x.num_groups * kGroup, panel_bytes = row_length / Block::kElements * Block::kBytes * kRows;
-    configure_tiles(kTileConfig<R, kCopies * Block::kGroup>);
-    for_chunks<Block>(row_length, packed, [&](const uint8_t* p, int64_t k, int64_t length) {
-        for (int i = 0; i < num_panels; ++i)
-            if constexpr (kCopies == 2) chunks[i].template read<Block>(p + i * panel_bytes, length, read_pairs<Block>);
-            else chunks[i].template read<Block>(p + i * panel_bytes, length, read_fields<Block, -Block::kOffset>);
-        for (int64_t r = 0; r < num_rows; r += R)
-            for (int i = 0; i < num_panels; ++i)
-                add_block<Block, P, R>(total + (i * band + r) * kRows, chunks[i], x, k / kGroup, length / kGroup, first_row + r);
-    });
-    release_tiles();
-}
-
-template <class Block, int P, int R>
-void add_blocks(float* total, int64_t band, const uint8_t* packed, int num_panels, const Activations& x, int64_t first_row, int64_t num_rows) {
-    if constexpr (Block::kBits == 4 && P == 2)
-        if (x.radix == 16) return add_blocks<Block, P, R, 2>(total, band, packed, num_panels, x, first_row, num_rows);
-    add_blocks<Block, P, R, 1>(total, band, packed, num_panels, x, first_row, num_rows);
-}
 
 }  // namespace
 }  // namespace infini::INFINI_LEVEL

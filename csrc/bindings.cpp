@@ -117,7 +117,7 @@ uint64_t read_all(nb::handle buffer, int64_t ahead) {
     parallel_for(num_elements(t) / kLine, 1 << 13, [&](int64_t begin, int64_t end) {
         uint64_t sums[kLine] = {};
         for (int64_t i = begin; i < end; ++i) {
-            __builtin_prefetch(reinterpret_cast<const char*>(words + i * kLine) + ahead);
+            ask_for(reinterpret_cast<const char*>(words + i * kLine) + ahead);
             for (int64_t j = 0; j < kLine; ++j) sums[j] += words[i * kLine + j];
         }
         for (const uint64_t sum : sums) total += sum;

@@ -17,7 +17,7 @@ namespace {
 constexpr int kRows = kPackedRows;           // weight rows side by side
 constexpr int kParts = kRows / W;            // vectors that hold a value for each of them
 constexpr int kChunk = W == 4 ? 512 : 256;   // of K, read from a panel of weight rows at a time
-constexpr int kAhead = W == 4 ? 512 : 4096;  // bytes of weight asked for ahead of their use
+constexpr int kAhead = W == 4 ? 512 : 8192;  // bytes of weight asked for ahead of their use
 #if defined(INFINI_AVX512)
 constexpr int kTile = 8;  // rows of x multiplied at a time, whose dots and totals stay in registers
 #else
@@ -169,7 +169,7 @@ struct Totals {
 
 template <class Block>
 inline void prefetch(const uint8_t* packed) {
-    for (int line = 0; line < Block::kBytes * kRows; line += 64) __builtin_prefetch(packed + kAhead + line);
+    for (int line = 0; line < Block::kBytes * kRows; line += 64) ask_for(packed + kAhead + line);
 }
 
 // The fields of a block of each of the 16 rows, moved up

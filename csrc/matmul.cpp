@@ -10,6 +10,11 @@
 #include "quant.h"
 #include "rows.h"
 
+#if defined(__AMX_BF16__)
+#define INFINI_AMX
+#include "amx_linear.h"
+#endif
+
 namespace infini::INFINI_LEVEL {
 namespace {
 
@@ -19,7 +24,7 @@ constexpr int kInPlace = 8;                // weight rows read where they lie: m
 constexpr int kStrip = 8 * kPanel;         // outputs whose totals are kept
 constexpr int kBand = 64;                  // rows of x
 constexpr int kTurns = 4;                  // vectors that sum a dot product
-constexpr int kAhead = 1024;               // bytes of a weight row asked for ahead of their use
+constexpr int kAhead = W == 4 ? 1024 : 8192;  // bytes of weight asked for ahead of their use
 constexpr int64_t kRoom = kBand * kChunk;  // floats of x: the fewer its rows, the longer their span of K
 #if defined(INFINI_AVX512) || defined(__aarch64__)
 constexpr int kSums = 16;  // running sums in registers, of 32
@@ -85,7 +90,8 @@ float dot(const float* x, const T* weight, int64_t length) {
     int64_t k = 0;
     for (; k + kTurns * W <= length; k += kTurns * W) {
         vf w[kTurns];
-        __builtin_prefetch(reinterpret_cast<const char*>(weight + k) + kAhead);
+        for (size_t line = 0; line < sizeof(T) * kTurns * W; line += 64)
+            ask_for(reinterpret_cast<const char*>(weight + k) + kAhead + line);
         load_four(w, weight + k);
         unrolled<kTurns>([&](auto i) { s[i] = fma(load(x + k + W * i), w[i], s[i]); });
     }
@@ -270,20 +276,33 @@ void multiply(const Linear& a, const Weight& weight, int64_t m, int64_t num_rows
     part.finish<T>(a, m, n, count);
 }
 
+// The outputs from `begin` to `end`
+template <class T>
+void multiply_outputs(const Linear& a, const Weight& weight, int64_t begin, int64_t end) {
+#if defined(INFINI_AMX)
+    if (weight.type == BlockType::bf16 && weight.row_length % kLine == 0) {
+        const TileWeight tiles{weight.data, weight.row_bytes, weight.num_rows, weight.row_length};
+        for (int64_t n = begin; n < end; n += kTileStrip) multiply_tiles<T>(a, tiles, n, smaller(kTileStrip, end - n));
+        return;
+    }
+#endif
+    const int64_t num_rows = Rows{a.x}.count();
+    for (int64_t m = 0; m < num_rows; m += kBand)
+        for (int64_t n = begin; n < end; n += kStrip)
+            multiply<T>(a, weight, m, smaller(kBand, num_rows - m), n, smaller(kStrip, end - n));
+}
+
 }  // namespace
 
 int64_t linear(const Linear& a) {
     if (a.y.data == a.x.data && num_elements(a.y)) return 0;  // every value of x is needed until the end
     const Weight weight(a);
-    const int64_t num_rows = Rows{a.x}.count(), num_panels = (weight.num_rows + kPanel - 1) / kPanel;
+    const int64_t num_panels = (weight.num_rows + kPanel - 1) / kPanel;
     const int64_t grain = kGrain / (kPanel * (weight.row_length + 1)) + 1;
     parallel_for(num_panels, grain, [&](int64_t begin, int64_t end) {
-        const int64_t last = smaller(end * kPanel, weight.num_rows);
-        for (int64_t m = 0; m < num_rows; m += kBand)
-            for (int64_t n = begin * kPanel; n < last; n += kStrip)
-                with_type(a.x.dtype, [&](auto type) {
-                    multiply<decltype(type)>(a, weight, m, smaller(kBand, num_rows - m), n, smaller(kStrip, last - n));
-                });
+        with_type(a.x.dtype, [&](auto type) {
+            multiply_outputs<decltype(type)>(a, weight, begin * kPanel, smaller(end * kPanel, weight.num_rows));
+        });
     });
     return kOk;
 }

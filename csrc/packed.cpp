@@ -2,13 +2,13 @@
 //                the columns one after another; + residual; or, of two weights, silu(first) * second.
 //   y[m][n] = sum over groups g of x_scale[m][g] * (scale[n][g] * dot[m][n][g] + minimum[n][g] * sum[m][g])
 // The activations of a group of 32 are rounded to x_scale * q (rounding.h); sum is the sum of its q, and dot the integer
-// dot product of q with the weight's fields (dots.h, amx.h). Integers are exact in any order and the float32 sum runs
+// dot product of q with the weight's fields (dots.h, amx_packed.h). Integers are exact in any order and the float32 sum runs
 // over the groups from first to last, so a row has the same bits alone and among others, whatever the tiles and threads.
 #include "dots.h"
 
 #if defined(__AMX_INT8__)
 #define INFINI_AMX
-#include "amx.h"
+#include "amx_packed.h"
 #endif
 
 namespace infini::INFINI_LEVEL {

@@ -56,44 +56,46 @@ float largest_magnitude(const float* x) {
     return magnitude;
 }
 
-// The nearest integers to x * inverse, ties to even
-void round_values(int32_t* __restrict v, const float* __restrict x, float inverse) {
-    for (int i = 0; i < kGroup; i += W) {
-        const vi rounded = (vi)as_bits(load(x + i) * inverse + kShift) - kShiftBits;
-        memcpy(v + i, &rounded, sizeof rounded);
-    }
+// 16 integers as bytes, and their sum
+INFINI_INLINE inline int32_t store_bytes(int8_t* to, const vi* v) {
+#if defined(INFINI_AVX512)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8((__m512i)v[0]));
+    return _mm512_reduce_add_epi32((__m512i)v[0]);
+#elif defined(INFINI_NEON)
+    const auto narrowed = [](vi a, vi b) { return vreinterpretq_s8_s16(vuzp1q_s16(vreinterpretq_s16_s32(a), vreinterpretq_s16_s32(b))); };
+    const int8x16_t bytes = vuzp1q_s8(narrowed(v[0], v[1]), narrowed(v[2], v[3]));
+    vst1q_s8(to, bytes);
+    return vaddlvq_s8(bytes);
+#else
+    int32_t sum = 0;
+    for (int i = 0; i < kSumLength; ++i) sum += to[i] = static_cast<int8_t>(v[i / W][i % W]);
+    return sum;
+#endif
 }
 
-// v = radix * high + low. Low bytes run from -127 to 127, so that every kernel can negate them.
-void split_planes(int32_t* __restrict high, int32_t* __restrict low, const int32_t* __restrict v, int radix) {
-    const int shift = radix == 16 ? 4 : 8;
-    for (int i = 0; i < kGroup; ++i) {
-        high[i] = (v[i] + radix / 2) >> shift;
-        const int32_t rest = v[i] - high[i] * radix;
-        low[i] = rest < -127 ? -127 : rest;
+// Each half of a group: the nearest integers to x * inverse, ties to even, as one plane or as radix * high + low. Low bytes
+// run from -127 to 127, so that every kernel can negate them.
+template <int P>
+INFINI_INLINE inline void round_group(const Activations& to, int64_t group, int64_t row, const float* x, float inverse) {
+    constexpr int kVectors = kSumLength / W;
+    const int radix = to.radix, shift = radix == 16 ? 4 : 8;
+    int8_t* q = to.q + to.at(group, row) * P * kGroup;
+    int32_t* sums = to.sums_at(group, row);
+    for (int half = 0; half < kSums; ++half, x += kSumLength, q += kSumLength) {
+        vi v[kVectors], low[kVectors];
+        unrolled<kVectors>([&](auto i) INFINI_INLINE {
+            v[i] = (vi)as_bits(load(x + i * W) * inverse + kShift) - kShiftBits;
+            if constexpr (P == 1) return;
+            const vi high = (v[i] + radix / 2) >> shift, rest = v[i] - (high << shift);
+            v[i] = high, low[i] = rest < -127 ? vi{} - 127 : rest;
+        });
+        sums[half << to.log_rows] = store_bytes(q, v);
+        if constexpr (P == 2) sums[(kSums + half) << to.log_rows] = store_bytes(q + kGroup, low);
     }
-}
-
-void store_plane(const Activations& to, int64_t group, int64_t row, int plane, const int32_t* __restrict v) {
-    int8_t* __restrict q = to.q + (to.at(group, row) * to.num_planes + plane) * kGroup;
-    for (int i = 0; i < kGroup; ++i) q[i] = static_cast<int8_t>(v[i]);
-    for (int half = 0; half < kSums; ++half) {
-        int32_t sum = 0;
-        for (int i = 0; i < kSumLength; ++i) sum += v[half * kSumLength + i];
-        to.sums_at(group, row)[(plane * kSums + half) << to.log_rows] = sum;
-    }
-}
-
-void round_group(const Activations& to, int64_t group, int64_t row, const float* x, float inverse) {
-    alignas(64) int32_t v[kGroup], high[kGroup], low[kGroup];
-    round_values(v, x, inverse);
-    if (to.num_planes == 1) return store_plane(to, group, row, 0, v);
-    split_planes(high, low, v, to.radix);
-    store_plane(to, group, row, 0, high);
-    store_plane(to, group, row, 1, low);
 }
 
 // Infinity less itself is NaN: what is not finite makes every product of its row NaN.
+template <int P>
 void round_row(const Activations& to, int64_t row, const float* x) {
     const float most = static_cast<float>(127 * to.radix);
     constexpr int kBatch = 8;  // groups whose divisions overlap
@@ -105,8 +107,12 @@ void round_row(const Activations& to, int64_t row, const float* x) {
             inverse[g - first] = largest >= 0x1p-100f ? most / largest : 0.0f;
             to.scale[to.at(g, row)] = largest / most + (largest - largest);
         }
-        for (int64_t g = first; g < last; ++g) round_group(to, g, row, x + g * kGroup, inverse[g - first]);
+        for (int64_t g = first; g < last; ++g) round_group<P>(to, g, row, x + g * kGroup, inverse[g - first]);
     }
+}
+
+void round_row(const Activations& to, int64_t row, const float* x) {
+    return to.num_planes == 2 ? round_row<2>(to, row, x) : round_row<1>(to, row, x);
 }
 
 void round_rows(const Activations& to, const Tensor& x) {

@@ -129,7 +129,7 @@ def run_once(model: LlamaForCausalLM, workload: Workload, seed: int) -> Round:
 def read_bandwidth() -> float:
     """Bytes a second that the threads of the native core read from memory, by the fastest of a few ways"""
     buffer, read = torch.ones(BANDWIDTH_BYTES // 8, dtype=torch.int64), infinicore.ops.native.read_all
-    return BANDWIDTH_BYTES / min(timed(partial(read, buffer, ahead)) for ahead in (0, 512, 4096))
+    return BANDWIDTH_BYTES / min(timed(partial(read, buffer, ahead)) for ahead in (0, 512, 4096, 8192))
 
 
 def timed(call: Callable[[], object]) -> float:
