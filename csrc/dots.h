@@ -32,19 +32,36 @@ typedef uint8_t vb __attribute__((vector_size(W * 4)));
 struct Quad {
     vb part[kParts];
 
-    explicit Quad(const uint8_t* p) {
+    INFINI_INLINE explicit Quad(const uint8_t* p) {
         for (int i = 0; i < kParts; ++i) memcpy(&part[i], p + i * sizeof(vb), sizeof(vb));
     }
 
-    Quad low_nibbles() const {
+    INFINI_INLINE Quad low_nibbles() const {
         Quad q = *this;
         for (int i = 0; i < kParts; ++i) q.part[i] &= 15;
         return q;
     }
-    Quad high_nibbles() const {
+    INFINI_INLINE Quad high_nibbles() const {
         Quad q = *this;
         for (int i = 0; i < kParts; ++i) q.part[i] >>= 4;
         return q;
+    }
+
+    // Each byte shifted so that its bit `from` becomes bit `to`
+    template <int from, int to>
+    INFINI_INLINE Quad moved() const {
+        Quad q = *this;
+        for (int i = 0; i < kParts; ++i) q.part[i] = from < to ? q.part[i] << (to > from ? to - from : 0) : q.part[i] >> (from > to ? from - to : 0);
+        return q;
+    }
+
+    // The bits of `mask` from another
+    INFINI_INLINE void put_above(const Quad& upper, uint8_t mask) {
+#if defined(INFINI_NEON)
+        for (int i = 0; i < kParts; ++i) part[i] = vbslq_u8(vdupq_n_u8(mask), upper.part[i], part[i]);
+#else
+        for (int i = 0; i < kParts; ++i) part[i] |= upper.part[i] & mask;
+#endif
     }
 };
 
@@ -278,59 +295,65 @@ void add_rows(float* total, const uint8_t* packed, const Activations& x, int64_t
     });
 }
 
-// ---- one row of x, against fields of four or eight bits straight from memory -----------------------------------------
+// ---- one row of x, against fields of four bits and more straight from memory -----------------------------------------
 
 // What the fields of a type stand above the integers they mean, as Dots::add takes them
 template <class Block>
 constexpr int kOffset = kBias && Block::kIsSigned ? kBias : Block::kOffset;
 
-template <class Block>
-INFINI_INLINE inline Quad bytes(const uint8_t* w) {
-    Quad q(w);
-    if constexpr (kBias && Block::kIsSigned) for (int i = 0; i < kParts; ++i) q.part[i] ^= kBias;
-    return q;
+// Four of the 16 elements `sixteenth` of a block
+template <class Block, int sixteenth, int quad>
+INFINI_INLINE inline Quad fields_at(const uint8_t* packed) {
+    constexpr Place place = Block::place(sixteenth);
+    Quad w(packed + (place.bytes + 4 * quad) * kRows);
+    if constexpr (Block::kBits == 8) {
+        if constexpr (kBias && Block::kIsSigned) for (int i = 0; i < kParts; ++i) w.part[i] ^= kBias;
+        return w;
+    }
+    w = place.shift ? w.high_nibbles() : w.low_nibbles();
+    if constexpr (Block::kBits > 4) w.put_above(Quad(packed + (place.upper + 4 * quad) * kRows).template moved<place.bit, 4>(), (1 << Block::kBits) - 16);
+    return w;
 }
 
-// total[0:16] += the products of a row of x with 16 of weight. Of a run of fields of four bits, the first half is in low
-// nibbles, the second in high ones: halves of one group, or two groups.
+// total[0:16] += the products of a row of x with 16 of weight
 template <class Block, int P>
-void add_row(float* total, const uint8_t* packed, const Activations& x, int64_t row) {
-    constexpr int kHalf = Block::kRun / 2, kGroups = Block::kElements / kGroup;
-    constexpr bool kIsOneGroup = Block::kRun == kGroup;
+INFINI_INLINE inline void add_blocks_to_row(float* total, const uint8_t* packed, const Activations& x, int64_t row) {
+    constexpr int G = Block::kGroup, kGroups = Block::kElements / G, kSplit = kGroup / G;  // groups to one of x
+    constexpr int kSize = Block::kBytes * kRows, kLines = (kSize + 63) / 64, kDistance = kAhead > kSize ? kAhead : kSize;
     const int64_t step = 1 << x.log_rows;
     Totals totals;
     totals.load_from(total);
-    int64_t g = 0;
-    for (; g < x.num_groups; packed += Block::kBytes * kRows) {
+    for (int64_t first = 0; first < x.num_groups; first += kGroups / kSplit, packed += kSize) {
         alignas(64) float scale[kGroups * kRows], minimum[kGroups * kRows];
         Block::template scales<kRows>(scale, minimum, packed);
-        prefetch<Block>(packed);
-        const uint8_t* w = packed + Block::kData * kRows;
-        for (int i = 0; i < kGroups; i += kIsOneGroup ? 1 : 2, g += kIsOneGroup ? 1 : 2) {
-            const int64_t first = x.at(g, row), second = x.at(kIsOneGroup ? g : g + 1, row);
-            const int8_t *q = x.q + first * P * kGroup, *rest = kIsOneGroup ? q + kHalf : x.q + second * P * kGroup;
-            PlaneDots<P> lower, other;
-            PlaneDots<P>& upper = kIsOneGroup ? lower : other;
-            const GroupSums<P> sums(x.sums_at(g, row), step, 0, kGroup);
-            const GroupSums<P> other_sums(x.sums_at(kIsOneGroup ? g : g + 1, row), step, 0, kGroup);
-            lower.start(kOffset<Block>, sums);
-            if (!kIsOneGroup) upper.start(kOffset<Block>, other_sums);
-            for (int k = 0; k < kHalf; k += 16, w += 16 * kRows)
-                unrolled<4>([&](auto quad) INFINI_INLINE {
-                    const uint8_t* fields = w + 4 * kRows * quad;
-                    lower.add(quad, Block::kBits == 4 ? Quad(fields).low_nibbles() : bytes<Block>(fields), q + k);
-                    upper.add(quad, Block::kBits == 4 ? Quad(fields).high_nibbles() : bytes<Block>(fields + kHalf * kRows), rest + k);
-                });
-            if (Block::kBits == 8) w += kHalf * kRows;
-            const auto finish = [&](const PlaneDots<P>& dots, int group, float x_scale, int32_t sum) INFINI_INLINE {
-                totals.add(dots, scale + group * kRows, x_scale, x.radix);
-                if constexpr (Block::kHasMinimum) totals.add_minimum(minimum + group * kRows, x_scale, sum);
-            };
-            finish(lower, i, x.scale[first], sums.whole(x.radix));
-            if (!kIsOneGroup) finish(upper, i + 1, x.scale[second], other_sums.whole(x.radix));
-        }
+        unrolled<kGroups>([&](auto g) INFINI_INLINE {
+            if constexpr (kGroups > 1) asm volatile("" ::: "memory");  // bytes that groups share are read again: kept, they would push sums out of registers
+            for (int line = g * kLines / kGroups; line < (g + 1) * kLines / kGroups; ++line) ask_for(packed + kDistance + 64 * line);
+            const int64_t at = x.at(first + g / kSplit, row);
+            const int8_t* q = x.q + at * P * kGroup + g % kSplit * G;
+            const GroupSums<P> sums(x.sums_at(first + g / kSplit, row), step, g % kSplit, G);
+            PlaneDots<P> dots;
+            dots.start(kOffset<Block>, sums);
+            unrolled<4>([&](auto quad) INFINI_INLINE {
+                unrolled<G / 16>([&](auto i) INFINI_INLINE { dots.add(quad, fields_at<Block, g * G / 16 + i, quad>(packed), q + 16 * i); });
+            });
+            totals.add(dots, scale + g * kRows, x.scale[at], x.radix);
+            if constexpr (Block::kHasMinimum) totals.add_minimum(minimum + g * kRows, x.scale[at], sums.whole(x.radix));
+        });
     }
     totals.store_to(total);
+}
+
+// Of blocks of 256, too many loads would be moved up.
+template <class Block, int P>
+INFINI_NOT_SCHEDULED void add_long_blocks_to_row(float* total, const uint8_t* packed, const Activations& x, int64_t row) {
+    add_blocks_to_row<Block, P>(total, packed, x, row);
+}
+
+template <class Block, int P>
+void add_row(float* total, const uint8_t* packed, const Activations& x, int64_t row) {
+    if constexpr (Block::kElements > kGroup) add_long_blocks_to_row<Block, P>(total, packed, x, row);
+    else add_blocks_to_row<Block, P>(total, packed, x, row);
 }
 
 }  // namespace

@@ -13,6 +13,10 @@ namespace infini::INFINI_LEVEL {
 
 struct Field { int bytes, piece; bool is_transposed = false; };
 
+// Where 16 elements of a block are, for kernels that take them straight from memory: their bytes, and by how much a
+// field of four bits is shifted up; then, of five or six bits, the bytes with the upper ones, and the lowest of these.
+struct Place { int bytes, shift = 0, upper = 0, bit = 0; };
+
 inline float half(const uint8_t* p) {
     f16 lanes[W] = {};
     memcpy(lanes, p, sizeof(f16));
@@ -35,8 +39,8 @@ inline void halves(float* y, const uint8_t* p) {
         for (int r = 0; r < R; ++r) y[r] = half(p + 2 * r);
 }
 
-// y[r] = factor[r] * bytes[r]
-template <int R>
+// y[r] = factor[r] * (bytes[r] - less)
+template <int R, int less = 0>
 INFINI_INLINE inline void scaled_bytes(float* __restrict y, const uint8_t* __restrict bytes, const float* __restrict factor) {
 #if defined(INFINI_NEON)
     if constexpr (R == 16) {  // a byte below the exponent of 2^23 is 2^23 and the byte: faster than NEON's own conversion
@@ -44,12 +48,12 @@ INFINI_INLINE inline void scaled_bytes(float* __restrict y, const uint8_t* __res
         for (int i = 0; i < R; i += 4) {
             const uint32x4_t places = uint32x4_t{0xffffff00u, 0xffffff01u, 0xffffff02u, 0xffffff03u} + static_cast<uint32_t>(i);
             const uint32x4_t one_each = vreinterpretq_u32_u8(vqtbl1q_u8(all, vreinterpretq_u8_u32(places)));
-            store(y + i, load(factor + i) * ((vf)(one_each | 0x4b000000u) - 0x1p23f));
+            store(y + i, load(factor + i) * ((vf)(one_each | 0x4b000000u) - (0x1p23f + less)));
         }
         return;
     }
 #endif
-    for (int r = 0; r < R; ++r) y[r] = factor[r] * static_cast<float>(bytes[r]);
+    for (int r = 0; r < R; ++r) y[r] = factor[r] * static_cast<float>(bytes[r] - less);
 }
 
 // ---- fields: of N bytes at p each, the low ones first ---------------------------------------------------------------
@@ -129,6 +133,7 @@ struct Q4_0 {  // scale f16 | 16 bytes of four bits; value = scale * (q - 8)
     static constexpr bool kHasMinimum = false, kIsSigned = false;
     static constexpr int kData = 2, kBits = 4, kRun = 32;
     static constexpr Field kFields[] = {{2, 2}, {16, 4}};
+    static constexpr Place place(int sixteenth) { return {2, 4 * sixteenth}; }
     template <int R>
     static void fields(int8_t* q, const uint8_t* block) { four_bits<16 * R>(q, block + 2 * R); }
     template <int R>
@@ -140,6 +145,7 @@ struct Q4_1 {  // scale f16 | minimum f16 | 16 bytes of four bits; value = scale
     static constexpr bool kHasMinimum = true, kIsSigned = false;
     static constexpr int kData = 4, kBits = 4, kRun = 32;
     static constexpr Field kFields[] = {{2, 2}, {2, 2}, {16, 4}};
+    static constexpr Place place(int sixteenth) { return {4, 4 * sixteenth}; }
     template <int R>
     static void fields(int8_t* q, const uint8_t* block) { four_bits<16 * R>(q, block + 4 * R); }
     template <int R>
@@ -178,8 +184,9 @@ struct Q5_1 {  // scale f16 | minimum f16 | 4 bytes of fifth bits | 16 bytes of 
 struct Q8_0 {  // scale f16 | 32 signed bytes; value = scale * q
     static constexpr int kElements = 32, kBytes = 34, kGroup = 32, kOffset = 0;
     static constexpr bool kHasMinimum = false, kIsSigned = true;
-    static constexpr int kData = 2, kBits = 8, kRun = 32;
+    static constexpr int kBits = 8;
     static constexpr Field kFields[] = {{2, 2}, {32, 4}};
+    static constexpr Place place(int sixteenth) { return {2 + 16 * sixteenth}; }
     template <int R>
     static void fields(int8_t* q, const uint8_t* block) { memcpy(q, block + 2 * R, 32 * R); }
     template <int R>
@@ -249,11 +256,12 @@ struct Q3_K {  // 32 bytes of third bits | 64 bytes of two bits in runs of 32 |
         const uint8_t *low = block + 96 * R, *high = block + 104 * R;
         float d[R];
         halves<R>(d, block + 108 * R);
-        for (int g = 0; g < 16; ++g)
-            for (int r = 0; r < R; ++r) {
-                const int group_scale = (low[g % 8 * R + r] >> g / 8 * 4 & 15) | (high[g % 4 * R + r] >> g / 4 * 2 & 3) << 4;
-                scale[g * R + r] = d[r] * static_cast<float>(group_scale - 32);
-            }
+        for (int g = 0; g < 16; ++g) {
+            uint8_t six[R];
+            for (int r = 0; r < R; ++r)
+                six[r] = static_cast<uint8_t>((low[g % 8 * R + r] >> g / 8 * 4 & 15) | (high[g % 4 * R + r] >> g / 4 * 2 & 3) << 4);
+            scaled_bytes<R, 32>(scale + g * R, six, d);
+        }
     }
 };
 
@@ -265,6 +273,7 @@ struct Q4_K {  // scale f16 | minimum f16 | 12 bytes of group scales and minimum
     static constexpr bool kHasMinimum = true, kIsSigned = false;
     static constexpr int kData = 16, kBits = 4, kRun = 64;
     static constexpr Field kFields[] = {{2, 2}, {2, 2}, {12, 1}, {128, 4}};
+    static constexpr Place place(int s) { return {16 + s / 4 * 32 + s % 2 * 16, s / 2 % 2 * 4}; }
     template <int R>
     static void fields(int8_t* q, const uint8_t* block) {
         for (int run = 0; run < 4; ++run) four_bits<32 * R>(q + 64 * R * run, block + (16 + 32 * run) * R);
@@ -292,8 +301,9 @@ struct Q4_K {  // scale f16 | minimum f16 | 12 bytes of group scales and minimum
 struct Q5_K {  // as Q4_K, with 32 bytes of fifth bits before the 128
     static constexpr int kElements = 256, kBytes = 176, kGroup = 32, kOffset = 0;
     static constexpr bool kHasMinimum = true, kIsSigned = false;
-    static constexpr int kBits = 0;
+    static constexpr int kBits = 5;
     static constexpr Field kFields[] = {{2, 2}, {2, 2}, {12, 1}, {32, 4}, {128, 4}};
+    static constexpr Place place(int s) { return {48 + s / 4 * 32 + s % 2 * 16, s / 2 % 2 * 4, 16 + s % 2 * 16, s / 2}; }
     template <int R>
     static void fields(int8_t* q, const uint8_t* block) {
         unrolled<4>([&](auto run) {
@@ -309,8 +319,12 @@ struct Q6_K {  // 128 bytes of low four bits in runs of 64 | 64 of high two bits
     // scale f16; value = scale * group scale * (q - 32)
     static constexpr int kElements = 256, kBytes = 210, kGroup = 16, kOffset = 32;
     static constexpr bool kHasMinimum = false, kIsSigned = false;
-    static constexpr int kBits = 0;
+    static constexpr int kBits = 6;
     static constexpr Field kFields[] = {{128, 4}, {64, 4}, {16, 1}, {2, 2}};
+    static constexpr Place place(int s) {
+        const int run = s / 8, quarter = s / 2 % 4, half = s % 2;
+        return {64 * run + quarter % 2 * 32 + half * 16, quarter / 2 * 4, 128 + 32 * run + half * 16, 2 * quarter};
+    }
     template <int R>
     static void fields(int8_t* __restrict q, const uint8_t* __restrict block) {
         for (int run = 0; run < 2; ++run, q += 128 * R) {
@@ -327,8 +341,11 @@ struct Q6_K {  // 128 bytes of low four bits in runs of 64 | 64 of high two bits
     static void scales(float* scale, float*, const uint8_t* block) {
         float d[R];
         halves<R>(d, block + 208 * R);
-        for (int g = 0; g < 16; ++g)
-            for (int r = 0; r < R; ++r) scale[g * R + r] = d[r] * static_cast<float>(static_cast<int8_t>(block[(192 + g) * R + r]));
+        for (int g = 0; g < 16; ++g) {
+            uint8_t raised[R];
+            for (int r = 0; r < R; ++r) raised[r] = block[(192 + g) * R + r] ^ 128;
+            scaled_bytes<R, 128>(scale + g * R, raised, d);
+        }
     }
 };
 
