@@ -12,16 +12,23 @@ constexpr int kFewest = 8;  // rows of a block that is worth a tile
 constexpr int kPanels = 2;  // of weight that a block of x meets while it is near
 constexpr int kCentre = 8;  // what fields of four bits are moved down by, so that 16 times them is a signed byte
 
+// The fields w of a block of each of the 16 rows, each group's 16 w and then its w
 template <class Block>
 void read_pairs(int8_t* __restrict q, const uint8_t* __restrict packed) {
-    constexpr int kCount = kGroup * kRows;
-    alignas(64) int8_t fields[Block::kElements * kRows];
-    read_fields<Block, -kCentre>(fields, packed);
-    for (int8_t* w = fields; w < fields + sizeof fields; w += kCount, q += 2 * kCount)
-        for (int i = 0; i < kCount; ++i) {
-            q[i] = static_cast<int8_t>(16 * w[i]);
-            q[kCount + i] = w[i];
+    constexpr int kCount = kGroup * kRows, kHalf = Block::kRun / 2 * kRows;
+    const auto place = [](int element) { return element / kCount * 2 * kCount + element % kCount; };
+    packed += Block::kData * kRows;
+    for (int run = 0; run < Block::kElements / Block::kRun; ++run, packed += kHalf) {
+        int8_t* low = q + place(2 * kHalf * run);
+        constexpr int kNext = kHalf < kCount ? kHalf : 2 * kCount;  // from the low fields of a run to the high ones
+        for (int i = 0; i < kHalf; ++i) {
+            const uint8_t byte = packed[i];
+            low[i] = static_cast<int8_t>(static_cast<uint8_t>(byte << 4) ^ 128);
+            low[kCount + i] = static_cast<int8_t>((byte & 15) - kCentre);
+            low[kNext + i] = static_cast<int8_t>((byte & 240) ^ 128);
+            low[kNext + kCount + i] = static_cast<int8_t>((byte >> 4) - kCentre);
         }
+    }
 }
 
 #define INFINI_MULTIPLY(weight, x, product, p)                                                       \
