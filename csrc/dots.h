@@ -51,7 +51,10 @@ struct Quad {
     template <int from, int to>
     INFINI_INLINE Quad moved() const {
         Quad q = *this;
-        for (int i = 0; i < kParts; ++i) q.part[i] = from < to ? q.part[i] << (to > from ? to - from : 0) : q.part[i] >> (from > to ? from - to : 0);
+        for (int i = 0; i < kParts; ++i) {
+            if constexpr (from < to) q.part[i] <<= to - from;
+            else q.part[i] >>= from - to;
+        }
         return q;
     }
 
@@ -311,7 +314,10 @@ INFINI_INLINE inline Quad fields_at(const uint8_t* packed) {
         return w;
     }
     w = place.shift ? w.high_nibbles() : w.low_nibbles();
-    if constexpr (Block::kBits > 4) w.put_above(Quad(packed + (place.upper + 4 * quad) * kRows).template moved<place.bit, 4>(), (1 << Block::kBits) - 16);
+    if constexpr (Block::kBits > 4) {
+        const Quad upper(packed + (place.upper + 4 * quad) * kRows);
+        w.put_above(upper.template moved<place.bit, 4>(), (1 << Block::kBits) - 16);
+    }
     return w;
 }
 
@@ -327,7 +333,8 @@ INFINI_INLINE inline void add_blocks_to_row(float* total, const uint8_t* packed,
         alignas(64) float scale[kGroups * kRows], minimum[kGroups * kRows];
         Block::template scales<kRows>(scale, minimum, packed);
         unrolled<kGroups>([&](auto g) INFINI_INLINE {
-            if constexpr (kGroups > 1) asm volatile("" ::: "memory");  // bytes that groups share are read again: kept, they would push sums out of registers
+            // Bytes that groups share are read again: kept, they would push sums out of registers.
+            if constexpr (kGroups > 1) asm volatile("" ::: "memory");
             for (int line = g * kLines / kGroups; line < (g + 1) * kLines / kGroups; ++line) ask_for(packed + kDistance + 64 * line);
             const int64_t at = x.at(first + g / kSplit, row);
             const int8_t* q = x.q + at * P * kGroup + g % kSplit * G;

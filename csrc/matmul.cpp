@@ -4,7 +4,8 @@
 // alone and among others, whatever the tiles and threads. Four, so that one row of x keeps pace with the memory.
 //
 // A part of y is made at a time: a band of rows of x and a strip of outputs. float32 is read where it lies; half
-// precision and blocks are widened first, the weight 16 rows of a chunk at a time, once for the band.
+// precision and blocks are widened first, the weight 16 rows of a chunk at a time, once for the band. Where there are
+// AMX tiles, bfloat16 goes through them, in an order of their own (amx_linear.h).
 #include <type_traits>
 
 #include "quant.h"
