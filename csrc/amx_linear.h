@@ -140,7 +140,8 @@ void add_alone(float* total, const T* row, const TileWeight& weight, int64_t n, 
             const uint8_t* w = weight.data + (n + c) * stride + 2 * k;
             const int64_t num_rows = smaller(kSide, count - c);
             int64_t r = 0;
-            for (; r + kAlone <= num_rows; r += kAlone) sum_lines<P, kAlone>(sums + r * kSide, x, w + r * stride, stride, num_lines);
+            for (; r + kAlone <= num_rows; r += kAlone)
+                sum_lines<P, kAlone>(sums + r * kSide, x, w + r * stride, stride, num_lines);
             for (; r < num_rows; ++r) sum_lines<P, 1>(sums + r * kSide, x, w + r * stride, stride, num_lines);
             add_sums<P>(total + c, sums, (num_lines + kSide - 1) / kSide);
         }
@@ -151,9 +152,7 @@ template <class T>
 void multiply_alone(const Linear& a, const TileWeight& weight, int64_t n, int64_t count) {
     alignas(64) float total[kTileStrip] = {};
     add_alone(total, Rows{a.x}.at<const T>(0), weight, n, count);
-    T* y = Rows{a.y}.at<T>(0) + n;
-    if (a.has_bias) map([](vf sum, vf b) { return sum + b; }, count, y, total, static_cast<const T*>(a.bias.data) + n);
-    else map([](vf sum) { return sum; }, count, y, total);
+    write_sums(Rows{a.y}.at<T>(0) + n, total, a.has_bias ? static_cast<const T*>(a.bias.data) + n : nullptr, count);
 }
 
 // ---- several rows of x --------------------------------------------------------------------------------------------------
@@ -247,7 +246,9 @@ struct TilePart {
             return i < rows_left ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i * weight.row_bytes)) : __m256i{};
         };
         __m512i v[kPairs];
-        unrolled<kPairs>([&](auto i) INFINI_INLINE { v[i] = _mm512_inserti64x4(_mm512_castsi256_si512(row(i)), row(kPairs + i), 1); });
+        unrolled<kPairs>([&](auto i) INFINI_INLINE {
+            v[i] = _mm512_inserti64x4(_mm512_castsi256_si512(row(i)), row(kPairs + i), 1);
+        });
         transpose_half(v);
         unrolled<kPairs>([&](auto pair) INFINI_INLINE { _mm512_store_si512(to + pair * kTogether * kTileSize, v[pair]); });
     }
@@ -256,8 +257,9 @@ struct TilePart {
         for (int tile = 0; tile < tiles; ++tile, row += kSide)
             for (int64_t line = 0; line < kSide; ++line) {
                 uint16_t* to = w + tile * kTileSize + line * kLine;
+                const uint8_t* from = weight.data + row * weight.row_bytes + 2 * (k + line * kLine + 2 * first_pair);
                 if (line < num_lines)
-                    read_line(to, weight.data + row * weight.row_bytes + 2 * (k + line * kLine + 2 * first_pair), weight.num_rows - row);
+                    read_line(to, from, weight.num_rows - row);
                 else
                     for (int pair = 0; pair < kPairs; ++pair) memset(to + pair * kTogether * kTileSize, 0, 2 * kLine);
             }
@@ -280,8 +282,7 @@ struct TilePart {
                 T* y = Rows{a.y}.at<T>(m + r) + n + c;
                 const int64_t tile = (c / kColumns * num_blocks + r / kSide) * kTogether + c / kSide % kTogether;
                 const float* sums = total + tile * kTotalSize + r % kSide * kSide;
-                if (bias) map([](vf sum, vf b) { return sum + b; }, smaller(kSide, count - c), y, sums, bias + c);
-                else map([](vf sum) { return sum; }, smaller(kSide, count - c), y, sums);
+                write_sums(y, sums, bias ? bias + c : nullptr, smaller(kSide, count - c));
             }
     }
 

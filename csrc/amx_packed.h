@@ -35,8 +35,9 @@ void read_pairs(int8_t* __restrict q, const uint8_t* __restrict packed) {
     asm volatile("tilezero %%tmm" #product "\n tileloadd (%0,%1,1), %%tmm" #x                         \
                  "\n tdpbssd %%tmm" #weight ", %%tmm" #x ", %%tmm" #product ::"r"(p), "r"(stride) : "memory")
 
-// The dots of a group, in one of two slots of tile registers: a group's are scaled while the next one's are made, since what leaves tile
-// registers takes a while to arrive. Rows of x are `stride` bytes apart, their second plane follows the first.
+// The dots of a group, in one of two slots of tile registers: a group's are scaled while the next one's are made, since
+// what leaves tile registers takes a while to arrive. Rows of x are `stride` bytes apart, their second plane follows
+// the first.
 template <int slot, int kPlanes, int64_t stride>
 INFINI_INLINE inline void multiply_group(int32_t (*dots)[kRowBlock][kRows], const int8_t* w, const int8_t* q) {
     if constexpr (slot == 0) {

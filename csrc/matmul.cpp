@@ -252,11 +252,7 @@ struct Part {
     template <class T>
     void finish(const Linear& a, int64_t m, int64_t n, int64_t count) const {
         const T* bias = a.has_bias ? static_cast<const T*>(a.bias.data) + n : nullptr;
-        for (int64_t r = 0; r < num_rows; ++r) {
-            T* y = Rows{a.y}.at<T>(m + r) + n;
-            if (bias) map([](vf sum, vf b) { return sum + b; }, count, y, total + r * kStrip, bias);
-            else map([](vf sum) { return sum; }, count, y, total + r * kStrip);
-        }
+        for (int64_t r = 0; r < num_rows; ++r) write_sums(Rows{a.y}.at<T>(m + r) + n, total + r * kStrip, bias, count);
     }
 };
 

@@ -45,4 +45,11 @@ inline void with_type(DType dtype, Body&& body) {
     else body(f16{});
 }
 
+// y = sums + bias, if there is one
+template <class T>
+inline void write_sums(T* y, const float* sums, const T* bias, int64_t count) {
+    if (bias) map([](vf sum, vf b) { return sum + b; }, count, y, sums, bias);
+    else map([](vf sum) { return sum; }, count, y, sums);
+}
+
 }  // namespace infini::INFINI_LEVEL
