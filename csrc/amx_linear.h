@@ -48,19 +48,26 @@ inline __m512i plane_of(const T* p, int plane) {
     }
 }
 
-// 16 rows of 16 values of 32 bits: rows to columns
-INFINI_INLINE inline void transpose(__m512i* v) {
-    __m512i t[16], u[16];
-    unrolled<8>([&](auto i) INFINI_INLINE {
+// Of N rows of 32-bit values: in each 16 bytes, four rows to columns
+template <int N>
+INFINI_INLINE inline void interleave(__m512i* u, const __m512i* v) {
+    __m512i t[N];
+    unrolled<N / 2>([&](auto i) INFINI_INLINE {
         t[2 * i] = _mm512_unpacklo_epi32(v[2 * i], v[2 * i + 1]);
         t[2 * i + 1] = _mm512_unpackhi_epi32(v[2 * i], v[2 * i + 1]);
     });
-    unrolled<4>([&](auto i) INFINI_INLINE {
+    unrolled<N / 4>([&](auto i) INFINI_INLINE {
         unrolled<2>([&](auto j) INFINI_INLINE {
             u[4 * i + 2 * j] = _mm512_unpacklo_epi64(t[4 * i + j], t[4 * i + 2 + j]);
             u[4 * i + 2 * j + 1] = _mm512_unpackhi_epi64(t[4 * i + j], t[4 * i + 2 + j]);
         });
     });
+}
+
+// 16 rows of 16 values of 32 bits: rows to columns
+INFINI_INLINE inline void transpose(__m512i* v) {
+    __m512i u[16];
+    interleave<16>(u, v);
     unrolled<4>([&](auto j) INFINI_INLINE {
         const __m512i a = _mm512_shuffle_i32x4(u[j], u[4 + j], 0x88), b = _mm512_shuffle_i32x4(u[8 + j], u[12 + j], 0x88);
         const __m512i c = _mm512_shuffle_i32x4(u[j], u[4 + j], 0xdd), d = _mm512_shuffle_i32x4(u[8 + j], u[12 + j], 0xdd);
@@ -159,17 +166,8 @@ void multiply_alone(const Linear& a, const TileWeight& weight, int64_t n, int64_
 
 // 16 rows of 8 values: v[i] has row i, then row 8 + i
 INFINI_INLINE inline void transpose_half(__m512i* v) {
-    __m512i t[8], u[8];
-    unrolled<4>([&](auto i) INFINI_INLINE {
-        t[2 * i] = _mm512_unpacklo_epi32(v[2 * i], v[2 * i + 1]);
-        t[2 * i + 1] = _mm512_unpackhi_epi32(v[2 * i], v[2 * i + 1]);
-    });
-    unrolled<2>([&](auto i) INFINI_INLINE {
-        unrolled<2>([&](auto j) INFINI_INLINE {
-            u[4 * i + 2 * j] = _mm512_unpacklo_epi64(t[4 * i + j], t[4 * i + 2 + j]);
-            u[4 * i + 2 * j + 1] = _mm512_unpackhi_epi64(t[4 * i + j], t[4 * i + 2 + j]);
-        });
-    });
+    __m512i u[8];
+    interleave<8>(u, v);
     const __m512i even = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13), odd = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
     unrolled<4>([&](auto j) INFINI_INLINE {
         v[j] = _mm512_permutex2var_epi64(u[j], even, u[4 + j]);

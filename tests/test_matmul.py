@@ -89,14 +89,18 @@ def test_product_is_that_of_float64_but_for_float32_rounding(kind: str, level: s
         assert nmse(F.linear(x, weight), product(x, weight)) <= 1e-10
 
 
+def dense_bar(kind: str, level: str, length: int) -> float:
+    """What rounding may change: AMX tiles keep 16 bits of x, and take rows that fill lines."""
+    return 1e-11 if (kind, level) == ("bfloat16", "amx") and length % 32 == 0 else 1e-12
+
+
 @pytest.mark.parametrize("kind", DENSE)
 @pytest.mark.parametrize("length", [1, 511, 513, 1024, 1027])
 def test_rows_of_any_length_are_summed_alike_for_few_and_for_many(kind: str, length: int, level: str) -> None:
     """Whole panels of 16 outputs and the rest, read in place and widened: one order for all."""
     weight, x = rows(37, length).to(getattr(torch, kind)), rows(21, length)
     whole = F.linear(x, weight)
-    keeps_16_bits = (kind, level) == ("bfloat16", "amx") and length % 32 == 0
-    assert nmse(whole, product(x, weight)) <= (1e-11 if keeps_16_bits else 1e-12)
+    assert nmse(whole, product(x, weight)) <= dense_bar(kind, level, length)
     for inputs in (x, x.to(weight.dtype)):
         whole = F.linear(inputs, weight)
         for num_rows in (1, 2, 3, 4, 5, 17):
@@ -109,7 +113,7 @@ def test_more_rows_and_outputs_than_are_kept_at_once_are_those_of_few(kind: str,
     weight, x = rows(1100, 544).to(getattr(torch, kind)), rows(300, 544)
     bias = rows(1, 1100)[0]
     whole = F.linear(x, weight, bias)
-    assert nmse(whole, product(x, weight) + bias) <= 1e-11
+    assert nmse(whole, product(x, weight) + bias) <= dense_bar(kind, level, 544)
     for few in (slice(0, 1), slice(255, 257), slice(290, 300)):
         assert torch.equal(F.linear(x[few], weight, bias), whole[few])
 

@@ -72,8 +72,8 @@ class Placement:
     """Where weights go and in which dtype.
 
     Without a dtype, matrices stay as they are stored on a CPU: quantised ones packed, for kernels that round
-    activations (to 16 bits, or fewer by choice) and work on integers, others for kernels that multiply them
-    by float32. Elsewhere the checkpoint's dtype is used. A float32 model keeps quantised matrices as blocks.
+    activations (to 16 bits, or fewer by choice) and work on integers, others for kernels that multiply
+    floats. Elsewhere the checkpoint's dtype is used. A float32 model keeps quantised matrices as blocks.
     With a block type, dense matrices are quantised to it, one after the other, and then kept like those.
     """
 
