@@ -26,7 +26,10 @@ inline vf normal_cdf(vf x) { return fma(splat(0.5f), erf(x * 0.70710678f), splat
 
 constexpr int64_t kBlock = 4096;  // elements of a contiguous tensor handed out at a time
 
-struct Flat { bool is_contiguous; int64_t num_elements; };
+struct Flat {
+    bool is_contiguous;
+    int64_t num_elements;
+};
 
 Flat flat(const Tensor& t) {
     int64_t expected = 1;
@@ -43,15 +46,19 @@ template <class T, class Body, class... Inputs>
 void elementwise(Body body, const Tensor& y, const Inputs&... inputs) {
     const Flat whole = flat(y);
     if (whole.is_contiguous && (flat(inputs).is_contiguous && ...)) {
-        parallel_for((whole.num_elements + kBlock - 1) / kBlock, kGrain / kBlock, [&](int64_t begin, int64_t end) {
-            const int64_t from = begin * kBlock, to = end * kBlock < whole.num_elements ? end * kBlock : whole.num_elements;
-            body(static_cast<T*>(y.data) + from, (static_cast<const T*>(inputs.data) + from)..., to - from);
-        });
+        parallel_for(
+            (whole.num_elements + kBlock - 1) / kBlock, kGrain / kBlock, [&](int64_t begin, int64_t end) {
+                const int64_t from = begin * kBlock,
+                              to = end * kBlock < whole.num_elements ? end * kBlock : whole.num_elements;
+                body(static_cast<T*>(y.data) + from, (static_cast<const T*>(inputs.data) + from)...,
+                     to - from);
+            });
         return;
     }
     const Rows rows{y};
     for_rows(y, [&](int64_t begin, int64_t end) {
-        for (int64_t r = begin; r < end; ++r) body(rows.at<T>(r), Rows{inputs}.template at<const T>(r)..., rows.length());
+        for (int64_t r = begin; r < end; ++r)
+            body(rows.at<T>(r), Rows{inputs}.template at<const T>(r)..., rows.length());
     });
 }
 
@@ -68,7 +75,8 @@ template <class F>
 int64_t binary(const Binary& args, F f) {
     with_type(args.a.dtype, [&](auto type) {
         using T = decltype(type);
-        elementwise<T>([&](T* y, const T* a, const T* b, int64_t n) { map(f, n, y, a, b); }, args.y, args.a, args.b);
+        elementwise<T>([&](T* y, const T* a, const T* b, int64_t n) { map(f, n, y, a, b); }, args.y, args.a,
+                       args.b);
     });
     return kOk;
 }

@@ -12,16 +12,23 @@ struct alignas(64) TileConfig {
     uint8_t num_rows[16];
 
     constexpr TileConfig(uint8_t rows, uint8_t depth)
-        : row_bytes{64, 64, 64, 64, depth, depth, 64, 64},
-          num_rows{rows, rows, rows, rows, rows, rows, static_cast<uint8_t>(depth / 4), static_cast<uint8_t>(depth / 4)} {}
+        : row_bytes{64, 64, 64, 64, depth, depth, 64, 64}, num_rows{rows,
+                                                                    rows,
+                                                                    rows,
+                                                                    rows,
+                                                                    rows,
+                                                                    rows,
+                                                                    static_cast<uint8_t>(depth / 4),
+                                                                    static_cast<uint8_t>(depth / 4)} {}
 };
 
 // In assembly, because the compiler's own functions do not say what memory they read.
 inline void configure_tiles(const TileConfig& config) { asm volatile("ldtilecfg %0" ::"m"(config)); }
 inline void release_tiles() { asm volatile("tilerelease"); }
 
-#define INFINI_LOAD(tile, p) asm volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(p), "r"(64L) : "memory")
-#define INFINI_STORE(tile, p) asm volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(p), "r"(64L) : "memory")
+#define INFINI_LOAD(tile, p) asm volatile("tileloadd (%0,%1,1), %%tmm" #tile::"r"(p), "r"(64L) : "memory")
+#define INFINI_STORE(tile, p) \
+    asm volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(p), "r"(64L) : "memory")
 
 }  // namespace
 }  // namespace infini::INFINI_LEVEL

@@ -1,9 +1,10 @@
-// linear over bfloat16 weights in AMX tile registers, and for one row of x in vectors, with the same bits. x is taken as
-// one bfloat16 if that is what it is, else as two, high + low, which keep 16 bits of it.
+// linear over bfloat16 weights in AMX tile registers, and for one row of x in vectors, with the same bits. x
+// is taken as one bfloat16 if that is what it is, else as two, high + low, which keep 16 bits of it.
 //
-// K comes in spans of 16 lines of 32 values. A product of two rows is summed from span to span, in a span over its 16
-// pairs: pair j stands for the values 2j and 2j + 1 of every line, each summed line after line, then the two added, for
-// the high plane and for the low. That is what a tile does with the pair of 16 rows; and lanes of a vector are pairs.
+// K comes in spans of 16 lines of 32 values. A product of two rows is summed from span to span, in a span
+// over its 16 pairs: pair j stands for the values 2j and 2j + 1 of every line, each summed line after line,
+// then the two added, for the high plane and for the low. That is what a tile does with the pair of 16 rows;
+// and lanes of a vector are pairs.
 #pragma once
 #include <type_traits>
 
@@ -13,24 +14,24 @@
 namespace infini::INFINI_LEVEL {
 namespace {
 
-constexpr int kSide = 16;                      // rows, lines or pairs of a tile
-constexpr int kLine = 32;                      // values of K in 64 bytes
-constexpr int kSpan = kSide * kLine;           // of K
-constexpr int kTileSize = kSide * kLine;       // values in a tile
-constexpr int kTotalSize = kSide * kSide;      // sums in a tile
-constexpr int kTogether = 4;                   // tiles of weight that a tile of x meets while it is near,
-constexpr int kPairs = 8;                      // in so many pairs at a time, which stay in the nearest cache
-constexpr int kTileBand = 256;                 // rows of x
-constexpr int kTileStrip = 512;                // outputs whose totals are kept
-constexpr int kAlone = 4;                      // weight rows that one row of x meets at a time
-constexpr int64_t kLongestAlone = 1 << 14;     // values of x at hand for that
+constexpr int kSide = 16;                   // rows, lines or pairs of a tile
+constexpr int kLine = 32;                   // values of K in 64 bytes
+constexpr int kSpan = kSide * kLine;        // of K
+constexpr int kTileSize = kSide * kLine;    // values in a tile
+constexpr int kTotalSize = kSide * kSide;   // sums in a tile
+constexpr int kTogether = 4;                // tiles of weight that a tile of x meets while it is near,
+constexpr int kPairs = 8;                   // in so many pairs at a time, which stay in the nearest cache
+constexpr int kTileBand = 256;              // rows of x
+constexpr int kTileStrip = 512;             // outputs whose totals are kept
+constexpr int kAlone = 4;                   // weight rows that one row of x meets at a time
+constexpr int64_t kLongestAlone = 1 << 14;  // values of x at hand for that
 
 // How many values of bfloat16 stand for one of T
 template <class T>
 constexpr int kPlanes = std::is_same_v<T, bf16> ? 1 : 2;
 
-// One plane of the 32 values from p on: the nearest bfloat16, or the one nearest to what is left. Of what is not finite,
-// nothing is left.
+// One plane of the 32 values from p on: the nearest bfloat16, or the one nearest to what is left. Of what is
+// not finite, nothing is left.
 template <class T>
 inline __m512i plane_of(const T* p, int plane) {
     if constexpr (std::is_same_v<T, bf16>) {
@@ -39,12 +40,14 @@ inline __m512i plane_of(const T* p, int plane) {
         const auto rounded = [](vf a, vf b) { return (__m512i)_mm512_cvtne2ps_pbh(b, a); };
         const auto rest = [](vf v, __m256i high) {
             const __m512 d = v - (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16);
-            return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(_mm512_abs_ps(d), _mm512_set1_ps(INFINITY), _CMP_LT_OQ), d);
+            return _mm512_maskz_mov_ps(
+                _mm512_cmp_ps_mask(_mm512_abs_ps(d), _mm512_set1_ps(INFINITY), _CMP_LT_OQ), d);
         };
         const vf first = load(p), second = load(p + W);
         const __m512i high = rounded(first, second);
         if (plane == 0) return high;
-        return rounded(rest(first, _mm512_castsi512_si256(high)), rest(second, _mm512_extracti64x4_epi64(high, 1)));
+        return rounded(rest(first, _mm512_castsi512_si256(high)),
+                       rest(second, _mm512_extracti64x4_epi64(high, 1)));
     }
 }
 
@@ -69,25 +72,30 @@ INFINI_INLINE inline void transpose(__m512i* v) {
     __m512i u[16];
     interleave<16>(u, v);
     unrolled<4>([&](auto j) INFINI_INLINE {
-        const __m512i a = _mm512_shuffle_i32x4(u[j], u[4 + j], 0x88), b = _mm512_shuffle_i32x4(u[8 + j], u[12 + j], 0x88);
-        const __m512i c = _mm512_shuffle_i32x4(u[j], u[4 + j], 0xdd), d = _mm512_shuffle_i32x4(u[8 + j], u[12 + j], 0xdd);
+        const __m512i a = _mm512_shuffle_i32x4(u[j], u[4 + j], 0x88),
+                      b = _mm512_shuffle_i32x4(u[8 + j], u[12 + j], 0x88);
+        const __m512i c = _mm512_shuffle_i32x4(u[j], u[4 + j], 0xdd),
+                      d = _mm512_shuffle_i32x4(u[8 + j], u[12 + j], 0xdd);
         v[j] = _mm512_shuffle_i32x4(a, b, 0x88), v[8 + j] = _mm512_shuffle_i32x4(a, b, 0xdd);
         v[4 + j] = _mm512_shuffle_i32x4(c, d, 0x88), v[12 + j] = _mm512_shuffle_i32x4(c, d, 0xdd);
     });
 }
 
-// ---- one row of x -------------------------------------------------------------------------------------------------------
+// ---- one row of x -----------------------------------------------------------------------------------------
 
 // The two values of each pair as float32
 inline vf first_of(__m512i pairs) { return (vf)_mm512_slli_epi32(pairs, 16); }
-inline vf second_of(__m512i pairs) { return (vf)_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000))); }
+inline vf second_of(__m512i pairs) {
+    return (vf)_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000)));
+}
 
 // sums[span][plane][0:R][pair]: those of a row of x, [line][plane][first or second][pair], with R of weight
 template <int P, int R>
 void sum_lines(float* sums, const float* x, const uint8_t* w, int64_t stride, int64_t num_lines) {
     for (int64_t line = 0; line < num_lines; sums += P * kTotalSize) {
         vf first[R][P] = {}, second[R][P] = {};
-        for (const int64_t end = smaller(line + kSide, num_lines); line < end; ++line, x += P * 2 * kSide, w += 2 * kLine)
+        for (const int64_t end = smaller(line + kSide, num_lines); line < end;
+             ++line, x += P * 2 * kSide, w += 2 * kLine)
             unrolled<R>([&](auto r) INFINI_INLINE {
                 ask_for(w + (R + r) * stride);  // which comes next
                 const __m512i pairs = _mm512_loadu_si512(w + r * stride);
@@ -97,7 +105,9 @@ void sum_lines(float* sums, const float* x, const uint8_t* w, int64_t stride, in
                 });
             });
         unrolled<R>([&](auto r) INFINI_INLINE {
-            unrolled<P>([&](auto p) INFINI_INLINE { store(sums + p * kTotalSize + r * kSide, first[r][p] + second[r][p]); });
+            unrolled<P>([&](auto p) INFINI_INLINE {
+                store(sums + p * kTotalSize + r * kSide, first[r][p] + second[r][p]);
+            });
         });
     }
 }
@@ -138,7 +148,8 @@ void add_alone(float* total, const T* row, const TileWeight& weight, int64_t n, 
     const FlushToZero flushed;
     alignas(64) float x[kLongestAlone * P], sums[kLongestAlone / kSpan * P * kTotalSize] = {};
     for (int64_t k = 0; k < weight.row_length; k += kLongestAlone) {
-        const int64_t num_lines = smaller(kLongestAlone, weight.row_length - k) / kLine, stride = weight.row_bytes;
+        const int64_t num_lines = smaller(kLongestAlone, weight.row_length - k) / kLine,
+                      stride = weight.row_bytes;
         for (int64_t i = 0; i < num_lines * P; ++i) {
             const __m512i pairs = plane_of(row + k + i / P * kLine, static_cast<int>(i % P));
             store(x + 2 * kSide * i, first_of(pairs)), store(x + 2 * kSide * i + kSide, second_of(pairs));
@@ -159,16 +170,18 @@ template <class T>
 void multiply_alone(const Linear& a, const TileWeight& weight, int64_t n, int64_t count) {
     alignas(64) float total[kTileStrip] = {};
     add_alone(total, Rows{a.x}.at<const T>(0), weight, n, count);
-    write_sums(Rows{a.y}.at<T>(0) + n, total, a.has_bias ? static_cast<const T*>(a.bias.data) + n : nullptr, count);
+    write_sums(Rows{a.y}.at<T>(0) + n, total, a.has_bias ? static_cast<const T*>(a.bias.data) + n : nullptr,
+               count);
 }
 
-// ---- several rows of x --------------------------------------------------------------------------------------------------
+// ---- several rows of x ------------------------------------------------------------------------------------
 
 // 16 rows of 8 values: v[i] has row i, then row 8 + i
 INFINI_INLINE inline void transpose_half(__m512i* v) {
     __m512i u[8];
     interleave<8>(u, v);
-    const __m512i even = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13), odd = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
+    const __m512i even = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13),
+                  odd = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
     unrolled<4>([&](auto j) INFINI_INLINE {
         v[j] = _mm512_permutex2var_epi64(u[j], even, u[4 + j]);
         v[4 + j] = _mm512_permutex2var_epi64(u[j], odd, u[4 + j]);
@@ -178,12 +191,12 @@ INFINI_INLINE inline void transpose_half(__m512i* v) {
 #define INFINI_ADD(total, w)                                                                      \
     do {                                                                                          \
         INFINI_LOAD(6, w);                                                                        \
-        asm volatile("tdpbf16ps %%tmm6, %%tmm4, %%tmm" #total ::: "memory");                      \
-        if constexpr (P == 2) asm volatile("tdpbf16ps %%tmm6, %%tmm5, %%tmm" #total ::: "memory"); \
+        asm volatile("tdpbf16ps %%tmm6, %%tmm4, %%tmm" #total::: "memory");                       \
+        if constexpr (P == 2) asm volatile("tdpbf16ps %%tmm6, %%tmm5, %%tmm" #total::: "memory"); \
     } while (false)
 
-// total[tile][row][0:16] += the products of a block of x, [pair][plane][row][line], with `count` tiles of weight,
-// [pair][tile][line][row]
+// total[tile][row][0:16] += the products of a block of x, [pair][plane][row][line], with `count` tiles of
+// weight, [pair][tile][line][row]
 template <int P>
 void add_pairs(float* total, const uint16_t* x, const uint16_t* w, int count) {
     INFINI_LOAD(0, total);
@@ -219,8 +232,10 @@ struct TilePart {
     int64_t m, num_rows, n, count, num_blocks;
 
     TilePart(const Linear& a, const TileWeight& weight, int64_t m, int64_t num_rows, int64_t n, int64_t count)
-        : a(a), weight(weight), m(m), num_rows(num_rows), n(n), count(count), num_blocks((num_rows + kSide - 1) / kSide) {
-        memset(total, 0, (count + kColumns - 1) / kColumns * num_blocks * kTogether * kTotalSize * sizeof(float));
+        : a(a), weight(weight), m(m), num_rows(num_rows), n(n), count(count),
+          num_blocks((num_rows + kSide - 1) / kSide) {
+        memset(total, 0,
+               (count + kColumns - 1) / kColumns * num_blocks * kTogether * kTotalSize * sizeof(float));
     }
 
     // A block's rows beyond the last are zero, and so are the lines beyond the last of K.
@@ -234,32 +249,38 @@ struct TilePart {
                     v[line] = row && line < num_lines ? plane_of(row + line * kLine, plane) : __m512i{};
                 transpose(v);
                 uint16_t* to = x + (r / kSide * kSide * P + plane) * kTileSize + r % kSide * kLine;
-                unrolled<kSide>([&](auto pair) INFINI_INLINE { _mm512_store_si512(to + pair * P * kTileSize, v[pair]); });
+                unrolled<kSide>(
+                    [&](auto pair) INFINI_INLINE { _mm512_store_si512(to + pair * P * kTileSize, v[pair]); });
             }
     }
 
     // Half the pairs of a line of 16 weight rows; those beyond the last are zero
     void read_line(uint16_t* to, const uint8_t* from, int64_t rows_left) const {
         const auto row = [&](int i) INFINI_INLINE {
-            return i < rows_left ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i * weight.row_bytes)) : __m256i{};
+            return i < rows_left
+                       ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i * weight.row_bytes))
+                       : __m256i{};
         };
         __m512i v[kPairs];
         unrolled<kPairs>([&](auto i) INFINI_INLINE {
             v[i] = _mm512_inserti64x4(_mm512_castsi256_si512(row(i)), row(kPairs + i), 1);
         });
         transpose_half(v);
-        unrolled<kPairs>([&](auto pair) INFINI_INLINE { _mm512_store_si512(to + pair * kTogether * kTileSize, v[pair]); });
+        unrolled<kPairs>(
+            [&](auto pair) INFINI_INLINE { _mm512_store_si512(to + pair * kTogether * kTileSize, v[pair]); });
     }
 
     void read(int64_t row, int tiles, int64_t k, int64_t num_lines, int first_pair) {
         for (int tile = 0; tile < tiles; ++tile, row += kSide)
             for (int64_t line = 0; line < kSide; ++line) {
                 uint16_t* to = w + tile * kTileSize + line * kLine;
-                const uint8_t* from = weight.data + row * weight.row_bytes + 2 * (k + line * kLine + 2 * first_pair);
+                const uint8_t* from =
+                    weight.data + row * weight.row_bytes + 2 * (k + line * kLine + 2 * first_pair);
                 if (line < num_lines)
                     read_line(to, from, weight.num_rows - row);
                 else
-                    for (int pair = 0; pair < kPairs; ++pair) memset(to + pair * kTogether * kTileSize, 0, 2 * kLine);
+                    for (int pair = 0; pair < kPairs; ++pair)
+                        memset(to + pair * kTogether * kTileSize, 0, 2 * kLine);
             }
     }
 
@@ -269,7 +290,8 @@ struct TilePart {
         for (int pair = 0; pair < kSide; pair += kPairs) {
             read(n + column, tiles, k, num_lines, pair);
             for (int64_t block = 0; block < num_blocks; ++block)
-                add_pairs<P>(to + block * kTogether * kTotalSize, x + (block * kSide + pair) * P * kTileSize, w, tiles);
+                add_pairs<P>(to + block * kTogether * kTotalSize, x + (block * kSide + pair) * P * kTileSize,
+                             w, tiles);
         }
     }
 
@@ -278,7 +300,8 @@ struct TilePart {
         for (int64_t r = 0; r < num_rows; ++r)
             for (int64_t c = 0; c < count; c += kSide) {
                 T* y = Rows{a.y}.at<T>(m + r) + n + c;
-                const int64_t tile = (c / kColumns * num_blocks + r / kSide) * kTogether + c / kSide % kTogether;
+                const int64_t tile =
+                    (c / kColumns * num_blocks + r / kSide) * kTogether + c / kSide % kTogether;
                 const float* sums = total + tile * kTotalSize + r % kSide * kSide;
                 write_sums(y, sums, bias ? bias + c : nullptr, smaller(kSide, count - c));
             }

@@ -1,6 +1,7 @@
-// Integer dot products in AMX tile registers, a block of 8 or 16 rows of x with 16 of weight: what add_tiles of dots.h
-// does, with the same bits. A tile sums 64 bytes of K at once, of which a group fills half. Where weights have four bits and
-// activations 12, it holds both planes: [high | low] of x meets [16 w | w], whose product is the whole dot.
+// Integer dot products in AMX tile registers, a block of 8 or 16 rows of x with 16 of weight: what add_tiles
+// of dots.h does, with the same bits. A tile sums 64 bytes of K at once, of which a group fills half. Where
+// weights have four bits and activations 12, it holds both planes: [high | low] of x meets [16 w | w], whose
+// product is the whole dot.
 #pragma once
 #include "amx.h"
 #include "dots.h"
@@ -10,7 +11,8 @@ namespace {
 
 constexpr int kFewest = 8;  // rows of a block that is worth a tile
 constexpr int kPanels = 2;  // of weight that a block of x meets while it is near
-constexpr int kCentre = 8;  // what fields of four bits are moved down by, so that 16 times them is a signed byte
+constexpr int kCentre =
+    8;  // what fields of four bits are moved down by, so that 16 times them is a signed byte
 
 // The fields w of a block of each of the 16 rows, each group's 16 w and then its w
 template <class Block>
@@ -20,7 +22,8 @@ void read_pairs(int8_t* __restrict q, const uint8_t* __restrict packed) {
     packed += Block::kData * kRows;
     for (int run = 0; run < Block::kElements / Block::kRun; ++run, packed += kHalf) {
         int8_t* low = q + place(2 * kHalf * run);
-        constexpr int kNext = kHalf < kCount ? kHalf : 2 * kCount;  // from the low fields of a run to the high ones
+        constexpr int kNext =
+            kHalf < kCount ? kHalf : 2 * kCount;  // from the low fields of a run to the high ones
         for (int i = 0; i < kHalf; ++i) {
             const uint8_t byte = packed[i];
             low[i] = static_cast<int8_t>(static_cast<uint8_t>(byte << 4) ^ 128);
@@ -31,15 +34,18 @@ void read_pairs(int8_t* __restrict q, const uint8_t* __restrict packed) {
     }
 }
 
-#define INFINI_MULTIPLY(weight, x, product, p)                                                       \
-    asm volatile("tilezero %%tmm" #product "\n tileloadd (%0,%1,1), %%tmm" #x                         \
-                 "\n tdpbssd %%tmm" #weight ", %%tmm" #x ", %%tmm" #product ::"r"(p), "r"(stride) : "memory")
+#define INFINI_MULTIPLY(weight, x, product, p)                                                           \
+    asm volatile("tilezero %%tmm" #product "\n tileloadd (%0,%1,1), %%tmm" #x "\n tdpbssd %%tmm" #weight \
+                 ", %%tmm" #x ", %%tmm" #product::"r"(p),                                                \
+                 "r"(stride)                                                                             \
+                 : "memory")
 
-// The dots of a group, in one of two slots of tile registers: a group's are scaled while the next one's are made, since
-// what leaves tile registers takes a while to arrive. Rows of x are `stride` bytes apart, their second plane follows
-// the first.
+// The dots of a group, in one of two slots of tile registers: a group's are scaled while the next one's are
+// made, since what leaves tile registers takes a while to arrive. Rows of x are `stride` bytes apart, their
+// second plane follows the first.
 template <int slot, int kPlanes, int64_t stride>
-INFINI_INLINE inline void multiply_group(int32_t (*dots)[kRowBlock][kRows], const int8_t* w, const int8_t* q) {
+INFINI_INLINE inline void multiply_group(int32_t (*dots)[kRowBlock][kRows], const int8_t* w,
+                                         const int8_t* q) {
     if constexpr (slot == 0) {
         INFINI_LOAD(6, w);
         INFINI_MULTIPLY(6, 4, 0, q);
@@ -55,9 +61,11 @@ INFINI_INLINE inline void multiply_group(int32_t (*dots)[kRowBlock][kRows], cons
     }
 }
 
-// total[0:R][0:16] += the products of a block of x with a chunk of weight. kCopies is 2 where tiles hold both planes.
+// total[0:R][0:16] += the products of a block of x with a chunk of weight. kCopies is 2 where tiles hold both
+// planes.
 template <class Block, int P, int R, int kCopies>
-void add_block(float* total, const Chunk<kCopies>& chunk, const Activations& x, int64_t first, int64_t num_groups, int64_t row) {
+void add_block(float* total, const Chunk<kCopies>& chunk, const Activations& x, int64_t first,
+               int64_t num_groups, int64_t row) {
     constexpr int G = Block::kGroup, kSplit = kGroup / G;  // weight groups to a group of x
     constexpr int kPlanes = P / kCopies;                   // whose dots come apart
     constexpr int kMoved = kCopies == 2 ? kCentre - Block::kOffset : 0;
@@ -109,25 +117,33 @@ void add_block(float* total, const Chunk<kCopies>& chunk, const Activations& x, 
 
 // total[panel][row][0:16], panels of `band` rows
 template <class Block, int P, int R, int kCopies>
-void add_blocks(float* total, int64_t band, const uint8_t* packed, int num_panels, const Activations& x, int64_t first_row, int64_t num_rows) {
+void add_blocks(float* total, int64_t band, const uint8_t* packed, int num_panels, const Activations& x,
+                int64_t first_row, int64_t num_rows) {
     Chunk<kCopies> chunks[kPanels];
-    const int64_t row_length = x.num_groups * kGroup, panel_bytes = row_length / Block::kElements * Block::kBytes * kRows;
+    const int64_t row_length = x.num_groups * kGroup,
+                  panel_bytes = row_length / Block::kElements * Block::kBytes * kRows;
     configure_tiles(TileConfig(R, kCopies * Block::kGroup));
     for_chunks<Block>(row_length, packed, [&](const uint8_t* p, int64_t k, int64_t length) {
         for (int i = 0; i < num_panels; ++i)
-            if constexpr (kCopies == 2) chunks[i].template read<Block>(p + i * panel_bytes, length, read_pairs<Block>);
-            else chunks[i].template read<Block>(p + i * panel_bytes, length, read_fields<Block, -Block::kOffset>);
+            if constexpr (kCopies == 2)
+                chunks[i].template read<Block>(p + i * panel_bytes, length, read_pairs<Block>);
+            else
+                chunks[i].template read<Block>(p + i * panel_bytes, length,
+                                               read_fields<Block, -Block::kOffset>);
         for (int64_t r = 0; r < num_rows; r += R)
             for (int i = 0; i < num_panels; ++i)
-                add_block<Block, P, R>(total + (i * band + r) * kRows, chunks[i], x, k / kGroup, length / kGroup, first_row + r);
+                add_block<Block, P, R>(total + (i * band + r) * kRows, chunks[i], x, k / kGroup,
+                                       length / kGroup, first_row + r);
     });
     release_tiles();
 }
 
 template <class Block, int P, int R>
-void add_blocks(float* total, int64_t band, const uint8_t* packed, int num_panels, const Activations& x, int64_t first_row, int64_t num_rows) {
+void add_blocks(float* total, int64_t band, const uint8_t* packed, int num_panels, const Activations& x,
+                int64_t first_row, int64_t num_rows) {
     if constexpr (Block::kBits == 4 && P == 2)
-        if (x.radix == 16) return add_blocks<Block, P, R, 2>(total, band, packed, num_panels, x, first_row, num_rows);
+        if (x.radix == 16)
+            return add_blocks<Block, P, R, 2>(total, band, packed, num_panels, x, first_row, num_rows);
     add_blocks<Block, P, R, 1>(total, band, packed, num_panels, x, first_row, num_rows);
 }
 

@@ -1,9 +1,11 @@
 // store_kv:  keys[stream[n], :, position[n]] = k[n], values likewise
-// attention: y[n, h] = sum over j of softmax_j(scale * q[n, h] . keys[s, g, j]) * values[s, g, j], where s = stream[n],
-//            g = h / (heads / kv heads), and j runs over the positions up to position[n] (the last `window` of them)
-// Keys are taken in splits of kSplit absolute positions. A split's maximum, sum and weighted values are found alone,
-// and folded into the result in the order of the splits. So a token's result depends on its own keys only: not on the
-// other tokens, on how a prompt was cut up, nor on the threads. Few tokens over long streams share out their splits.
+// attention: y[n, h] = sum over j of softmax_j(scale * q[n, h] . keys[s, g, j]) * values[s, g, j], where
+//            s = stream[n], g = h / (heads / kv heads), and j runs over the positions up to position[n]
+//            (the last `window` of them)
+// Keys are taken in splits of kSplit absolute positions. A split's maximum, sum and weighted values are found
+// alone, and folded into the result in the order of the splits. So a token's result depends on its own keys
+// only: not on the other tokens, on how a prompt was cut up, nor on the threads. Few tokens over long streams
+// share out their splits.
 #include "kernels.h"
 #include "rows.h"
 
@@ -17,7 +19,8 @@ struct Span { int64_t begin, end; };
 
 inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// What is known of a token's head after some keys: the largest score, sum of exp(score - max), and weighted values.
+// What is known of a token's head after some keys: the largest score, sum of exp(score - max), and weighted
+// values.
 struct State {
     float* data;  // [max, sum, values of D]
     float& top() const { return data[0]; }
@@ -25,22 +28,24 @@ struct State {
     float* values() const { return data + 2; }
 };
 
-// Dot products run over the head size from first to last, with a lane for each key, and values over the keys: what a
-// query gets does not depend on the queries beside it.
-constexpr int kLanes = 16;       // keys scored side by side
+// Dot products run over the head size from first to last, with a lane for each key, and values over the keys:
+// what a query gets does not depend on the queries beside it.
+constexpr int kLanes = 16;  // keys scored side by side
 constexpr int kVectors = kLanes / W;
 constexpr int kScores = kSplit + W;  // a vector may begin at the last key
 constexpr int kMaxDim = kAttentionDim;
 constexpr int kAhead = 16;  // rows of values asked for ahead of their use
 #if defined(INFINI_AVX512)
-constexpr int kQueries = 8;  // that share what is loaded of keys and values, so that their sums stay in registers
+constexpr int kQueries =
+    8;  // that share what is loaded of keys and values, so that their sums stay in registers
 #elif defined(INFINI_NEON)
 constexpr int kQueries = 4;
 #else
 constexpr int kQueries = 2;
 #endif
 
-// keys[j][0:dim] for j < num_keys with a lane for each key: [key / kLanes][dim][kLanes], zeros behind the last
+// keys[j][0:dim] for j < num_keys with a lane for each key: [key / kLanes][dim][kLanes], zeros behind the
+// last
 struct Keys {
     alignas(64) float data[kMaxDim * kSplit];
 
@@ -49,7 +54,8 @@ struct Keys {
         for (int64_t j = 0; j < (num_keys + kLanes - 1) / kLanes * kLanes; j += 4) {
             alignas(64) float room[4][kMaxDim];
             const float* rows[4];
-            for (int i = 0; i < 4; ++i) rows[i] = as_floats(room[i], j + i < num_keys ? k + (j + i) * stride : nullptr, dim);
+            for (int i = 0; i < 4; ++i)
+                rows[i] = as_floats(room[i], j + i < num_keys ? k + (j + i) * stride : nullptr, dim);
             float* to = data + j / kLanes * kLanes * dim + j % kLanes;
             int64_t d = 0;
             for (; d + 4 <= dim; d += 4) transpose(to + d * kLanes, rows, d);
@@ -69,16 +75,21 @@ struct Keys {
     static void transpose(float* to, const float* const* rows, int64_t at) {
         typedef float v4 __attribute__((vector_size(16)));
         v4 a, b, c, d;
-        memcpy(&a, rows[0] + at, 16), memcpy(&b, rows[1] + at, 16), memcpy(&c, rows[2] + at, 16), memcpy(&d, rows[3] + at, 16);
-        const v4 ab = __builtin_shufflevector(a, b, 0, 4, 1, 5), cd = __builtin_shufflevector(c, d, 0, 4, 1, 5);
-        const v4 AB = __builtin_shufflevector(a, b, 2, 6, 3, 7), CD = __builtin_shufflevector(c, d, 2, 6, 3, 7);
-        const v4 columns[] = {__builtin_shufflevector(ab, cd, 0, 1, 4, 5), __builtin_shufflevector(ab, cd, 2, 3, 6, 7),
-                              __builtin_shufflevector(AB, CD, 0, 1, 4, 5), __builtin_shufflevector(AB, CD, 2, 3, 6, 7)};
+        memcpy(&a, rows[0] + at, 16), memcpy(&b, rows[1] + at, 16), memcpy(&c, rows[2] + at, 16),
+            memcpy(&d, rows[3] + at, 16);
+        const v4 ab = __builtin_shufflevector(a, b, 0, 4, 1, 5),
+                 cd = __builtin_shufflevector(c, d, 0, 4, 1, 5);
+        const v4 AB = __builtin_shufflevector(a, b, 2, 6, 3, 7),
+                 CD = __builtin_shufflevector(c, d, 2, 6, 3, 7);
+        const v4 columns[] = {
+            __builtin_shufflevector(ab, cd, 0, 1, 4, 5), __builtin_shufflevector(ab, cd, 2, 3, 6, 7),
+            __builtin_shufflevector(AB, CD, 0, 1, 4, 5), __builtin_shufflevector(AB, CD, 2, 3, 6, 7)};
         for (int i = 0; i < 4; ++i) memcpy(to + i * kLanes, &columns[i], 16);
     }
 };
 
-// N vectors for each of M queries: lists rather than arrays, which GCC would keep in memory. each(f) calls f(sum, m, n).
+// N vectors for each of M queries: lists rather than arrays, which GCC would keep in memory. each(f) calls
+// f(sum, m, n).
 template <int M, int N>
 struct Sums {
     Sums<M, N - 1> rest;
@@ -117,30 +128,35 @@ struct Grid<0, N> {
 
 // scores[m][j] = scale * q[m] . keys[j], to the next kLanes of num_keys
 template <int M>
-void score(float (*scores)[kScores], const float* const* q, const Keys& keys, int64_t num_keys, int64_t dim, float scale) {
+void score(float (*scores)[kScores], const float* const* q, const Keys& keys, int64_t num_keys, int64_t dim,
+           float scale) {
     for (int64_t j = 0; j < num_keys; j += kLanes) {
         Grid<M, kVectors> sums;
         sums.each([&](vf& s, int, int) INFINI_INLINE { s = vf{}; });
         const float* row = keys.data + j * dim;
         for (int64_t d = 0; d < dim; ++d, row += kLanes)
-            sums.each([&](vf& s, int m, int n) INFINI_INLINE { s = fma(splat(q[m][d]), load(row + n * W), s); });
+            sums.each([&](vf& s, int m, int n)
+                          INFINI_INLINE { s = fma(splat(q[m][d]), load(row + n * W), s); });
         sums.each([&](vf& s, int m, int n) INFINI_INLINE { store(scores[m] + j + n * W, s * scale); });
     }
 }
 
-// out[m] += weights[m][j] * v[j] for the keys j from `begin` to `end`, in that order for every element. The first pass
-// over values that are far away fetches whole rows.
+// out[m] += weights[m][j] * v[j] for the keys j from `begin` to `end`, in that order for every element. The
+// first pass over values that are far away fetches whole rows.
 template <int M, class T>
-void add_values(float* const* out, const float (*weights)[kScores], const T* v, int64_t stride, int64_t begin, int64_t end, int64_t dim,
-                bool is_far = false) {
+void add_values(float* const* out, const float (*weights)[kScores], const T* v, int64_t stride, int64_t begin,
+                int64_t end, int64_t dim, bool is_far = false) {
     constexpr int kWidth = 4;
     int64_t i = 0;
     for (; i + kWidth * W <= dim; i += kWidth * W) {
         Grid<M, kWidth> sums;
         sums.each([&](vf& s, int m, int n) INFINI_INLINE { s = load(out[m] + i + n * W); });
         for (int64_t j = begin; j < end; ++j) {
-            for (int64_t d = 0; is_far && i == 0 && d < dim; d += 64 / sizeof(T)) __builtin_prefetch(v + (j + kAhead) * stride + d);
-            sums.each([&](vf& s, int m, int n) INFINI_INLINE { s = fma(splat(weights[m][j]), load(v + j * stride + i + n * W), s); });
+            for (int64_t d = 0; is_far && i == 0 && d < dim; d += 64 / sizeof(T))
+                __builtin_prefetch(v + (j + kAhead) * stride + d);
+            sums.each([&](vf& s, int m, int n) INFINI_INLINE {
+                s = fma(splat(weights[m][j]), load(v + j * stride + i + n * W), s);
+            });
         }
         sums.each([&](vf& s, int m, int n) INFINI_INLINE { store(out[m] + i + n * W, s); });
     }
@@ -148,7 +164,8 @@ void add_values(float* const* out, const float (*weights)[kScores], const T* v, 
         const int64_t count = dim - i < W ? dim - i : W;
         for (int m = 0; m < M; ++m) {
             vf sum = load_n(out[m] + i, count);
-            for (int64_t j = begin; j < end; ++j) sum = fma(splat(weights[m][j]), load_n(v + j * stride + i, count), sum);
+            for (int64_t j = begin; j < end; ++j)
+                sum = fma(splat(weights[m][j]), load_n(v + j * stride + i, count), sum);
             store_n(out[m] + i, sum, count);
         }
     }
@@ -177,7 +194,8 @@ struct Query {
 
 // The states of M queries after the keys of one split alone
 template <int M, class T>
-void attend_queries(const Query* queries, const Keys& keys, const T* v, int64_t v_stride, int64_t dim, float scale, bool is_far) {
+void attend_queries(const Query* queries, const Keys& keys, const T* v, int64_t v_stride, int64_t dim,
+                    float scale, bool is_far) {
     alignas(64) float scores[M][kScores];
     const float* q[M];
     float* out[M];
@@ -192,14 +210,20 @@ void attend_queries(const Query* queries, const Keys& keys, const T* v, int64_t 
     score<M>(scores, q, keys, last, dim, scale);
     for (int m = 0; m < M; ++m) soften(queries[m].out, scores[m], queries[m].begin, queries[m].end);
     if (shared_end < shared_begin) shared_end = shared_begin;
-    for (int m = 0; m < M; ++m) add_values<1>(out + m, scores + m, v, v_stride, queries[m].begin, smaller(shared_begin, queries[m].end), dim);
+    for (int m = 0; m < M; ++m)
+        add_values<1>(out + m, scores + m, v, v_stride, queries[m].begin,
+                      smaller(shared_begin, queries[m].end), dim);
     add_values<M>(out, scores, v, v_stride, shared_begin, shared_end, dim, is_far);
-    for (int m = 0; m < M; ++m) add_values<1>(out + m, scores + m, v, v_stride, larger(shared_end, queries[m].begin), queries[m].end, dim);
+    for (int m = 0; m < M; ++m)
+        add_values<1>(out + m, scores + m, v, v_stride, larger(shared_end, queries[m].begin), queries[m].end,
+                      dim);
 }
 
 template <int M, class T>
-void attend_all(const Query* queries, int64_t count, const Keys& keys, const T* v, int64_t v_stride, int64_t dim, float scale, bool is_far) {
-    for (; count >= M; count -= M, queries += M, is_far = false) attend_queries<M>(queries, keys, v, v_stride, dim, scale, is_far);
+void attend_all(const Query* queries, int64_t count, const Keys& keys, const T* v, int64_t v_stride,
+                int64_t dim, float scale, bool is_far) {
+    for (; count >= M; count -= M, queries += M, is_far = false)
+        attend_queries<M>(queries, keys, v, v_stride, dim, scale, is_far);
     if constexpr (M > 1) attend_all<M - 1>(queries, count, keys, v, v_stride, dim, scale, is_far);
 }
 
@@ -215,7 +239,8 @@ void fold(State all, State part, int64_t dim) {
     const float kept = all.sum() > 0 ? scalar_exp(all.top() - top) : 0, added = scalar_exp(part.top() - top);
     all.top() = top;
     all.sum() = all.sum() * kept + part.sum() * added;
-    map([&](vf a, vf p) { return fma(a, splat(kept), p * added); }, dim, all.values(), all.values(), part.values());
+    map([&](vf a, vf p) { return fma(a, splat(kept), p * added); }, dim, all.values(), all.values(),
+        part.values());
 }
 
 struct Problem {
@@ -252,7 +277,8 @@ struct Problem {
 
     template <class T>
     static const T* at(const Tensor& cache, int64_t stream, int64_t g, int64_t split) {
-        return static_cast<const T*>(cache.data) + stream * cache.stride[0] + g * cache.stride[1] + split * kSplit * cache.stride[2];
+        return static_cast<const T*>(cache.data) + stream * cache.stride[0] + g * cache.stride[1] +
+               split * kSplit * cache.stride[2];
     }
 
     template <class T>
@@ -261,7 +287,8 @@ struct Problem {
     }
 
     template <class T>
-    void answer(const Query* queries, int64_t count, const Keys& keys, int64_t n, int64_t g, int64_t split, bool is_first) const {
+    void answer(const Query* queries, int64_t count, const Keys& keys, int64_t n, int64_t g, int64_t split,
+                bool is_first) const {
         const T* v = at<T>(a.values, stream(n), g, split);
         attend_all<kQueries>(queries, count, keys, v, a.values.stride[2], dim, a.scale, is_first);
     }
@@ -275,8 +302,8 @@ struct Problem {
 
 constexpr int kBatch = 16;  // queries asked at once
 
-// One task: some tokens of one stream and the query heads of one key head, split after split, so that the keys and
-// values of a split are read from memory once for all of them.
+// One task: some tokens of one stream and the query heads of one key head, split after split, so that the
+// keys and values of a split are read from memory once for all of them.
 template <class T>
 void attend_tokens(const Problem& p, int64_t begin, int64_t end, int64_t g) {
     float states[kStateFloats], parts[kBatch][kMaxDim + 2];
@@ -286,7 +313,8 @@ void attend_tokens(const Problem& p, int64_t begin, int64_t end, int64_t g) {
     const auto head = [&](int64_t i) { return g * p.group + i % p.group; };
     const auto state = [&](int64_t i) { return State{states + i * p.state_size}; };
     int64_t first = p.first_split(begin), last = 0;
-    for (int64_t n = begin; n < end; ++n) first = smaller(first, p.first_split(n)), last = larger(last, p.num_splits(n));
+    for (int64_t n = begin; n < end; ++n)
+        first = smaller(first, p.first_split(n)), last = larger(last, p.num_splits(n));
     for (int64_t i = 0; i < count; ++i) start(state(i), p.dim);
     for (int64_t split = first; split < last; ++split) {
         int64_t num_keys = 0;
@@ -322,7 +350,8 @@ template <class T>
 void attend_by_tokens(const Problem& p, int64_t most_splits) {
     const int64_t work = most_splits * kSplit * p.dim * p.group;  // of one item, at most
     parallel_for(p.num_tokens * p.num_kv_heads, (kGrain + work - 1) / work, [&](int64_t first, int64_t last) {
-        // Runs are found from the start of each key head's tokens; a thread takes those that begin in its share.
+        // Runs are found from the start of each key head's tokens; a thread takes those that begin in its
+        // share.
         for (int64_t item = first; item < last;) {
             const int64_t g = item / p.num_tokens, n = item % p.num_tokens;
             int64_t end = end_of_run(p, n);
@@ -352,7 +381,8 @@ void attend_by_splits(const Problem& p, int64_t most_splits) {
             for (int64_t first_head = 0; first_head < p.group; first_head += kBatch) {
                 Query queries[kBatch];
                 const int64_t count = smaller(kBatch, p.group - first_head), h = g * p.group + first_head;
-                for (int64_t i = 0; i < count; ++i) queries[i] = p.ask(n, h + i, split, part(n, h + i, split));
+                for (int64_t i = 0; i < count; ++i)
+                    queries[i] = p.ask(n, h + i, split, part(n, h + i, split));
                 p.answer<T>(queries, count, keys, n, g, split, first_head == 0);
             }
         }
@@ -362,14 +392,16 @@ void attend_by_splits(const Problem& p, int64_t most_splits) {
             float data[kMaxDim + 2];
             const State all{data};
             start(all, p.dim);
-            for (int64_t split = p.first_split(n); split < p.num_splits(n); ++split) fold(all, part(n, h, split), p.dim);
+            for (int64_t split = p.first_split(n); split < p.num_splits(n); ++split)
+                fold(all, part(n, h, split), p.dim);
             p.finish(all, n, h);
         }
 }
 
 int64_t first_bad_token(const Tensor& streams, const Tensor& positions, const Tensor& keys) {
     for (int64_t n = 0; n < num_elements(positions); ++n) {
-        const int64_t stream = index_at(streams.data, streams.dtype, n), position = index_at(positions.data, positions.dtype, n);
+        const int64_t stream = index_at(streams.data, streams.dtype, n),
+                      position = index_at(positions.data, positions.dtype, n);
         if (stream < 0 || stream >= keys.shape[0] || position < 0 || position >= keys.shape[2]) return n;
     }
     return kOk;
@@ -382,13 +414,16 @@ int64_t attention(const Attention& a) {
     if (num_elements(a.q) == 0) return kOk;
     const Problem p(a);
     int64_t most_splits = 0;
-    for (int64_t n = 0; n < p.num_tokens; ++n) most_splits = p.num_splits(n) > most_splits ? p.num_splits(n) : most_splits;
+    for (int64_t n = 0; n < p.num_tokens; ++n)
+        most_splits = p.num_splits(n) > most_splits ? p.num_splits(n) : most_splits;
     const int64_t needed = p.num_tokens * p.num_heads * most_splits * p.state_size;
     const bool by_splits = p.num_tokens <= 16 && most_splits > 1 && needed <= num_elements(a.workspace);
     with_type(a.keys.dtype, [&](auto type) {
         using T = decltype(type);
-        if (by_splits) attend_by_splits<T>(p, most_splits);
-        else attend_by_tokens<T>(p, most_splits);
+        if (by_splits)
+            attend_by_splits<T>(p, most_splits);
+        else
+            attend_by_tokens<T>(p, most_splits);
     });
     return kOk;
 }
@@ -399,8 +434,10 @@ int64_t store_kv(const StoreKv& a) {
     with_type(a.keys.dtype, [&](auto type) {
         using T = decltype(type);
         const auto copy = [&](const Tensor& to, const Tensor& from, int64_t n, int64_t h) {
-            const int64_t s = index_at(a.streams.data, a.streams.dtype, n), t = index_at(a.positions.data, a.positions.dtype, n);
-            map([](vf v) { return v; }, dim, static_cast<T*>(to.data) + s * to.stride[0] + h * to.stride[1] + t * to.stride[2],
+            const int64_t s = index_at(a.streams.data, a.streams.dtype, n),
+                          t = index_at(a.positions.data, a.positions.dtype, n);
+            map([](vf v) { return v; }, dim,
+                static_cast<T*>(to.data) + s * to.stride[0] + h * to.stride[1] + t * to.stride[2],
                 static_cast<const float*>(from.data) + n * from.stride[0] + h * from.stride[1]);
         };
         for (int64_t n = 0; n < num_tokens; ++n)

@@ -1,4 +1,5 @@
-// Kernels called from Python: at once, bound to their tensors to be called again and again, or many in one replay.
+// Kernels called from Python: at once, bound to their tensors to be called again and again, or many in one
+// replay.
 #pragma once
 #include <algorithm>
 #include <functional>
@@ -10,38 +11,46 @@
 namespace infini {
 namespace {
 
-// ---- what a kernel found wrong -------------------------------------------------------------------------------------
+// ---- what a kernel found wrong ----------------------------------------------------------------------------
 
 template <class Args>
 void report(const Args&, int64_t) {}
 
 void report_index(const char* what, const Tensor& indices, int64_t at, int64_t limit) {
     const int64_t found = index_at(indices.data, indices.dtype, at);
-    const std::string value = indices.dtype == DType::u64 ? std::to_string(static_cast<uint64_t>(found)) : std::to_string(found);
-    throw nb::index_error((std::string(what) + " " + value + " (element " + std::to_string(at) + ") is outside [0, " +
-                           std::to_string(limit) + ")").c_str());
+    const std::string value =
+        indices.dtype == DType::u64 ? std::to_string(static_cast<uint64_t>(found)) : std::to_string(found);
+    throw nb::index_error((std::string(what) + " " + value + " (element " + std::to_string(at) +
+                           ") is outside [0, " + std::to_string(limit) + ")")
+                              .c_str());
 }
 
 void report(const Rope& a, int64_t at) { report_index("rope: position", a.positions, at, a.sin.shape[0]); }
 void report(const Embedding& a, int64_t at) { report_index("embedding: id", a.ids, at, a.weight.shape[0]); }
 void report_place(const Tensor& streams, const Tensor& positions, const Tensor& keys, int64_t at) {
     const auto value = [&](const Tensor& t) { return std::to_string(index_at(t.data, t.dtype, at)); };
-    throw nb::index_error(("token " + std::to_string(at) + " is at position " + value(positions) + " of stream " + value(streams) +
-                           ", but the cache has " + std::to_string(keys.shape[0]) + " streams of " + std::to_string(keys.shape[2]) +
-                           " positions").c_str());
+    throw nb::index_error(("token " + std::to_string(at) + " is at position " + value(positions) +
+                           " of stream " + value(streams) + ", but the cache has " +
+                           std::to_string(keys.shape[0]) + " streams of " + std::to_string(keys.shape[2]) +
+                           " positions")
+                              .c_str());
 }
 
 void report(const Attention& a, int64_t at) { report_place(a.streams, a.positions, a.keys, at); }
 void report(const StoreKv& a, int64_t at) { report_place(a.streams, a.positions, a.keys, at); }
 void report(const QuantizedEmbedding& a, int64_t at) { report_index("embedding: id", a.ids, at, a.num_rows); }
-void report(const PackedLinear&, int64_t) { refuse("linear: out may not be the input, which is read while out is written"); }
-void report(const Linear&, int64_t) { refuse("linear: out may not be the input, which is read while out is written"); }
+void report(const PackedLinear&, int64_t) {
+    refuse("linear: out may not be the input, which is read while out is written");
+}
+void report(const Linear&, int64_t) {
+    refuse("linear: out may not be the input, which is read while out is written");
+}
 void report(const RandomSample& a, int64_t at) {
     if (at == a.logits.shape[0]) refuse("random_sample: every logit is -inf, so there is no token to take");
     refuse("random_sample: logit " + std::to_string(at) + " is NaN or +inf; expected finite values or -inf");
 }
 
-// ---- calls ---------------------------------------------------------------------------------------------------------
+// ---- calls ------------------------------------------------------------------------------------------------
 
 template <class Args>
 void run_kernel(int64_t (*kernel)(const Args&), const Args& args) {
@@ -53,7 +62,8 @@ void run_kernel(int64_t (*kernel)(const Args&), const Args& args) {
     if (status != kOk) report(args, status);
 }
 
-// An op with its tensors, checked. `run` takes their addresses and needs no Python; `report` throws for its status.
+// An op with its tensors, checked. `run` takes their addresses and needs no Python; `report` throws for its
+// status.
 struct Call {
     std::vector<nb::object> owners;  // None where an optional tensor is absent
     std::vector<Tensor> layouts;
@@ -64,7 +74,8 @@ struct Call {
         if (given.size() != 0 && given.size() != owners.size())
             throw nb::type_error(("expected no tensors, or " + std::to_string(owners.size())).c_str());
         std::vector<void*> data(owners.size());
-        for (size_t i = 0; i < owners.size(); ++i) data[i] = address(i, given.size() ? nb::handle(given[i]) : nb::handle(owners[i]));
+        for (size_t i = 0; i < owners.size(); ++i)
+            data[i] = address(i, given.size() ? nb::handle(given[i]) : nb::handle(owners[i]));
         int64_t status;
         {
             nb::gil_scoped_release release;
@@ -80,7 +91,8 @@ struct Call {
         void* data = t.data;
         t.data = layouts[i].data;
         if (!is_same_view(t, layouts[i]))
-            refuse("tensor " + std::to_string(i) + " differs in dtype, shape or strides from the one this call was made for");
+            refuse("tensor " + std::to_string(i) +
+                   " differs in dtype, shape or strides from the one this call was made for");
         return data;
     }
 
@@ -121,8 +133,8 @@ Call bind_call(int64_t (*kernel)(const Args&), Args (*make)(P...), P... p) {
     return call;
 }
 
-// Calls replayed in order by one call from Python. Tensors that no call of the graph made may be moved or resized by
-// others, so they are looked at again before each replay.
+// Calls replayed in order by one call from Python. Tensors that no call of the graph made may be moved or
+// resized by others, so they are looked at again before each replay.
 class Graph {
 public:
     explicit Graph(const nb::list& calls) {
@@ -141,7 +153,8 @@ public:
     }
 
     void replay() {
-        for (const auto& [call, i] : outside_) data_[call][i] = calls_[call]->address(i, calls_[call]->owners[i]);
+        for (const auto& [call, i] : outside_)
+            data_[call][i] = calls_[call]->address(i, calls_[call]->owners[i]);
         size_t at = 0;
         int64_t status = kOk;
         {

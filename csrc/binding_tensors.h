@@ -1,5 +1,5 @@
-// torch tensors as kernels see them, read through DLPack's C exchange, so that nothing of torch is linked; and what has
-// to hold for them before a kernel may run.
+// torch tensors as kernels see them, read through DLPack's C exchange, so that nothing of torch is linked;
+// and what has to hold for them before a kernel may run.
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -33,10 +33,12 @@ struct TorchTypes {
 constexpr int kDlpackCpu = 1;
 
 bool read_dtype(nb::dlpack::dtype found, DType* dtype) {
-    struct { int code, bits; DType dtype; } const known[] = {
-        {2, 32, DType::f32}, {2, 64, DType::f64}, {2, 16, DType::f16}, {4, 16, DType::bf16},
-        {0, 8, DType::i8},   {0, 16, DType::i16}, {0, 32, DType::i32}, {0, 64, DType::i64},
-        {1, 8, DType::u8},   {1, 16, DType::u16}, {1, 32, DType::u32}, {1, 64, DType::u64}};
+    struct {
+        int code, bits;
+        DType dtype;
+    } const known[] = {{2, 32, DType::f32}, {2, 64, DType::f64}, {2, 16, DType::f16}, {4, 16, DType::bf16},
+                       {0, 8, DType::i8},   {0, 16, DType::i16}, {0, 32, DType::i32}, {0, 64, DType::i64},
+                       {1, 8, DType::u8},   {1, 16, DType::u16}, {1, 32, DType::u32}, {1, 64, DType::u64}};
     for (const auto& k : known)
         if (k.code == found.code && k.bits == found.bits && found.lanes == 1) return *dtype = k.dtype, true;
     return false;
@@ -45,7 +47,8 @@ bool read_dtype(nb::dlpack::dtype found, DType* dtype) {
 bool read_exchange(nb::handle h, Tensor* t) {
     nb::dlpack::dltensor d;
     if (g_torch.api->view(h.ptr(), &d) != 0) return PyErr_Clear(), false;
-    if (d.device.device_type != kDlpackCpu || d.ndim > kMaxDims || !read_dtype(d.dtype, &t->dtype)) return false;
+    if (d.device.device_type != kDlpackCpu || d.ndim > kMaxDims || !read_dtype(d.dtype, &t->dtype))
+        return false;
     t->data = static_cast<char*>(d.data) + d.byte_offset;
     t->ndim = d.ndim;
     for (int i = 0; i < d.ndim; ++i) t->shape[i] = d.shape[i], t->stride[i] = d.strides[i];
@@ -67,7 +70,8 @@ bool read_attributes(nb::handle h, Tensor* t) {
     t->dtype = static_cast<DType>(index);
     t->data = reinterpret_cast<void*>(nb::cast<uintptr_t>(h.attr("data_ptr")()));
     t->ndim = static_cast<int>(shape.size());
-    for (int i = 0; i < t->ndim; ++i) t->shape[i] = nb::cast<int64_t>(shape[i]), t->stride[i] = nb::cast<int64_t>(stride[i]);
+    for (int i = 0; i < t->ndim; ++i)
+        t->shape[i] = nb::cast<int64_t>(shape[i]), t->stride[i] = nb::cast<int64_t>(stride[i]);
     return true;
 }
 
@@ -94,7 +98,8 @@ void require(bool holds, const char* rule) {
 
 Tensor tensor(nb::handle h) {
     Tensor t;
-    if (!read(h, &t)) throw nb::type_error("expected a plain CPU tensor of a numeric dtype with at most 6 dimensions");
+    if (!read(h, &t))
+        throw nb::type_error("expected a plain CPU tensor of a numeric dtype with at most 6 dimensions");
     return t;
 }
 
@@ -138,7 +143,9 @@ bool overlaps_itself(const Tensor& t) {  // conservative: strides must nest
     for (int i = 0; i < t.ndim; ++i)
         for (int j = 0; j < t.ndim; ++j) {
             if (t.shape[i] <= 1 || i == j || t.stride[j] > t.stride[i]) continue;
-            if (t.shape[j] > 1 && t.stride[i] < t.stride[j] * t.shape[j] && (t.stride[i] != t.stride[j] || i < j)) return true;
+            if (t.shape[j] > 1 && t.stride[i] < t.stride[j] * t.shape[j] &&
+                (t.stride[i] != t.stride[j] || i < j))
+                return true;
         }
     for (int i = 0; i < t.ndim; ++i)
         if (t.shape[i] > 1 && t.stride[i] <= 0) return true;
@@ -159,8 +166,8 @@ bool needs_grad(nb::handle h) {
     return is_true(flag) && is_true(g_torch.is_grad_enabled());
 }
 
-// Can the row kernels take these? One floating dtype, rows contiguous, no gradient wanted, out None or safe to write.
-// Arguments that are not tensors are passed over.
+// Can the row kernels take these? One floating dtype, rows contiguous, no gradient wanted, out None or safe
+// to write. Arguments that are not tensors are passed over.
 template <class Handles>
 bool accepts_rows(nb::handle out, const Handles& arguments) {
     Tensor x[4], y;
@@ -201,14 +208,16 @@ bool are_apart(nb::handle a, nb::handle b) {
 }
 
 void check_rows(const Tensor& y, const Tensor& x) {
-    require(is_float(x.dtype) && x.dtype == y.dtype, "expected float32, float16 or bfloat16, the same in and out");
+    require(is_float(x.dtype) && x.dtype == y.dtype,
+            "expected float32, float16 or bfloat16, the same in and out");
     if (!same_shape(x, y)) refuse("out has shape " + shape_of(y) + ", but the input has " + shape_of(x));
     require(x.ndim >= 1 && has_rows(x) && has_rows(y), "expected the last dimension to be contiguous");
 }
 
 void check_vector(const Tensor& v, const Tensor& x) {
     require(v.dtype == x.dtype, "expected the weight in the dtype of the input");
-    require(is_contiguous(v) && num_elements(v) == x.shape[x.ndim - 1], "expected a contiguous weight as long as a row");
+    require(is_contiguous(v) && num_elements(v) == x.shape[x.ndim - 1],
+            "expected a contiguous weight as long as a row");
 }
 
 }  // namespace

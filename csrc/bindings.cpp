@@ -1,6 +1,6 @@
-// The native core as Python sees it. Each op is there twice: `rms_norm(...)` runs it, `bind_rms_norm(...)` checks it once
-// and returns a Call that runs it again and again, on the same tensors or on others of the same layout. These four
-// files, bindings.cpp and binding_*.h, are the only ones that know Python.
+// The native core as Python sees it. Each op is there twice: `rms_norm(...)` runs it, `bind_rms_norm(...)`
+// checks it once and returns a Call that runs it again and again, on the same tensors or on others of the
+// same layout. These four files, bindings.cpp and binding_*.h, are the only ones that know Python.
 #include <nanobind/stl/string.h>
 
 #include <atomic>
@@ -15,7 +15,9 @@ using namespace infini;
 namespace {
 
 template <class P>
-auto any_object() { return nb::arg().none(); }  // None reaches our own checks and their messages
+auto any_object() {
+    return nb::arg().none();
+}  // None reaches our own checks and their messages
 
 template <class... P>
 void def_accepts(nb::module_& m, const char* name, bool (*accepts)(P...)) {
@@ -23,7 +25,8 @@ void def_accepts(nb::module_& m, const char* name, bool (*accepts)(P...)) {
 }
 
 template <class Args, class... P>
-void def_bind(nb::module_& m, const char* name, Args (*make)(P...), int64_t (*Kernels::*member)(const Args&)) {
+void def_bind(nb::module_& m, const char* name, Args (*make)(P...),
+              int64_t (*Kernels::*member)(const Args&)) {
     const auto bind = [=](P... p) { return bind_call(active_level().kernels->*member, make, p...); };
     m.def((std::string("bind_") + name).c_str(), bind, any_object<P>()...);
 }
@@ -36,7 +39,9 @@ void def_op(nb::module_& m, const char* name, Args (*make)(P...), int64_t (*Kern
 }
 
 template <class... P>
-nb::object empty_like_first(nb::handle x, P...) { return g_torch.empty_like(x); }
+nb::object empty_like_first(nb::handle x, P...) {
+    return g_torch.empty_like(x);
+}
 
 nb::object empty_rows(nb::handle ids, nb::handle weight) {  // [*] and [rows, E] -> [*, E]
     const Tensor t = tensor(ids);
@@ -46,11 +51,13 @@ nb::object empty_rows(nb::handle ids, nb::handle weight) {  // [*] and [rows, E]
     return weight.attr("new_empty")(*sizes);
 }
 
-// The whole of an op in one call: the function makes an output that is None, and returns the output, or None where
-// `accepts` says no or `make` finds a rule broken.
+// The whole of an op in one call: the function makes an output that is None, and returns the output, or None
+// where `accepts` says no or `make` finds a rule broken.
 template <class Args, class... P>
-void def_whole_op(nb::module_& m, const char* name, Args (*make)(nb::handle, P...), int64_t (*Kernels::*member)(const Args&),
-                  bool (*accepts)(nb::handle, P...) = accepts_row_op, nb::object (*empty)(P...) = empty_like_first) {
+void def_whole_op(nb::module_& m, const char* name, Args (*make)(nb::handle, P...),
+                  int64_t (*Kernels::*member)(const Args&),
+                  bool (*accepts)(nb::handle, P...) = accepts_row_op,
+                  nb::object (*empty)(P...) = empty_like_first) {
     const auto run = [=](nb::handle out, P... p) -> nb::object {
         if (!accepts(out, p...)) return nb::none();
         nb::object y = out.is_none() ? empty(p...) : nb::borrow(out);
@@ -68,8 +75,8 @@ void def_whole_op(nb::module_& m, const char* name, Args (*make)(nb::handle, P..
     def_bind(m, name, make, member);
 }
 
-void use_torch(nb::handle tensor_type, nb::handle parameter_type, nb::handle is_grad_enabled, nb::handle empty_like,
-               bool use_exchange) {
+void use_torch(nb::handle tensor_type, nb::handle parameter_type, nb::handle is_grad_enabled,
+               nb::handle empty_like, bool use_exchange) {
     g_torch.tensor = reinterpret_cast<PyTypeObject*>(tensor_type.ptr());
     g_torch.parameter = reinterpret_cast<PyTypeObject*>(parameter_type.ptr());
     g_torch.is_grad_enabled = is_grad_enabled.inc_ref();
@@ -85,17 +92,20 @@ void use_torch(nb::handle tensor_type, nb::handle parameter_type, nb::handle is_
 void move_rows(int64_t (*Kernels::*member)(const Pack&), nb::handle packed, nb::handle blocks, int type) {
     const Pack a{tensor(packed), tensor(blocks), static_cast<BlockType>(type)};
     const Tensor rows = as_rows(a.packed, a.blocks.ndim == 2 ? a.blocks.shape[0] : -1);
-    require(a.blocks.dtype == DType::u8 && is_contiguous(a.blocks) && rows.ndim == 2 && rows.shape[1] == a.blocks.shape[1],
+    require(a.blocks.dtype == DType::u8 && is_contiguous(a.blocks) && rows.ndim == 2 &&
+                rows.shape[1] == a.blocks.shape[1],
             "pack: expected uint8 blocks and room for 16 rows of them side by side");
     const BlockSize block = block_size(a.type);
-    require(block.elements > 1 && a.blocks.shape[1] % block.bytes == 0, "pack: expected rows of whole blocks");
+    require(block.elements > 1 && a.blocks.shape[1] % block.bytes == 0,
+            "pack: expected rows of whole blocks");
     nb::gil_scoped_release release;
     (active_level().kernels->*member)(a);
 }
 
 void quantize_rows(nb::handle blocks, nb::handle x, int type) {
     const Quantize a{tensor(blocks), tensor(x), static_cast<BlockType>(type)};
-    require(a.type == BlockType::q8_0 || a.type == BlockType::q4_0, "quantize: expected the type Q8_0 or Q4_0");
+    require(a.type == BlockType::q8_0 || a.type == BlockType::q4_0,
+            "quantize: expected the type Q8_0 or Q4_0");
     require(is_float(a.x.dtype) && a.x.ndim == 2 && has_rows(a.x), "quantize: expected rows of floats");
     const BlockSize block = block_size(a.type);
     const bool fits = a.blocks.dtype == DType::u8 && a.blocks.ndim == 2 && is_contiguous(a.blocks) &&
@@ -106,7 +116,8 @@ void quantize_rows(nb::handle blocks, nb::handle x, int type) {
     active_level().kernels->quantize_rows(a);
 }
 
-// The wrapped sum of every word, so that none of the reads can be left out; each asks for what lies `ahead` bytes on
+// The wrapped sum of every word, so that none of the reads can be left out; each asks for what lies `ahead`
+// bytes on
 uint64_t read_all(nb::handle buffer, int64_t ahead) {
     const Tensor t = tensor(buffer);
     require(t.dtype == DType::i64 && is_contiguous(t), "read_all: expected a contiguous int64 tensor");
@@ -137,19 +148,28 @@ nb::list level_names() {
 
 NB_MODULE(_native, m) {
     nb::class_<Call>(m, "Call").def("__call__", [](const Call& call, nb::args tensors) { call(tensors); });
-    nb::class_<Graph>(m, "Graph").def(nb::init<nb::list>()).def("replay", &Graph::replay).def("__len__", &Graph::size);
+    nb::class_<Graph>(m, "Graph")
+        .def(nb::init<nb::list>())
+        .def("replay", &Graph::replay)
+        .def("__len__", &Graph::size);
     m.def("use_torch", &use_torch);
-    m.def("accepts_rows", [](nb::handle out, nb::args inputs) { return accepts_rows(out, inputs); },
-          nb::arg().none(), nb::arg());
+    m.def(
+        "accepts_rows", [](nb::handle out, nb::args inputs) { return accepts_rows(out, inputs); },
+        nb::arg().none(), nb::arg());
     def_accepts(m, "accepts_linear", accepts_linear);
     def_accepts(m, "accepts_quantized_linear", accepts_quantized_linear);
     def_accepts(m, "accepts_quantized_embedding", accepts_quantized_embedding);
     def_accepts(m, "accepts_packed_linear", accepts_packed_linear);
     def_accepts(m, "accepts_packed_embedding", accepts_packed_embedding);
-    m.def("pack_rows", [](nb::handle packed, nb::handle blocks, int type) { move_rows(&Kernels::pack_rows, packed, blocks, type); });
-    m.def("unpack_rows", [](nb::handle blocks, nb::handle packed, int type) { move_rows(&Kernels::unpack_rows, packed, blocks, type); });
+    m.def("pack_rows", [](nb::handle packed, nb::handle blocks, int type) {
+        move_rows(&Kernels::pack_rows, packed, blocks, type);
+    });
+    m.def("unpack_rows", [](nb::handle blocks, nb::handle packed, int type) {
+        move_rows(&Kernels::unpack_rows, packed, blocks, type);
+    });
     m.def("quantize_rows", &quantize_rows);
-    m.def("packed_room", [](nb::handle x, int activation_bits) { return packed_room(tensor(x), activation_bits); });
+    m.def("packed_room",
+          [](nb::handle x, int activation_bits) { return packed_room(tensor(x), activation_bits); });
     m.def("are_apart", &are_apart);
     m.def("read_all", &read_all);
     m.def("num_threads", &num_threads);
@@ -163,7 +183,8 @@ NB_MODULE(_native, m) {
     m.def("set_isa", [](const std::string& name) {
         if (set_level(name.c_str())) return;
         const std::string levels = nb::repr(level_names()).c_str();
-        refuse("set_isa and INFINICORE_ISA take a level of this CPU, one of " + levels + ", but found '" + name + "'");
+        refuse("set_isa and INFINICORE_ISA take a level of this CPU, one of " + levels + ", but found '" +
+               name + "'");
     });
 
     def_whole_op(m, "rms_norm", make_rms_norm, &Kernels::rms_norm);

@@ -1,5 +1,6 @@
-// Integer dot products of rounded activations (rounding.h) with 16 rows of weight side by side, in vector registers:
-// tiles of several rows against a chunk of weight unpacked to bytes, and one row against fields straight from memory.
+// Integer dot products of rounded activations (rounding.h) with 16 rows of weight side by side, in vector
+// registers: tiles of several rows against a chunk of weight unpacked to bytes, and one row against fields
+// straight from memory.
 #pragma once
 #include "quant.h"
 #include "rounding.h"
@@ -24,7 +25,7 @@ constexpr int kTile = 8;  // rows of x multiplied at a time, whose dots and tota
 constexpr int kTile = 2;
 #endif
 
-// ---- integer dot products of one row of x with 16 of weight ---------------------------------------------------------
+// ---- integer dot products of one row of x with 16 of weight -----------------------------------------------
 
 typedef uint8_t vb __attribute__((vector_size(W * 4)));
 
@@ -52,8 +53,10 @@ struct Quad {
     INFINI_INLINE Quad moved() const {
         Quad q = *this;
         for (int i = 0; i < kParts; ++i) {
-            if constexpr (from < to) q.part[i] <<= to - from;
-            else q.part[i] >>= from - to;
+            if constexpr (from < to)
+                q.part[i] <<= to - from;
+            else
+                q.part[i] >>= from - to;
         }
         return q;
     }
@@ -79,7 +82,8 @@ struct Sixteen {
 #endif
 };
 
-// VNNI multiplies unsigned with signed bytes: signed fields are moved up by this much, and the sums back down.
+// VNNI multiplies unsigned with signed bytes: signed fields are moved up by this much, and the sums back
+// down.
 #if defined(INFINI_AVX512)
 constexpr int kBias = 128;
 #else
@@ -103,7 +107,9 @@ const vi kNothing = vi{} + kShiftBits;
 struct Dots {
     vi part[kParts];  // plus kShiftBits
 
-    INFINI_INLINE void start(int32_t first) { for (int i = 0; i < kParts; ++i) part[i] = vi{} + (kShiftBits + first); }
+    INFINI_INLINE void start(int32_t first) {
+        for (int i = 0; i < kParts; ++i) part[i] = vi{} + (kShiftBits + first);
+    }
 
     // From nothing. On NEON a load, since a copy of a register would take the place of a product.
     INFINI_INLINE void start() {
@@ -119,7 +125,8 @@ struct Dots {
     template <int quad>
     INFINI_INLINE void add(std::integral_constant<int, quad>, const Quad& w, const Sixteen& x) {
 #if defined(INFINI_NEON)
-        for (int i = 0; i < kParts; ++i) part[i] = vdotq_laneq_s32(part[i], vreinterpretq_s8_u8(w.part[i]), x.q, quad);
+        for (int i = 0; i < kParts; ++i)
+            part[i] = vdotq_laneq_s32(part[i], vreinterpretq_s8_u8(w.part[i]), x.q, quad);
 #else
         int32_t four;
         memcpy(&four, x.q + 4 * quad, 4);
@@ -172,12 +179,17 @@ struct PlaneDots {
 struct Totals {
     vf part[kParts];
 
-    INFINI_INLINE void load_from(const float* y) { for (int i = 0; i < kParts; ++i) part[i] = load(y + i * W); }
-    INFINI_INLINE void store_to(float* y) const { for (int i = 0; i < kParts; ++i) store(y + i * W, part[i]); }
+    INFINI_INLINE void load_from(const float* y) {
+        for (int i = 0; i < kParts; ++i) part[i] = load(y + i * W);
+    }
+    INFINI_INLINE void store_to(float* y) const {
+        for (int i = 0; i < kParts; ++i) store(y + i * W, part[i]);
+    }
 
     template <int P>
     INFINI_INLINE void add(const PlaneDots<P>& dots, const float* scale, float x_scale, int radix) {
-        for (int i = 0; i < kParts; ++i) part[i] = fma(dots.value(i, radix), load(scale + i * W) * x_scale, part[i]);
+        for (int i = 0; i < kParts; ++i)
+            part[i] = fma(dots.value(i, radix), load(scale + i * W) * x_scale, part[i]);
     }
     INFINI_INLINE void add_minimum(const float* minimum, float x_scale, int32_t x_sum) {
         const vf scaled = splat(x_scale * static_cast<float>(x_sum));
@@ -185,7 +197,7 @@ struct Totals {
     }
 };
 
-// ---- several rows of x, against a chunk of weight unpacked to bytes --------------------------------------------------
+// ---- several rows of x, against a chunk of weight unpacked to bytes ---------------------------------------
 
 template <class Block>
 inline void prefetch(const uint8_t* packed) {
@@ -198,10 +210,12 @@ void read_fields(int8_t* q, const uint8_t* packed) {
     if constexpr (Block::kBits == 4) {
         constexpr int kHalf = Block::kRun / 2 * kRows;
         packed += Block::kData * kRows;
-        for (int i = 0; i < Block::kElements / Block::kRun; ++i) four_bits<kHalf, moved>(q + 2 * kHalf * i, packed + kHalf * i);
+        for (int i = 0; i < Block::kElements / Block::kRun; ++i)
+            four_bits<kHalf, moved>(q + 2 * kHalf * i, packed + kHalf * i);
     } else {
         Block::template fields<kRows>(q, packed);
-        if (moved) for (int i = 0; i < Block::kElements * kRows; ++i) q[i] = static_cast<int8_t>(q[i] + moved);
+        if (moved)
+            for (int i = 0; i < Block::kElements * kRows; ++i) q[i] = static_cast<int8_t>(q[i] + moved);
     }
 }
 
@@ -225,7 +239,8 @@ struct Chunk {
 // body(packed, first of K, length) for the chunks of a panel
 template <class Block, class Body>
 inline void for_chunks(int64_t row_length, const uint8_t* packed, Body&& body) {
-    for (int64_t k = 0; k < row_length; k += kChunk, packed += kChunk / Block::kElements * Block::kBytes * kRows)
+    for (int64_t k = 0; k < row_length;
+         k += kChunk, packed += kChunk / Block::kElements * Block::kBytes * kRows)
         body(packed, k, smaller(kChunk, row_length - k));
 }
 
@@ -251,54 +266,67 @@ struct Tile<P, 0> {
     INFINI_INLINE void each(F&&) {}
 };
 
-// total[r][0:16] += the products of M rows of x from `row` on with a chunk of weight, whose first group of K is `first`
+// total[r][0:16] += the products of M rows of x from `row` on with a chunk of weight, whose first group of K
+// is `first`
 template <int P, int G, bool kHasMinimum, int M>
-INFINI_NOT_SCHEDULED void add_tile(float* __restrict total, const Chunk<>& chunk, const Activations& x, int64_t first, int64_t num_groups, int64_t row) {
+INFINI_NOT_SCHEDULED void add_tile(float* __restrict total, const Chunk<>& chunk, const Activations& x,
+                                   int64_t first, int64_t num_groups, int64_t row) {
     const int64_t at = x.at(first, row), step = 1 << x.log_rows;
     const int radix = x.radix;
     const uint8_t* __restrict w = reinterpret_cast<const uint8_t*>(chunk.q);
     const int8_t* __restrict q = x.q + at * P * kGroup;
     const int32_t* __restrict sums = x.sums_at(first, row);
-    const float *__restrict x_scale = x.scale + at, *__restrict scale = chunk.scale, *__restrict minimum = chunk.minimum;
+    const float* __restrict x_scale = x.scale + at;
+    const float* __restrict scale = chunk.scale, * __restrict minimum = chunk.minimum;
     Tile<P, M> tile;
     tile.each([&](auto& r, int m) INFINI_INLINE { r.totals.load_from(total + m * kRows); });
     for (; num_groups > 0; --num_groups, q += step * P * kGroup, sums += step * P * kSums, x_scale += step)
         for (int half = 0; half < kGroup / G; ++half, scale += kRows, minimum += kRows) {
             tile.each([&](auto& r, int m) INFINI_INLINE {
-                if constexpr (kBias != 0) r.dots.start(kBias, GroupSums<P>(sums + m, step, half, G));
-                else r.dots.start();
+                if constexpr (kBias != 0)
+                    r.dots.start(kBias, GroupSums<P>(sums + m, step, half, G));
+                else
+                    r.dots.start();
             });
             for (int k = half * G; k < half * G + G; k += 16, w += 16 * kRows)
                 unrolled<4>([&](auto quad) INFINI_INLINE {
                     const Quad fields(w + 4 * kRows * quad);
-                    tile.each([&](auto& r, int m) INFINI_INLINE { r.dots.add(quad, fields, q + m * P * kGroup + k); });
+                    tile.each([&](auto& r, int m)
+                                  INFINI_INLINE { r.dots.add(quad, fields, q + m * P * kGroup + k); });
                 });
             tile.each([&](auto& r, int m) INFINI_INLINE {
                 r.totals.add(r.dots, scale, x_scale[m], radix);
-                if (kHasMinimum) r.totals.add_minimum(minimum, x_scale[m], GroupSums<P>(sums + m, step, half, G).whole(radix));
+                if (kHasMinimum)
+                    r.totals.add_minimum(minimum, x_scale[m],
+                                         GroupSums<P>(sums + m, step, half, G).whole(radix));
             });
         }
     tile.each([&](auto& r, int m) INFINI_INLINE { r.totals.store_to(total + m * kRows); });
 }
 
 template <int P, int G, bool kHasMinimum, int M>
-void add_tiles(float* total, const Chunk<>& chunk, const Activations& x, int64_t first, int64_t num_groups, int64_t row, int64_t num_rows) {
+void add_tiles(float* total, const Chunk<>& chunk, const Activations& x, int64_t first, int64_t num_groups,
+               int64_t row, int64_t num_rows) {
     int64_t r = 0;
-    for (; r + M <= num_rows; r += M) add_tile<P, G, kHasMinimum, M>(total + r * kRows, chunk, x, first, num_groups, row + r);
+    for (; r + M <= num_rows; r += M)
+        add_tile<P, G, kHasMinimum, M>(total + r * kRows, chunk, x, first, num_groups, row + r);
     if constexpr (M > 1)
-        add_tiles<P, G, kHasMinimum, M / 2>(total + r * kRows, chunk, x, first, num_groups, row + r, num_rows - r);
+        add_tiles<P, G, kHasMinimum, M / 2>(total + r * kRows, chunk, x, first, num_groups, row + r,
+                                            num_rows - r);
 }
 
 template <class Block, int P>
-void add_rows(float* total, const uint8_t* packed, const Activations& x, int64_t first_row, int64_t num_rows) {
+void add_rows(float* total, const uint8_t* packed, const Activations& x, int64_t first_row,
+              int64_t num_rows) {
     Chunk<> chunk;
     for_chunks<Block>(x.num_groups * kGroup, packed, [&](const uint8_t* p, int64_t k, int64_t length) {
         chunk.template read<Block>(p, length, read_fields<Block, kBias - Block::kOffset>);
-        add_tiles<P, Block::kGroup, Block::kHasMinimum, kTile>(total, chunk, x, k / kGroup, length / kGroup, first_row, num_rows);
+        add_tiles<P, Block::kGroup, Block::kHasMinimum, kTile>(total, chunk, x, k / kGroup, length / kGroup,
+                                                               first_row, num_rows);
     });
 }
 
-// ---- one row of x, against fields of four bits and more straight from memory -----------------------------------------
+// ---- one row of x, against fields of four bits and more straight from memory ------------------------------
 
 // What the fields of a type stand above the integers they mean, as Dots::add takes them
 template <class Block>
@@ -310,7 +338,8 @@ INFINI_INLINE inline Quad fields_at(const uint8_t* packed) {
     constexpr Place place = Block::place(sixteenth);
     Quad w(packed + (place.bytes + 4 * quad) * kRows);
     if constexpr (Block::kBits == 8) {
-        if constexpr (kBias && Block::kIsSigned) for (int i = 0; i < kParts; ++i) w.part[i] ^= kBias;
+        if constexpr (kBias && Block::kIsSigned)
+            for (int i = 0; i < kParts; ++i) w.part[i] ^= kBias;
         return w;
     }
     w = place.shift ? w.high_nibbles() : w.low_nibbles();
@@ -323,9 +352,12 @@ INFINI_INLINE inline Quad fields_at(const uint8_t* packed) {
 
 // total[0:16] += the products of a row of x with 16 of weight
 template <class Block, int P>
-INFINI_INLINE inline void add_blocks_to_row(float* total, const uint8_t* packed, const Activations& x, int64_t row) {
-    constexpr int G = Block::kGroup, kGroups = Block::kElements / G, kSplit = kGroup / G;  // groups to one of x
-    constexpr int kSize = Block::kBytes * kRows, kLines = (kSize + 63) / 64, kDistance = kAhead > kSize ? kAhead : kSize;
+INFINI_INLINE inline void add_blocks_to_row(float* total, const uint8_t* packed, const Activations& x,
+                                            int64_t row) {
+    constexpr int G = Block::kGroup, kGroups = Block::kElements / G,
+                  kSplit = kGroup / G;  // groups to one of x
+    constexpr int kSize = Block::kBytes * kRows, kLines = (kSize + 63) / 64,
+                  kDistance = kAhead > kSize ? kAhead : kSize;
     const int64_t step = 1 << x.log_rows;
     Totals totals;
     totals.load_from(total);
@@ -335,17 +367,21 @@ INFINI_INLINE inline void add_blocks_to_row(float* total, const uint8_t* packed,
         unrolled<kGroups>([&](auto g) INFINI_INLINE {
             // Bytes that groups share are read again: kept, they would push sums out of registers.
             if constexpr (kGroups > 1) asm volatile("" ::: "memory");
-            for (int line = g * kLines / kGroups; line < (g + 1) * kLines / kGroups; ++line) ask_for(packed + kDistance + 64 * line);
+            for (int line = g * kLines / kGroups; line < (g + 1) * kLines / kGroups; ++line)
+                ask_for(packed + kDistance + 64 * line);
             const int64_t at = x.at(first + g / kSplit, row);
             const int8_t* q = x.q + at * P * kGroup + g % kSplit * G;
             const GroupSums<P> sums(x.sums_at(first + g / kSplit, row), step, g % kSplit, G);
             PlaneDots<P> dots;
             dots.start(kOffset<Block>, sums);
             unrolled<4>([&](auto quad) INFINI_INLINE {
-                unrolled<G / 16>([&](auto i) INFINI_INLINE { dots.add(quad, fields_at<Block, g * G / 16 + i, quad>(packed), q + 16 * i); });
+                unrolled<G / 16>([&](auto i) INFINI_INLINE {
+                    dots.add(quad, fields_at<Block, g * G / 16 + i, quad>(packed), q + 16 * i);
+                });
             });
             totals.add(dots, scale + g * kRows, x.scale[at], x.radix);
-            if constexpr (Block::kHasMinimum) totals.add_minimum(minimum + g * kRows, x.scale[at], sums.whole(x.radix));
+            if constexpr (Block::kHasMinimum)
+                totals.add_minimum(minimum + g * kRows, x.scale[at], sums.whole(x.radix));
         });
     }
     totals.store_to(total);
@@ -353,14 +389,17 @@ INFINI_INLINE inline void add_blocks_to_row(float* total, const uint8_t* packed,
 
 // Of blocks of 256, too many loads would be moved up.
 template <class Block, int P>
-INFINI_NOT_SCHEDULED void add_long_blocks_to_row(float* total, const uint8_t* packed, const Activations& x, int64_t row) {
+INFINI_NOT_SCHEDULED void add_long_blocks_to_row(float* total, const uint8_t* packed, const Activations& x,
+                                                 int64_t row) {
     add_blocks_to_row<Block, P>(total, packed, x, row);
 }
 
 template <class Block, int P>
 void add_row(float* total, const uint8_t* packed, const Activations& x, int64_t row) {
-    if constexpr (Block::kElements > kGroup) add_long_blocks_to_row<Block, P>(total, packed, x, row);
-    else add_blocks_to_row<Block, P>(total, packed, x, row);
+    if constexpr (Block::kElements > kGroup)
+        add_long_blocks_to_row<Block, P>(total, packed, x, row);
+    else
+        add_blocks_to_row<Block, P>(total, packed, x, row);
 }
 
 }  // namespace

@@ -13,7 +13,10 @@
 
 namespace infini {
 
-#define X(level) namespace level { extern const Kernels kKernels; }
+#define X(level)                   \
+    namespace level {              \
+    extern const Kernels kKernels; \
+    }
 INFINI_LEVELS
 #undef X
 
@@ -38,7 +41,8 @@ bool has_amx() {
     if (!has_avx512() || !__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
     constexpr unsigned kTileBf16Int8 = 1u << 22 | 1u << 24 | 1u << 25;
     unsigned eax1;
-    if ((edx & kTileBf16Int8) != kTileBf16Int8 || !__get_cpuid_count(7, 1, &eax1, &ebx, &ecx, &edx)) return false;
+    if ((edx & kTileBf16Int8) != kTileBf16Int8 || !__get_cpuid_count(7, 1, &eax1, &ebx, &ecx, &edx))
+        return false;
     constexpr unsigned kAvx512Bf16 = 1u << 5;
     return (eax1 & kAvx512Bf16) && syscall(SYS_arch_prctl, 0x1023, 18) == 0;
 }

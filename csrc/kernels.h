@@ -7,16 +7,29 @@
 namespace infini {
 
 constexpr int64_t kOk = -1;
-constexpr int kAttentionDim = 256;         // the largest head size
-constexpr int64_t kAttentionState = 8192;  // floats: heads that share a key head times (head size + 2) must fit
+constexpr int kAttentionDim = 256;  // the largest head size
+constexpr int64_t kAttentionState =
+    8192;  // floats: heads that share a key head times (head size + 2) must fit
 
 // How the rows of a weight are stored, under ggml's ids; quant.h says what each means.
 enum class BlockType : uint8_t {
-    f32 = 0, f16 = 1, q4_0 = 2, q4_1 = 3, q5_0 = 6, q5_1 = 7, q8_0 = 8,
-    q2_k = 10, q3_k = 11, q4_k = 12, q5_k = 13, q6_k = 14, iq4_nl = 20, bf16 = 30,
+    f32 = 0,
+    f16 = 1,
+    q4_0 = 2,
+    q4_1 = 3,
+    q5_0 = 6,
+    q5_1 = 7,
+    q8_0 = 8,
+    q2_k = 10,
+    q3_k = 11,
+    q4_k = 12,
+    q5_k = 13,
+    q6_k = 14,
+    iq4_nl = 20,
+    bf16 = 30,
 };
 
-constexpr int kPackedRows = 16;  // weight rows side by side in a packed weight
+constexpr int kPackedRows = 16;    // weight rows side by side in a packed weight
 constexpr int kPackedWeights = 3;  // that packed_linear takes at most
 constexpr int kRowBlock = 16;      // rows of activations that its workspace comes in
 
@@ -45,28 +58,67 @@ static inline BlockSize block_size(BlockType type) {
     return {0, 0};  // not one of them
 }
 
-struct RmsNorm { Tensor y, x, weight; float eps; };
-struct AddRmsNorm { Tensor y, sum, x, residual, weight; float eps; };
-struct LayerNorm { Tensor y, x, weight, bias; double eps; bool has_affine; };
-struct Rope { Tensor y, x, positions, sin, cos; bool interleaved; };
+struct RmsNorm {
+    Tensor y, x, weight;
+    float eps;
+};
+struct AddRmsNorm {
+    Tensor y, sum, x, residual, weight;
+    float eps;
+};
+struct LayerNorm {
+    Tensor y, x, weight, bias;
+    double eps;
+    bool has_affine;
+};
+struct Rope {
+    Tensor y, x, positions, sin, cos;
+    bool interleaved;
+};
 struct Unary { Tensor y, x; };
 struct Binary { Tensor y, a, b; };
-struct Softmax { Tensor y, x; bool causal; };
+struct Softmax {
+    Tensor y, x;
+    bool causal;
+};
 struct Embedding { Tensor y, ids, weight; };
-struct Linear { Tensor y, x, weight, bias; BlockType type; bool has_bias; };
+struct Linear {
+    Tensor y, x, weight, bias;
+    BlockType type;
+    bool has_bias;
+};
 struct PackedLinear {
-    Tensor y, x, residual, workspace, weight[kPackedWeights], bias[kPackedWeights];  // without data where there is none
+    Tensor y, x, residual, workspace, weight[kPackedWeights],
+        bias[kPackedWeights];  // without data where there is none
     BlockType type[kPackedWeights];
     int64_t num_rows[kPackedWeights];
     int count, activation_bits;
     bool is_gated;
 };
-struct QuantizedEmbedding { Tensor y, ids, weight; BlockType type; int64_t num_rows; };
-struct Pack { Tensor packed, blocks; BlockType type; };
-struct Quantize { Tensor blocks, x; BlockType type; };
-struct Attention { Tensor y, q, keys, values, streams, positions, workspace; float scale; int64_t window; };
+struct QuantizedEmbedding {
+    Tensor y, ids, weight;
+    BlockType type;
+    int64_t num_rows;
+};
+struct Pack {
+    Tensor packed, blocks;
+    BlockType type;
+};
+struct Quantize {
+    Tensor blocks, x;
+    BlockType type;
+};
+struct Attention {
+    Tensor y, q, keys, values, streams, positions, workspace;
+    float scale;
+    int64_t window;
+};
 struct StoreKv { Tensor keys, values, k, v, streams, positions; };
-struct RandomSample { Tensor y, logits, workspace; double random_val, topp, temperature; int64_t topk; };
+struct RandomSample {
+    Tensor y, logits, workspace;
+    double random_val, topp, temperature;
+    int64_t topk;
+};
 
 struct Kernels {
     int64_t (*rms_norm)(const RmsNorm&);

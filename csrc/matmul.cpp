@@ -1,11 +1,12 @@
-// linear: y[m][n] = sum over k of x[m][k] * weight[n][k] + bias[n], summed in float32; weight dense or in blocks
-// Each pair (m, n) is summed in the same order, which K alone fixes: within a chunk of K in four vectors of W lanes
-// that take turns, those added up, then their lanes, then chunk after chunk, then the bias. So a row has the same bits
-// alone and among others, whatever the tiles and threads. Four, so that one row of x keeps pace with the memory.
+// linear: y[m][n] = sum over k of x[m][k] * weight[n][k] + bias[n], summed in float32;
+// weight dense or in blocks. Each pair (m, n) is summed in the same order, which K alone fixes: within a chunk of K in four
+// vectors of W lanes that take turns, those added up, then their lanes, then chunk after chunk, then the
+// bias. So a row has the same bits alone and among others, whatever the tiles and threads. Four, so that one
+// row of x keeps pace with the memory.
 //
-// A part of y is made at a time: a band of rows of x and a strip of outputs. float32 is read where it lies; half
-// precision and blocks are widened first, the weight 16 rows of a chunk at a time, once for the band. Where there are
-// AMX tiles, bfloat16 goes through them, in an order of their own (amx_linear.h).
+// A part of y is made at a time: a band of rows of x and a strip of outputs. float32 is read where it lies;
+// half precision and blocks are widened first, the weight 16 rows of a chunk at a time, once for the band.
+// Where there are AMX tiles, bfloat16 goes through them, in an order of their own (amx_linear.h).
 #include <type_traits>
 
 #include "quant.h"
@@ -19,14 +20,14 @@
 namespace infini::INFINI_LEVEL {
 namespace {
 
-constexpr int64_t kChunk = 512;            // of K; a multiple of every block
-constexpr int kPanel = 16;                 // weight rows widened side by side
-constexpr int kInPlace = 8;                // weight rows read where they lie: more push each other out of the cache
-constexpr int kStrip = 8 * kPanel;         // outputs whose totals are kept
-constexpr int kBand = 64;                  // rows of x
-constexpr int kTurns = 4;                  // vectors that sum a dot product
+constexpr int64_t kChunk = 512;     // of K; a multiple of every block
+constexpr int kPanel = 16;          // weight rows widened side by side
+constexpr int kInPlace = 8;         // weight rows read where they lie: more push each other out of the cache
+constexpr int kStrip = 8 * kPanel;  // outputs whose totals are kept
+constexpr int kBand = 64;           // rows of x
+constexpr int kTurns = 4;           // vectors that sum a dot product
 constexpr int kAhead = W == 4 ? 1024 : 8192;  // bytes of weight asked for ahead of their use
-constexpr int64_t kRoom = kBand * kChunk;  // floats of x: the fewer its rows, the longer their span of K
+constexpr int64_t kRoom = kBand * kChunk;     // floats of x: the fewer its rows, the longer their span of K
 #if defined(INFINI_AVX512) || defined(__aarch64__)
 constexpr int kSums = 16;  // running sums in registers, of 32
 #else
@@ -41,7 +42,9 @@ inline vf added_up(vf a, vf b, vf c, vf d) { return (a + b) + (c + d); }
 inline vf4 lane_sums(vf a, vf b, vf c, vf d) {
 #if defined(INFINI_AVX512) || defined(INFINI_AVX2)
 #if defined(INFINI_AVX512)
-    const auto halved = [](vf v) { return _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1)); };
+    const auto halved = [](vf v) {
+        return _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+    };
 #else
     const auto halved = [](vf v) { return v; };
 #endif
@@ -106,7 +109,8 @@ float dot(const float* x, const T* weight, int64_t length) {
 
 // total[r][c] += dot of row r of x with row c of weight
 template <int R, int C, class T>
-void add_tile(float* total, const float* x, int64_t x_stride, const T* weight, int64_t stride, int64_t length) {
+void add_tile(float* total, const float* x, int64_t x_stride, const T* weight, int64_t stride,
+              int64_t length) {
     static_assert(R * C % 4 == 0 && (C % 4 == 0 || C == 2));
     vf turns[kTurns][R * C];
     for (int turn = 0; turn < kTurns; ++turn) {
@@ -137,9 +141,12 @@ void add_tile(float* total, const float* x, int64_t x_stride, const T* weight, i
 // Calls body with a value of a dense weight's element type
 template <class Body>
 inline void with_float(BlockType type, Body&& body) {
-    if (type == BlockType::f32) body(float{});
-    else if (type == BlockType::bf16) body(bf16{});
-    else body(f16{});
+    if (type == BlockType::f32)
+        body(float{});
+    else if (type == BlockType::bf16)
+        body(bf16{});
+    else
+        body(f16{});
 }
 
 struct Weight {
@@ -150,13 +157,16 @@ struct Weight {
     Dequantize dequantize;
 
     explicit Weight(const Linear& a)
-        : data(static_cast<const uint8_t*>(a.weight.data)), row_bytes(a.weight.stride[0] * item_size(a.weight.dtype)),
-          num_rows(a.weight.shape[0]), row_length(a.x.shape[a.x.ndim - 1]), type(a.type), block(block_size(a.type)),
+        : data(static_cast<const uint8_t*>(a.weight.data)),
+          row_bytes(a.weight.stride[0] * item_size(a.weight.dtype)), num_rows(a.weight.shape[0]),
+          row_length(a.x.shape[a.x.ndim - 1]), type(a.type), block(block_size(a.type)),
           dequantize(dequantizer(a.type)) {}
 
     bool is_float() const { return block.elements == 1; }
 
-    const uint8_t* at(int64_t n, int64_t k) const { return data + n * row_bytes + k / block.elements * block.bytes; }
+    const uint8_t* at(int64_t n, int64_t k) const {
+        return data + n * row_bytes + k / block.elements * block.bytes;
+    }
 
     // The chunk of K from `k` of the rows from `n` on, zeros to the end of its last vector
     void read(float* panel, int64_t n, int64_t k, int64_t length) const {
@@ -178,12 +188,14 @@ struct Part {
         memset(total, 0, num_rows * kStrip * sizeof(float));
     }
 
-    // The rows of x from `m` on, from `k` on: where they lie, or widened, with zeros to the end of their last vector
+    // The rows of x from `m` on, from `k` on: where they lie, or widened, with zeros to the end of their last
+    // vector
     template <class T>
     void take(const Tensor& from, int64_t m, int64_t k, int64_t length) {
         const Rows rows{from};
         if constexpr (std::is_same_v<T, float>) {
-            x = rows.at<const float>(m) + k, x_stride = num_rows > 1 ? rows.at<const float>(m + 1) + k - x : 0;
+            x = rows.at<const float>(m) + k,
+            x_stride = num_rows > 1 ? rows.at<const float>(m + 1) + k - x : 0;
             bool is_even = length % W == 0;
             for (int64_t r = 2; is_even && r < num_rows; ++r)
                 is_even = rows.at<const float>(m + r) + k == x + r * x_stride;
@@ -202,8 +214,8 @@ struct Part {
     void add_rows(int64_t r, int64_t n, int64_t k, const T* rows, int64_t stride, int64_t length) {
         constexpr int C = kSums / R;
         for (int c = 0; c < G; c += C)
-            add_tile<R, C>(total + r * kStrip + n + c, x + r * x_stride + k, x_stride, rows + c * stride, stride,
-                           length);
+            add_tile<R, C>(total + r * kStrip + n + c, x + r * x_stride + k, x_stride, rows + c * stride,
+                           stride, length);
     }
 
     // The same for a panel, of which G rows stay in the cache while the band passes by
@@ -215,7 +227,8 @@ struct Part {
             for (; r + 4 <= num_rows; r += 4) add_rows<4, G>(r, n + c, k, rows, stride, length);
             if (r + 2 <= num_rows) add_rows<2, G>(r, n + c, k, rows, stride, length), r += 2;
             if (r < num_rows)
-                for (int i = 0; i < G; ++i) total[r * kStrip + n + c + i] += dot(x + r * x_stride + k, rows + i * stride, length);
+                for (int i = 0; i < G; ++i)
+                    total[r * kStrip + n + c + i] += dot(x + r * x_stride + k, rows + i * stride, length);
         }
     }
 
@@ -224,12 +237,14 @@ struct Part {
     void add_whole_rows(const Weight& weight, int64_t n, int64_t count, int64_t first, int64_t length) {
         for (int64_t c = 0; c < count; ++c) {
             const T* row = reinterpret_cast<const T*>(weight.at(n + c, first));
-            for (int64_t k = 0; k < length; k += kChunk) total[c] += dot(x + k, row + k, smaller(kChunk, length - k));
+            for (int64_t k = 0; k < length; k += kChunk)
+                total[c] += dot(x + k, row + k, smaller(kChunk, length - k));
         }
     }
 
     template <class T>
-    void add_in_place(const Weight& weight, int64_t n, int64_t column, int64_t first, int64_t k, int64_t length) {
+    void add_in_place(const Weight& weight, int64_t n, int64_t column, int64_t first, int64_t k,
+                      int64_t length) {
         const T* rows = reinterpret_cast<const T*>(weight.at(n, first + k));
         add_panel<kInPlace>(column, k, rows, weight.row_bytes / static_cast<int64_t>(sizeof(T)), length);
     }
@@ -237,12 +252,15 @@ struct Part {
     // total[:][column : column + kPanel] += the products with a chunk of the weight rows from `n` on
     void add(const Weight& weight, int64_t n, int64_t column, int64_t first, int64_t k, int64_t length) {
         if (n + kPanel <= weight.num_rows && is_read_in_place(weight))
-            return with_float(weight.type, [&](auto type) { add_in_place<decltype(type)>(weight, n, column, first, k, length); });
+            return with_float(weight.type, [&](auto type) {
+                add_in_place<decltype(type)>(weight, n, column, first, k, length);
+            });
         weight.read(panel, n, first + k, length);
         add_panel<kPanel>(column, k, panel, kChunk, length);
     }
 
-    // Few rows do not pay for a copy. Of float32, many do where weight rows, a page apart, share the same cache lines.
+    // Few rows do not pay for a copy. Of float32, many do where weight rows, a page apart, share the same
+    // cache lines.
     bool is_read_in_place(const Weight& weight) const {
         if (weight.type == BlockType::f32) return num_rows <= 16 || weight.row_bytes % 4096;
         return num_rows <= 4 && weight.is_float();
@@ -252,7 +270,8 @@ struct Part {
     template <class T>
     void finish(const Linear& a, int64_t m, int64_t n, int64_t count) const {
         const T* bias = a.has_bias ? static_cast<const T*>(a.bias.data) + n : nullptr;
-        for (int64_t r = 0; r < num_rows; ++r) write_sums(Rows{a.y}.at<T>(m + r) + n, total + r * kStrip, bias, count);
+        for (int64_t r = 0; r < num_rows; ++r)
+            write_sums(Rows{a.y}.at<T>(m + r) + n, total + r * kStrip, bias, count);
     }
 };
 
@@ -263,7 +282,9 @@ void multiply(const Linear& a, const Weight& weight, int64_t m, int64_t num_rows
         const int64_t length = smaller(part.span, weight.row_length - first);
         part.take<T>(a.x, m, first, length);
         if (num_rows == 1 && weight.is_float()) {
-            with_float(weight.type, [&](auto type) { part.add_whole_rows<decltype(type)>(weight, n, count, first, length); });
+            with_float(weight.type, [&](auto type) {
+                part.add_whole_rows<decltype(type)>(weight, n, count, first, length);
+            });
             continue;
         }
         for (int64_t column = 0; column < count; column += kPanel)
@@ -279,7 +300,8 @@ void multiply_outputs(const Linear& a, const Weight& weight, int64_t begin, int6
 #if defined(INFINI_AMX)
     if (weight.type == BlockType::bf16 && weight.row_length % kLine == 0) {
         const TileWeight tiles{weight.data, weight.row_bytes, weight.num_rows, weight.row_length};
-        for (int64_t n = begin; n < end; n += kTileStrip) multiply_tiles<T>(a, tiles, n, smaller(kTileStrip, end - n));
+        for (int64_t n = begin; n < end; n += kTileStrip)
+            multiply_tiles<T>(a, tiles, n, smaller(kTileStrip, end - n));
         return;
     }
 #endif
@@ -298,7 +320,8 @@ int64_t linear(const Linear& a) {
     const int64_t grain = kGrain / (kPanel * (weight.row_length + 1)) + 1;
     parallel_for(num_panels, grain, [&](int64_t begin, int64_t end) {
         with_type(a.x.dtype, [&](auto type) {
-            multiply_outputs<decltype(type)>(a, weight, begin * kPanel, smaller(end * kPanel, weight.num_rows));
+            multiply_outputs<decltype(type)>(a, weight, begin * kPanel,
+                                             smaller(end * kPanel, weight.num_rows));
         });
     });
     return kOk;

@@ -1,4 +1,4 @@
-// rms_norm:     y = round(x / sqrt(mean(x^2) + eps)) * weight, where round is to the dtype of x, as LLaMA does it
+// rms_norm:     y = round(x / sqrt(mean(x^2) + eps)) * weight, where round is to the dtype of x, as LLaMA does
 // add_rms_norm: sum = x + residual, then y = rms_norm(sum)
 // layer_norm:   y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, sums in float64 with compensation
 // A row is read by one thread; y may be x, and sum may be x or residual.
@@ -102,7 +102,8 @@ int64_t rms_norm(const RmsNorm& a) {
         const Rows y{a.y}, x{a.x};
         const T* weight = static_cast<const T*>(a.weight.data);
         for_rows(a.x, [&](int64_t begin, int64_t end) {
-            for (int64_t r = begin; r < end; ++r) rms_norm_row(y.at<T>(r), x.at<T>(r), weight, x.length(), a.eps);
+            for (int64_t r = begin; r < end; ++r)
+                rms_norm_row(y.at<T>(r), x.at<T>(r), weight, x.length(), a.eps);
         });
     });
     return kOk;
@@ -115,7 +116,8 @@ int64_t add_rms_norm(const AddRmsNorm& a) {
         const T* weight = static_cast<const T*>(a.weight.data);
         for_rows(a.x, [&](int64_t begin, int64_t end) {
             for (int64_t r = begin; r < end; ++r) {
-                map([](vf a, vf b) { return a + b; }, x.length(), sum.at<T>(r), x.at<T>(r), residual.at<T>(r));
+                map([](vf a, vf b) { return a + b; }, x.length(), sum.at<T>(r), x.at<T>(r),
+                    residual.at<T>(r));
                 rms_norm_row(y.at<T>(r), sum.at<T>(r), weight, x.length(), a.eps);
             }
         });
@@ -130,7 +132,8 @@ int64_t layer_norm(const LayerNorm& a) {
         const T* weight = a.has_affine ? static_cast<const T*>(a.weight.data) : nullptr;
         const T* bias = a.has_affine ? static_cast<const T*>(a.bias.data) : nullptr;
         for_rows(a.x, [&](int64_t begin, int64_t end) {
-            for (int64_t r = begin; r < end; ++r) layer_norm_row(y.at<T>(r), x.at<T>(r), weight, bias, x.length(), a.eps);
+            for (int64_t r = begin; r < end; ++r)
+                layer_norm_row(y.at<T>(r), x.at<T>(r), weight, bias, x.length(), a.eps);
         });
     });
     return kOk;

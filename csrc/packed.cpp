@@ -1,9 +1,10 @@
-// packed_linear: y = x Wᵀ + bias in float32, over weights packed 16 rows side by side (quant.h), of up to three weights
-//                the columns one after another; + residual; or, of two weights, silu(first) * second.
+// packed_linear: y = x Wᵀ + bias in float32, over weights packed 16 rows side by side (quant.h); of up to
+//                three weights the columns one after another; + residual; or, of two weights, silu(first) * second.
 //   y[m][n] = sum over groups g of x_scale[m][g] * (scale[n][g] * dot[m][n][g] + minimum[n][g] * sum[m][g])
-// The activations of a group of 32 are rounded to x_scale * q (rounding.h); sum is the sum of its q, and dot the integer
-// dot product of q with the weight's fields (dots.h, amx_packed.h). Integers are exact in any order and the float32 sum runs
-// over the groups from first to last, so a row has the same bits alone and among others, whatever the tiles and threads.
+// The activations of a group of 32 are rounded to x_scale * q (rounding.h); sum is the sum of its q, and dot
+// the integer dot product of q with the weight's fields (dots.h, amx_packed.h). Integers are exact in any
+// order and the float32 sum runs over the groups from first to last, so a row has the same bits alone and
+// among others, whatever the tiles and threads.
 #include "dots.h"
 
 #if defined(__AMX_INT8__)
@@ -15,18 +16,22 @@ namespace infini::INFINI_LEVEL {
 namespace {
 
 constexpr int kBand = W == 16 ? 256 : 128;  // rows of x that share a chunk of weight
-constexpr int64_t kLongestAlone = 16384;    // a single row that every thread rounds for itself, sooner than it could be handed over
+constexpr int64_t kLongestAlone =
+    16384;  // a single row that every thread rounds for itself, sooner than it could be handed over
 #if !defined(INFINI_AMX)
 constexpr int kPanels = 1;  // of weight multiplied together
 #endif
 
 // total[panel][row][0:16] of num_panels panels that follow one another
 template <class Block, int P>
-void add_products(float* total, const uint8_t* packed, int num_panels, const Activations& x, int64_t row, int64_t num_rows) {
+void add_products(float* total, const uint8_t* packed, int num_panels, const Activations& x, int64_t row,
+                  int64_t num_rows) {
 #if defined(INFINI_AMX)
     const int block = 1 << x.log_rows;
-    if (block == kRowBlock) return add_blocks<Block, P, kRowBlock>(total, kBand, packed, num_panels, x, row, num_rows);
-    if (block == kFewest) return add_blocks<Block, P, kFewest>(total, kBand, packed, num_panels, x, row, num_rows);
+    if (block == kRowBlock)
+        return add_blocks<Block, P, kRowBlock>(total, kBand, packed, num_panels, x, row, num_rows);
+    if (block == kFewest)
+        return add_blocks<Block, P, kFewest>(total, kBand, packed, num_panels, x, row, num_rows);
 #endif
     const int64_t panel_bytes = x.num_groups * kGroup / Block::kElements * Block::kBytes * kRows;
     for (int i = 0; i < num_panels; ++i, total += kBand * kRows, packed += panel_bytes) {
@@ -44,7 +49,8 @@ inline void write_row(float* y, const float* total, const float* residual, int64
     if (width < kRows)
         for (int64_t c = 0; c < width; ++c) y[c] = residual ? residual[c] + total[c] : total[c];
     else
-        for (int c = 0; c < kRows; c += W) store(y + c, residual ? load(residual + c) + load(total + c) : load(total + c));
+        for (int c = 0; c < kRows; c += W)
+            store(y + c, residual ? load(residual + c) + load(total + c) : load(total + c));
 }
 
 // Panels of one weight that are multiplied together
@@ -69,25 +75,32 @@ struct Problem {
     Strip strip(int64_t index) const {
         int weight = 0;
         int64_t column = 0;
-        for (; index >= num_strips(weight); ++weight) index -= num_strips(weight), column += a.num_rows[weight];
+        for (; index >= num_strips(weight); ++weight)
+            index -= num_strips(weight), column += a.num_rows[weight];
         const int64_t row = index * kPanels * kRows;
-        return {weight, static_cast<int>(smaller(kPanels, num_panels(a.num_rows[weight] - row))), row, column + row};
+        return {weight, static_cast<int>(smaller(kPanels, num_panels(a.num_rows[weight] - row))), row,
+                column + row};
     }
 
     // total[panel][row][0:16] of one weight, with its bias
     void multiply(float* total, int weight, const Strip& s, int64_t m, int64_t num_rows) const {
         const int64_t padded_rows = (num_rows + kRowBlock - 1) / kRowBlock * kRowBlock;
-        for (int i = 0; i < s.num_panels; ++i) memset(total + i * kBand * kRows, 0, padded_rows * kRows * sizeof(float));
-        const uint8_t* packed = static_cast<const uint8_t*>(a.weight[weight].data) + s.row / kRows * a.weight[weight].shape[1];
+        for (int i = 0; i < s.num_panels; ++i)
+            memset(total + i * kBand * kRows, 0, padded_rows * kRows * sizeof(float));
+        const uint8_t* packed =
+            static_cast<const uint8_t*>(a.weight[weight].data) + s.row / kRows * a.weight[weight].shape[1];
         with_block(a.type[weight], [&](auto block) {
             using Block = decltype(block);
-            if (x.num_planes == 2) add_products<Block, 2>(total, packed, s.num_panels, x, m, num_rows);
-            else add_products<Block, 1>(total, packed, s.num_panels, x, m, num_rows);
+            if (x.num_planes == 2)
+                add_products<Block, 2>(total, packed, s.num_panels, x, m, num_rows);
+            else
+                add_products<Block, 1>(total, packed, s.num_panels, x, m, num_rows);
         });
         if (!a.bias[weight].data) return;
         const float* bias = static_cast<const float*>(a.bias[weight].data) + s.row;
         for (int64_t c = 0; c < smaller(s.num_panels * kRows, a.num_rows[weight] - s.row); ++c)
-            for (int64_t r = 0; r < num_rows; ++r) total[(c / kRows * kBand + r) * kRows + c % kRows] += bias[c];
+            for (int64_t r = 0; r < num_rows; ++r)
+                total[(c / kRows * kBand + r) * kRows + c % kRows] += bias[c];
     }
 
     void write(const Strip& s, const float* total, int64_t m, int64_t num_rows) const {
@@ -95,7 +108,8 @@ struct Problem {
             for (int i = 0; i < s.num_panels; ++i) {
                 const float* t = total + (i * kBand + r) * kRows;
                 float* y = Rows{a.y}.at<float>(m + r) + s.column + i * kRows;
-                const float* residual = a.residual.data ? Rows{a.residual}.at<float>(m + r) + s.column + i * kRows : nullptr;
+                const float* residual =
+                    a.residual.data ? Rows{a.residual}.at<float>(m + r) + s.column + i * kRows : nullptr;
                 write_row(y, t, residual, smaller(kRows, a.num_rows[s.weight] - s.row - i * kRows));
             }
     }
@@ -106,7 +120,8 @@ struct Problem {
         if (a.is_gated) {
             multiply(up, 1, s, m, num_rows);
             for (int64_t at = 0; at < s.num_panels * kBand * kRows; at += kBand * kRows)
-                map([](vf gate, vf up) { return gate * sigmoid(gate) * up; }, num_rows * kRows, total + at, total + at, up + at);
+                map([](vf gate, vf up) { return gate * sigmoid(gate) * up; }, num_rows * kRows, total + at,
+                    total + at, up + at);
         }
         write(s, total, m, num_rows);
     }
@@ -125,7 +140,8 @@ int64_t packed_linear(const PackedLinear& a) {
         const Problem problem{a, is_alone ? Activations(a, room) : shared};
         if (is_alone) round_row(problem.x, 0, Rows{a.x}.at<const float>(0));
         for (int64_t m = 0; m < shared.num_rows; m += kBand)
-            for (int64_t i = begin; i < end; ++i) problem.run(problem.strip(i), m, smaller(kBand, shared.num_rows - m));
+            for (int64_t i = begin; i < end; ++i)
+                problem.run(problem.strip(i), m, smaller(kBand, shared.num_rows - m));
     });
     return kOk;
 }

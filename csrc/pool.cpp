@@ -75,7 +75,8 @@ private:
 
     void work(int part, uint64_t seen) {
         for (;;) {
-            for (int spins = 0; spins < kSpins && epoch_.load(std::memory_order_acquire) == seen; ++spins) relax();
+            for (int spins = 0; spins < kSpins && epoch_.load(std::memory_order_acquire) == seen; ++spins)
+                relax();
             epoch_.wait(seen, std::memory_order_acquire);
             seen = epoch_.load(std::memory_order_acquire);
             if (stopping_) return;
@@ -103,7 +104,8 @@ int default_num_threads() {
     return count ? static_cast<int>(count) : 1;
 }
 
-// Never destroyed: workers may outlive static destructors. A forked child has no workers and takes a new pool.
+// Never destroyed: workers may outlive static destructors. A forked child has no workers and takes a new
+// pool.
 Pool* g_pool = nullptr;
 
 Pool& pool() {

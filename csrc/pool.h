@@ -1,4 +1,5 @@
-// The one thread pool. Workers spin a little while after a region, then park, so a process at rest uses no CPU.
+// The one thread pool. Workers spin a little while after a region, then park, so a process at rest uses no
+// CPU.
 #pragma once
 #include <cstdint>
 #include <type_traits>
@@ -8,8 +9,9 @@ namespace infini {
 int num_threads();
 void set_num_threads(int count);
 
-// Calls body(context, begin, end) over [0, count) cut into at most num_threads() runs of at least `grain` items.
-// A second caller while a region runs does its work alone. Results may not depend on where the cuts fall.
+// Calls body(context, begin, end) over [0, count) cut into at most num_threads() runs of at least `grain`
+// items. A second caller while a region runs does its work alone. Results may not depend on where the cuts
+// fall.
 void parallel_run(int64_t count, int64_t grain, void (*body)(void*, int64_t, int64_t), void* context);
 
 template <class Body>

@@ -1,7 +1,7 @@
 // quantized_embedding: y[i] = dequantized(weight[ids[i]]), in float32
 // packed_embedding:    the same of a weight packed 16 rows side by side (quant.h)
 // pack_rows, unpack_rows: blocks to packed blocks and back, byte for byte
-// quantize_rows:       floats to Q8_0 or Q4_0, with ggml's bits; what is not finite leaves a scale that is not
+// quantize_rows:       floats to Q8_0 or Q4_0, with ggml's bits; what is not finite leaves such a scale
 #include <algorithm>
 
 #include "quant.h"
@@ -39,7 +39,8 @@ void pack_block(uint8_t* packed, const uint8_t* block, int64_t r) {
     for (const Field& field : Block::kFields) {
         for (int i = 0; i < field.bytes; i += field.piece) {
             uint8_t* to = packed + i * kRows + r * field.piece;
-            field.is_transposed ? copy_bits(to, block + i, transposed_bits) : static_cast<void>(memcpy(to, block + i, field.piece));
+            field.is_transposed ? copy_bits(to, block + i, transposed_bits)
+                                : static_cast<void>(memcpy(to, block + i, field.piece));
         }
         packed += field.bytes * kRows, block += field.bytes;
     }
@@ -50,7 +51,8 @@ void unpack_block(uint8_t* block, const uint8_t* packed, int64_t r) {
     for (const Field& field : Block::kFields) {
         for (int i = 0; i < field.bytes; i += field.piece) {
             const uint8_t* from = packed + i * kRows + r * field.piece;
-            field.is_transposed ? copy_bits(block + i, from, restored_bits) : static_cast<void>(memcpy(block + i, from, field.piece));
+            field.is_transposed ? copy_bits(block + i, from, restored_bits)
+                                : static_cast<void>(memcpy(block + i, from, field.piece));
         }
         packed += field.bytes * kRows, block += field.bytes;
     }
@@ -60,11 +62,12 @@ void unpack_block(uint8_t* block, const uint8_t* packed, int64_t r) {
 template <class Body>
 void for_packed_rows(const Pack& a, Body&& body) {
     const int64_t row_bytes = a.blocks.shape[1];
-    parallel_for(a.packed.shape[0], (4 * kGrain) / (kRows * row_bytes + 1) + 1, [&](int64_t begin, int64_t end) {
-        for (int64_t n = begin * kRows; n < end * kRows; ++n)
-            body(n, static_cast<uint8_t*>(a.blocks.data) + n * a.blocks.stride[0],
-                 static_cast<uint8_t*>(a.packed.data) + n / kRows * kRows * row_bytes, n % kRows);
-    });
+    parallel_for(
+        a.packed.shape[0], (4 * kGrain) / (kRows * row_bytes + 1) + 1, [&](int64_t begin, int64_t end) {
+            for (int64_t n = begin * kRows; n < end * kRows; ++n)
+                body(n, static_cast<uint8_t*>(a.blocks.data) + n * a.blocks.stride[0],
+                     static_cast<uint8_t*>(a.packed.data) + n / kRows * kRows * row_bytes, n % kRows);
+        });
 }
 
 // The largest absolute value, as its bits: they order numbers as they order integers, and NaN above all
@@ -81,7 +84,8 @@ float from_bits(uint32_t bits) {
     return value;
 }
 
-// The float16 scale at `block`, and what to multiply by: 0 where the block is zero, or so small that 1 / scale is not finite
+// The float16 scale at `block`, and what to multiply by: 0 where the block is zero, or so small that 1 /
+// scale is not finite
 float write_scale(uint8_t* block, float scale) {
     f16 lanes[W];
     store(lanes, splat(scale));
@@ -102,7 +106,8 @@ void quantize_block(Q8_0, uint8_t* __restrict block, const float* __restrict x) 
     memcpy(block + 2, q, 32);
 }
 
-// The extreme value keeps its sign and becomes -8, the end of the range that has one more step; the first of equals counts.
+// The extreme value keeps its sign and becomes -8, the end of the range that has one more step; the first of
+// equals counts.
 void quantize_block(Q4_0, uint8_t* __restrict block, const float* __restrict x) {
     const float largest = from_bits(largest_bits(x));
     int at = 0;
@@ -171,8 +176,10 @@ int64_t quantize_rows(const Quantize& a) {
             with_type(a.x.dtype, [&](auto type) {
                 uint8_t* blocks = static_cast<uint8_t*>(a.blocks.data) + r * a.blocks.shape[1];
                 const auto* x = Rows{a.x}.at<const decltype(type)>(r);
-                if (a.type == BlockType::q8_0) quantize_row<Q8_0>(blocks, x, a.x.shape[1]);
-                else quantize_row<Q4_0>(blocks, x, a.x.shape[1]);
+                if (a.type == BlockType::q8_0)
+                    quantize_row<Q8_0>(blocks, x, a.x.shape[1]);
+                else
+                    quantize_row<Q4_0>(blocks, x, a.x.shape[1]);
             });
     });
     return kOk;
@@ -194,7 +201,8 @@ int64_t packed_embedding(const QuantizedEmbedding& a) {
     with_block(a.type, [&](auto block) {
         using Block = decltype(block);
         status = embed(a, num_blocks * Block::kElements, [&](float* y, int64_t id) {
-            const uint8_t* panel = static_cast<const uint8_t*>(a.weight.data) + id / kRows * a.weight.shape[1];
+            const uint8_t* panel =
+                static_cast<const uint8_t*>(a.weight.data) + id / kRows * a.weight.shape[1];
             for (int64_t b = 0; b < num_blocks; ++b, panel += Block::kBytes * kRows) {
                 uint8_t own[Block::kBytes];
                 unpack_block<Block>(own, panel, id % kRows);

@@ -1,20 +1,26 @@
-// What the blocks of GGUF's weight types mean: value = scale * (q - offset), or scale * q + minimum, with a scale (and
-// minimum) for each group of a block. `fields` reads the integers q of a block, `scales` what multiplies and shifts
-// its groups; float32 operations stand in ggml's order, so every value has the bits ggml gives it.
+// What the blocks of GGUF's weight types mean: value = scale * (q - offset), or scale * q + minimum, with a
+// scale (and minimum) for each group of a block. `fields` reads the integers q of a block, `scales` what
+// multiplies and shifts its groups; float32 operations stand in ggml's order, so every value has the bits
+// ggml gives it.
 //
-// Every type is also read R blocks at a time, from R rows packed side by side (pack_rows): a field of n bytes then
-// takes n * R, at R times its offset, in pieces of 1, 2 or 4 bytes (`Field::piece`), the first piece of each row, then
-// the second of each. q comes out likewise, 4 elements of each row, the next 4 of each; scales one of each row.
+// Every type is also read R blocks at a time, from R rows packed side by side (pack_rows): a field of n bytes
+// then takes n * R, at R times its offset, in pieces of 1, 2 or 4 bytes (`Field::piece`), the first piece of
+// each row, then the second of each. q comes out likewise, 4 elements of each row, the next 4 of each; scales
+// one of each row.
 #pragma once
 #include "kernels.h"
 #include "vec.h"
 
 namespace infini::INFINI_LEVEL {
 
-struct Field { int bytes, piece; bool is_transposed = false; };
+struct Field {
+    int bytes, piece;
+    bool is_transposed = false;
+};
 
-// Where 16 elements of a block are, for kernels that take them straight from memory: their bytes, and by how much a
-// field of four bits is shifted up; then, of five or six bits, the bytes with the upper ones, and the lowest of these.
+// Where 16 elements of a block are, for kernels that take them straight from memory: their bytes, and by how
+// much a field of four bits is shifted up; then, of five or six bits, the bytes with the upper ones, and the
+// lowest of these.
 struct Place { int bytes, shift = 0, upper = 0, bit = 0; };
 
 inline float half(const uint8_t* p) {
@@ -41,12 +47,16 @@ inline void halves(float* y, const uint8_t* p) {
 
 // y[r] = factor[r] * (bytes[r] - less)
 template <int R, int less = 0>
-INFINI_INLINE inline void scaled_bytes(float* __restrict y, const uint8_t* __restrict bytes, const float* __restrict factor) {
+INFINI_INLINE inline void scaled_bytes(float* __restrict y, const uint8_t* __restrict bytes,
+                                       const float* __restrict factor) {
 #if defined(INFINI_NEON)
-    if constexpr (R == 16) {  // a byte below the exponent of 2^23 is 2^23 and the byte: faster than NEON's own conversion
+    if constexpr (
+        R ==
+        16) {  // a byte below the exponent of 2^23 is 2^23 and the byte: faster than NEON's own conversion
         const uint8x16_t all = vld1q_u8(bytes);
         for (int i = 0; i < R; i += 4) {
-            const uint32x4_t places = uint32x4_t{0xffffff00u, 0xffffff01u, 0xffffff02u, 0xffffff03u} + static_cast<uint32_t>(i);
+            const uint32x4_t places =
+                uint32x4_t{0xffffff00u, 0xffffff01u, 0xffffff02u, 0xffffff03u} + static_cast<uint32_t>(i);
             const uint32x4_t one_each = vreinterpretq_u32_u8(vqtbl1q_u8(all, vreinterpretq_u8_u32(places)));
             store(y + i, load(factor + i) * ((vf)(one_each | 0x4b000000u) - (0x1p23f + less)));
         }
@@ -56,18 +66,24 @@ INFINI_INLINE inline void scaled_bytes(float* __restrict y, const uint8_t* __res
     for (int r = 0; r < R; ++r) y[r] = factor[r] * static_cast<float>(bytes[r] - less);
 }
 
-// ---- fields: of N bytes at p each, the low ones first ---------------------------------------------------------------
+// ---- fields: of N bytes at p each, the low ones first -----------------------------------------------------
 
 template <int... I, class F>
-INFINI_INLINE inline void unrolled(std::integer_sequence<int, I...>, F&& f) { (f(std::integral_constant<int, I>{}), ...); }
+INFINI_INLINE inline void unrolled(std::integer_sequence<int, I...>, F&& f) {
+    (f(std::integral_constant<int, I>{}), ...);
+}
 
 // f(0), f(1) … f(N - 1) with the number known to the compiler
 template <int N, class F>
-INFINI_INLINE inline void unrolled(F&& f) { unrolled(std::make_integer_sequence<int, N>{}, f); }
+INFINI_INLINE inline void unrolled(F&& f) {
+    unrolled(std::make_integer_sequence<int, N>{}, f);
+}
 
 // v shifted so that its bit `from` becomes bit `to`
 template <int from, int to>
-inline int moved(uint8_t v) { return from < to ? v << (to - from) : v >> (from - to); }
+inline int moved(uint8_t v) {
+    return from < to ? v << (to - from) : v >> (from - to);
+}
 
 template <int N, int moved = 0>
 inline void four_bits(int8_t* __restrict q, const uint8_t* __restrict p) {
@@ -83,19 +99,22 @@ inline void two_bits(int8_t* __restrict q, const uint8_t* __restrict p) {
         for (int field = 0; field < 4; ++field) q[N * field + i] = p[i] >> 2 * field & 3;
 }
 
-// Four bits and a fifth one from `high`: bit `low_bit` of a byte for the low fields, `high_bit` for the high ones
+// Four bits and a fifth one from `high`: bit `low_bit` of a byte for the low fields, `high_bit` for the high
+// ones
 template <int N, int low_bit, int high_bit>
-inline void five_bits(int8_t* __restrict low, int8_t* __restrict up, const uint8_t* __restrict p, const uint8_t* __restrict high) {
+inline void five_bits(int8_t* __restrict low, int8_t* __restrict up, const uint8_t* __restrict p,
+                      const uint8_t* __restrict high) {
     for (int i = 0; i < N; ++i) {
         low[i] = static_cast<int8_t>((p[i] & 15) | (moved<low_bit, 4>(high[i]) & 16));
         up[i] = static_cast<int8_t>((p[i] >> 4) | (moved<high_bit, 4>(high[i]) & 16));
     }
 }
 
-// The 32 elements of Q5_0 and Q5_1, whose 4 bytes of fifth bits have element 0 lowest. Packed, byte i of a row's four
-// has the bits of elements i, i + 4 … i + 28 (transposed_bits).
+// The 32 elements of Q5_0 and Q5_1, whose 4 bytes of fifth bits have element 0 lowest. Packed, byte i of a
+// row's four has the bits of elements i, i + 4 … i + 28 (transposed_bits).
 template <int R>
-inline void five_bits_of_32(int8_t* __restrict q, const uint8_t* __restrict p, const uint8_t* __restrict high) {
+inline void five_bits_of_32(int8_t* __restrict q, const uint8_t* __restrict p,
+                            const uint8_t* __restrict high) {
     if constexpr (R == 1) {
         alignas(16) int8_t sixteens[32];
         for (int i = 0; i < 4; ++i) {
@@ -107,14 +126,17 @@ inline void five_bits_of_32(int8_t* __restrict q, const uint8_t* __restrict p, c
         four_bits<16>(q, p);
         for (int i = 0; i < 32; ++i) q[i] |= sixteens[i];
     } else {
-        unrolled<4>([&](auto j) { five_bits<4 * R, j, j + 4>(q + 4 * R * j, q + 4 * R * (j + 4), p + 4 * R * j, high); });
+        unrolled<4>([&](auto j) {
+            five_bits<4 * R, j, j + 4>(q + 4 * R * j, q + 4 * R * (j + 4), p + 4 * R * j, high);
+        });
     }
 }
 
 // q[i] = table[q[i]], in place
 inline void look_up(int8_t* q, int count, const int8_t (&table)[16]) {
 #if defined(INFINI_NEON)
-    for (int i = 0; i < count; i += 16) vst1q_s8(q + i, vqtbl1q_s8(vld1q_s8(table), vreinterpretq_u8_s8(vld1q_s8(q + i))));
+    for (int i = 0; i < count; i += 16)
+        vst1q_s8(q + i, vqtbl1q_s8(vld1q_s8(table), vreinterpretq_u8_s8(vld1q_s8(q + i))));
 #elif defined(INFINI_AVX512) || defined(INFINI_AVX2)
     const __m128i entries = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
     for (int i = 0; i < count; i += 16) {
@@ -126,7 +148,7 @@ inline void look_up(int8_t* q, int count, const int8_t (&table)[16]) {
 #endif
 }
 
-// ---- 32 elements a block -------------------------------------------------------------------------------------------
+// ---- 32 elements a block ----------------------------------------------------------------------------------
 
 struct Q4_0 {  // scale f16 | 16 bytes of four bits; value = scale * (q - 8)
     static constexpr int kElements = 32, kBytes = 18, kGroup = 32, kOffset = 8;
@@ -135,9 +157,13 @@ struct Q4_0 {  // scale f16 | 16 bytes of four bits; value = scale * (q - 8)
     static constexpr Field kFields[] = {{2, 2}, {16, 4}};
     static constexpr Place place(int sixteenth) { return {2, 4 * sixteenth}; }
     template <int R>
-    static void fields(int8_t* q, const uint8_t* block) { four_bits<16 * R>(q, block + 2 * R); }
+    static void fields(int8_t* q, const uint8_t* block) {
+        four_bits<16 * R>(q, block + 2 * R);
+    }
     template <int R>
-    static void scales(float* scale, float*, const uint8_t* block) { halves<R>(scale, block); }
+    static void scales(float* scale, float*, const uint8_t* block) {
+        halves<R>(scale, block);
+    }
 };
 
 struct Q4_1 {  // scale f16 | minimum f16 | 16 bytes of four bits; value = scale * q + minimum
@@ -147,7 +173,9 @@ struct Q4_1 {  // scale f16 | minimum f16 | 16 bytes of four bits; value = scale
     static constexpr Field kFields[] = {{2, 2}, {2, 2}, {16, 4}};
     static constexpr Place place(int sixteenth) { return {4, 4 * sixteenth}; }
     template <int R>
-    static void fields(int8_t* q, const uint8_t* block) { four_bits<16 * R>(q, block + 4 * R); }
+    static void fields(int8_t* q, const uint8_t* block) {
+        four_bits<16 * R>(q, block + 4 * R);
+    }
     template <int R>
     static void scales(float* scale, float* minimum, const uint8_t* block) {
         halves<R>(scale, block);
@@ -165,10 +193,13 @@ struct Q5_0 {  // scale f16 | 4 bytes of fifth bits | 16 bytes of four bits; val
         five_bits_of_32<R>(q, block + 6 * R, block + 2 * R);
     }
     template <int R>
-    static void scales(float* scale, float*, const uint8_t* block) { halves<R>(scale, block); }
+    static void scales(float* scale, float*, const uint8_t* block) {
+        halves<R>(scale, block);
+    }
 };
 
-struct Q5_1 {  // scale f16 | minimum f16 | 4 bytes of fifth bits | 16 bytes of four bits; value = scale * q + minimum
+// scale f16 | minimum f16 | 4 bytes of fifth bits | 16 bytes of four bits; value = scale * q + minimum
+struct Q5_1 {
     static constexpr int kElements = 32, kBytes = 24, kGroup = 32, kOffset = 0;
     static constexpr bool kHasMinimum = true, kIsSigned = false;
     static constexpr int kBits = 0;
@@ -178,7 +209,9 @@ struct Q5_1 {  // scale f16 | minimum f16 | 4 bytes of fifth bits | 16 bytes of 
         five_bits_of_32<R>(q, block + 8 * R, block + 4 * R);
     }
     template <int R>
-    static void scales(float* scale, float* minimum, const uint8_t* block) { Q4_1::scales<R>(scale, minimum, block); }
+    static void scales(float* scale, float* minimum, const uint8_t* block) {
+        Q4_1::scales<R>(scale, minimum, block);
+    }
 };
 
 struct Q8_0 {  // scale f16 | 32 signed bytes; value = scale * q
@@ -188,9 +221,13 @@ struct Q8_0 {  // scale f16 | 32 signed bytes; value = scale * q
     static constexpr Field kFields[] = {{2, 2}, {32, 4}};
     static constexpr Place place(int sixteenth) { return {2 + 16 * sixteenth}; }
     template <int R>
-    static void fields(int8_t* q, const uint8_t* block) { memcpy(q, block + 2 * R, 32 * R); }
+    static void fields(int8_t* q, const uint8_t* block) {
+        memcpy(q, block + 2 * R, 32 * R);
+    }
     template <int R>
-    static void scales(float* scale, float*, const uint8_t* block) { halves<R>(scale, block); }
+    static void scales(float* scale, float*, const uint8_t* block) {
+        halves<R>(scale, block);
+    }
 };
 
 struct IQ4_NL {  // scale f16 | 16 bytes of four bits; value = scale * level[q]
@@ -198,20 +235,24 @@ struct IQ4_NL {  // scale f16 | 16 bytes of four bits; value = scale * level[q]
     static constexpr bool kHasMinimum = false, kIsSigned = true;
     static constexpr int kBits = 0;
     static constexpr Field kFields[] = {{2, 2}, {16, 4}};
-    static constexpr int8_t kLevels[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+    static constexpr int8_t kLevels[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                           1,    13,   25,  38,  53,  69,  89,  113};
     template <int R>
     static void fields(int8_t* q, const uint8_t* block) {
         four_bits<16 * R>(q, block + 2 * R);
         look_up(q, 32 * R, kLevels);
     }
     template <int R>
-    static void scales(float* scale, float*, const uint8_t* block) { halves<R>(scale, block); }
+    static void scales(float* scale, float*, const uint8_t* block) {
+        halves<R>(scale, block);
+    }
 };
 
-// ---- 256 elements a block: a float16 scale (and minimum) of the block times a small integer of the group -----------
+// ---- 256 elements a block: a float16 scale (and minimum) of the block times a small integer of the group --
 
-struct Q2_K {  // 16 bytes: group scale low, minimum high | 64 bytes of two bits in runs of 32 | scale f16 | minimum f16
-    // value = scale * group scale * q - minimum * group minimum
+// 16 bytes: group scale low, minimum high | 64 bytes of two bits in runs of 32 | scale f16 | minimum f16
+// value = scale * group scale * q - minimum * group minimum
+struct Q2_K {
     static constexpr int kElements = 256, kBytes = 84, kGroup = 16, kOffset = 0;
     static constexpr bool kHasMinimum = true, kIsSigned = false;
     static constexpr int kBits = 0;
@@ -247,7 +288,8 @@ struct Q3_K {  // 32 bytes of third bits | 64 bytes of two bits in runs of 32 |
             for (int i = 0; i < 32 * R; ++i)
                 unrolled<4>([&](auto field) {
                     const int two = block[(32 + 32 * run) * R + i] >> 2 * field & 3;
-                    q[(128 * run + 32 * field) * R + i] = static_cast<int8_t>(two | (moved<4 * run + field, 2>(block[i]) & 4));
+                    q[(128 * run + 32 * field) * R + i] =
+                        static_cast<int8_t>(two | (moved<4 * run + field, 2>(block[i]) & 4));
                 });
         });
     }
@@ -259,16 +301,18 @@ struct Q3_K {  // 32 bytes of third bits | 64 bytes of two bits in runs of 32 |
         for (int g = 0; g < 16; ++g) {
             uint8_t six[R];
             for (int r = 0; r < R; ++r)
-                six[r] = static_cast<uint8_t>((low[g % 8 * R + r] >> g / 8 * 4 & 15) | (high[g % 4 * R + r] >> g / 4 * 2 & 3) << 4);
+                six[r] = static_cast<uint8_t>((low[g % 8 * R + r] >> g / 8 * 4 & 15) |
+                                              (high[g % 4 * R + r] >> g / 4 * 2 & 3) << 4);
             scaled_bytes<R, 32>(scale + g * R, six, d);
         }
     }
 };
 
-struct Q4_K {  // scale f16 | minimum f16 | 12 bytes of group scales and minimums | 128 bytes of four bits in runs of 32
-    // Bytes 0-3 of the 12 hold scales 0-3 and bytes 4-7 minimums 0-3, in the low 6 bits. Their top 2 bits belong to
-    // scales and minimums 4-7, whose low 4 bits are the low and the high halves of bytes 8-11.
-    // value = scale * group scale * q - minimum * group minimum
+// scale f16 | minimum f16 | 12 bytes of group scales and minimums | 128 bytes of four bits in runs of 32
+// Bytes 0-3 of the 12 hold scales 0-3 and bytes 4-7 minimums 0-3, in the low 6 bits. Their top 2 bits belong
+// to scales and minimums 4-7, whose low 4 bits are the low and the high halves of bytes 8-11. value = scale
+// * group scale * q - minimum * group minimum
+struct Q4_K {
     static constexpr int kElements = 256, kBytes = 144, kGroup = 32, kOffset = 0;
     static constexpr bool kHasMinimum = true, kIsSigned = false;
     static constexpr int kData = 16, kBits = 4, kRun = 64;
@@ -293,7 +337,8 @@ struct Q4_K {  // scale f16 | minimum f16 | 12 bytes of group scales and minimum
                 bytes[3][r] = static_cast<uint8_t>(rest[r] >> 4 | m[r] >> 6 << 4);
             }
             scaled_bytes<R>(scale + g * R, bytes[0], d), scaled_bytes<R>(minimum + g * R, bytes[1], least);
-            scaled_bytes<R>(scale + (4 + g) * R, bytes[2], d), scaled_bytes<R>(minimum + (4 + g) * R, bytes[3], least);
+            scaled_bytes<R>(scale + (4 + g) * R, bytes[2], d),
+                scaled_bytes<R>(minimum + (4 + g) * R, bytes[3], least);
         }
     }
 };
@@ -303,27 +348,34 @@ struct Q5_K {  // as Q4_K, with 32 bytes of fifth bits before the 128
     static constexpr bool kHasMinimum = true, kIsSigned = false;
     static constexpr int kBits = 5;
     static constexpr Field kFields[] = {{2, 2}, {2, 2}, {12, 1}, {32, 4}, {128, 4}};
-    static constexpr Place place(int s) { return {48 + s / 4 * 32 + s % 2 * 16, s / 2 % 2 * 4, 16 + s % 2 * 16, s / 2}; }
+    static constexpr Place place(int s) {
+        return {48 + s / 4 * 32 + s % 2 * 16, s / 2 % 2 * 4, 16 + s % 2 * 16, s / 2};
+    }
     template <int R>
     static void fields(int8_t* q, const uint8_t* block) {
         unrolled<4>([&](auto run) {
             int8_t* low = q + 64 * R * run;
-            five_bits<32 * R, 2 * run, 2 * run + 1>(low, low + 32 * R, block + (48 + 32 * run) * R, block + 16 * R);
+            five_bits<32 * R, 2 * run, 2 * run + 1>(low, low + 32 * R, block + (48 + 32 * run) * R,
+                                                    block + 16 * R);
         });
     }
     template <int R>
-    static void scales(float* scale, float* minimum, const uint8_t* block) { Q4_K::scales<R>(scale, minimum, block); }
+    static void scales(float* scale, float* minimum, const uint8_t* block) {
+        Q4_K::scales<R>(scale, minimum, block);
+    }
 };
 
-struct Q6_K {  // 128 bytes of low four bits in runs of 64 | 64 of high two bits in runs of 32 | 16 signed group scales |
-    // scale f16; value = scale * group scale * (q - 32)
+// 128 bytes of low four bits in runs of 64 | 64 of high two bits in runs of 32 | 16 signed group scales |
+// scale f16; value = scale * group scale * (q - 32)
+struct Q6_K {
     static constexpr int kElements = 256, kBytes = 210, kGroup = 16, kOffset = 32;
     static constexpr bool kHasMinimum = false, kIsSigned = false;
     static constexpr int kBits = 6;
     static constexpr Field kFields[] = {{128, 4}, {64, 4}, {16, 1}, {2, 2}};
     static constexpr Place place(int s) {
         const int run = s / 8, quarter = s / 2 % 4, half = s % 2;
-        return {64 * run + quarter % 2 * 32 + half * 16, quarter / 2 * 4, 128 + 32 * run + half * 16, 2 * quarter};
+        return {64 * run + quarter % 2 * 32 + half * 16, quarter / 2 * 4, 128 + 32 * run + half * 16,
+                2 * quarter};
     }
     template <int R>
     static void fields(int8_t* __restrict q, const uint8_t* __restrict block) {
@@ -368,7 +420,7 @@ inline void with_block(BlockType type, Body&& body) {
     }
 }
 
-// ---- float32 values ------------------------------------------------------------------------------------------------
+// ---- float32 values ---------------------------------------------------------------------------------------
 
 template <class Block>
 void dequantize_blocks(float* __restrict y, const uint8_t* __restrict blocks, int64_t num_elements) {

@@ -81,16 +81,19 @@ template <class T>
 void rope_of(const Rope& a) {
     const int64_t seq = a.x.shape[1], heads = a.x.shape[2], half = a.x.shape[3] / 2;
     const int64_t position_stride = a.positions.ndim == 2 ? seq : 0;
-    const auto rotate_head = a.interleaved ? static_cast<void (*)(T*, const T*, const T*, const T*, int64_t)>(rotate_neighbours)
-                                           : static_cast<void (*)(T*, const T*, const T*, const T*, int64_t)>(rotate_halves);
+    const auto rotate_head =
+        a.interleaved ? static_cast<void (*)(T*, const T*, const T*, const T*, int64_t)>(rotate_neighbours)
+                      : static_cast<void (*)(T*, const T*, const T*, const T*, int64_t)>(rotate_halves);
     const int64_t grain = half ? (kGrain / 2 + half - 1) / half : 1;
     parallel_for(a.x.shape[0] * seq * heads, grain, [&](int64_t begin, int64_t end) {
         for (int64_t item = begin; item < end; ++item) {
             const int64_t h = item % heads, t = item / heads % seq, b = item / heads / seq;
             const int64_t row = index_at(a.positions.data, a.positions.dtype, b * position_stride + t) * half;
-            const T* x = static_cast<const T*>(a.x.data) + b * a.x.stride[0] + t * a.x.stride[1] + h * a.x.stride[2];
+            const T* x =
+                static_cast<const T*>(a.x.data) + b * a.x.stride[0] + t * a.x.stride[1] + h * a.x.stride[2];
             T* y = static_cast<T*>(a.y.data) + b * a.y.stride[0] + t * a.y.stride[1] + h * a.y.stride[2];
-            rotate_head(y, x, static_cast<const T*>(a.sin.data) + row, static_cast<const T*>(a.cos.data) + row, half);
+            rotate_head(y, x, static_cast<const T*>(a.sin.data) + row,
+                        static_cast<const T*>(a.cos.data) + row, half);
         }
     });
 }
@@ -103,8 +106,10 @@ int64_t rope(const Rope& a) {
         const int64_t position = index_at(a.positions.data, a.positions.dtype, i);
         if (position < 0 || position >= a.sin.shape[0]) return i;
     }
-    if (a.x.dtype == DType::f64) rope_of<double>(a);
-    else with_type(a.x.dtype, [&](auto type) { rope_of<decltype(type)>(a); });
+    if (a.x.dtype == DType::f64)
+        rope_of<double>(a);
+    else
+        with_type(a.x.dtype, [&](auto type) { rope_of<decltype(type)>(a); });
     return kOk;
 }
 

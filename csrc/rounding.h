@@ -1,5 +1,6 @@
-// Activations rounded to integers for packed_linear: the 32 of a group become x_scale * q. q has 8 bits, or 8 and a
-// few more that make a second plane of bytes: q = radix * high + low, the radix 16 (12 bits) or 256 (16 bits).
+// Activations rounded to integers for packed_linear: the 32 of a group become x_scale * q. q has 8 bits, or 8
+// and a few more that make a second plane of bytes: q = radix * high + low, the radix 16 (12 bits) or 256 (16
+// bits).
 //
 // Rows come in blocks: the groups of a block one after another, each with all rows of the block.
 #pragma once
@@ -25,8 +26,8 @@ struct Activations {
     int32_t* sums;  // [block][group][plane][2][row], each of 16 bytes
 
     Activations(const PackedLinear& a, void* room)
-        : num_rows(Rows{a.x}.count()), num_groups(a.x.shape[a.x.ndim - 1] / kGroup), num_planes(num_planes_of(a.activation_bits)),
-          log_rows(0), radix(1 << (a.activation_bits - 8)) {
+        : num_rows(Rows{a.x}.count()), num_groups(a.x.shape[a.x.ndim - 1] / kGroup),
+          num_planes(num_planes_of(a.activation_bits)), log_rows(0), radix(1 << (a.activation_bits - 8)) {
         while (1 << log_rows < kRowBlock && 1 << log_rows < num_rows) ++log_rows;
         const int64_t count = (((num_rows - 1) >> log_rows) + 1) * num_groups << log_rows;
         q = static_cast<int8_t*>(room);
@@ -34,8 +35,12 @@ struct Activations {
         sums = reinterpret_cast<int32_t*>(scale + count);
     }
 
-    int64_t first_at(int64_t group, int64_t row) const { return ((row >> log_rows) * num_groups + group) << log_rows; }
-    int64_t at(int64_t group, int64_t row) const { return first_at(group, row) + (row & ((1 << log_rows) - 1)); }
+    int64_t first_at(int64_t group, int64_t row) const {
+        return ((row >> log_rows) * num_groups + group) << log_rows;
+    }
+    int64_t at(int64_t group, int64_t row) const {
+        return first_at(group, row) + (row & ((1 << log_rows) - 1));
+    }
 
     // The first of a row's sums in a group; the next ones are as many apart as a block has rows
     int32_t* sums_at(int64_t group, int64_t row) const {
@@ -62,7 +67,9 @@ INFINI_INLINE inline int32_t store_bytes(int8_t* to, const vi* v) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8((__m512i)v[0]));
     return _mm512_reduce_add_epi32((__m512i)v[0]);
 #elif defined(INFINI_NEON)
-    const auto narrowed = [](vi a, vi b) { return vreinterpretq_s8_s16(vuzp1q_s16(vreinterpretq_s16_s32(a), vreinterpretq_s16_s32(b))); };
+    const auto narrowed = [](vi a, vi b) {
+        return vreinterpretq_s8_s16(vuzp1q_s16(vreinterpretq_s16_s32(a), vreinterpretq_s16_s32(b)));
+    };
     const int8x16_t bytes = vuzp1q_s8(narrowed(v[0], v[1]), narrowed(v[2], v[3]));
     vst1q_s8(to, bytes);
     return vaddlvq_s8(bytes);
@@ -73,10 +80,11 @@ INFINI_INLINE inline int32_t store_bytes(int8_t* to, const vi* v) {
 #endif
 }
 
-// Each half of a group: the nearest integers to x * inverse, ties to even, as one plane or as radix * high + low. Low bytes
-// run from -127 to 127, so that every kernel can negate them.
+// Each half of a group: the nearest integers to x * inverse, ties to even, as one plane or as radix * high +
+// low. Low bytes run from -127 to 127, so that every kernel can negate them.
 template <int P>
-INFINI_INLINE inline void round_group(const Activations& to, int64_t group, int64_t row, const float* x, float inverse) {
+INFINI_INLINE inline void round_group(const Activations& to, int64_t group, int64_t row, const float* x,
+                                      float inverse) {
     constexpr int kVectors = kSumLength / W;
     const int radix = to.radix, shift = radix == 16 ? 4 : 8;
     int8_t* q = to.q + to.at(group, row) * P * kGroup;
@@ -133,7 +141,9 @@ struct GroupSums {
         }
     }
 
-    INFINI_INLINE int32_t whole(int radix) const { return P == 2 ? radix * plane[0] + plane[P - 1] : plane[0]; }
+    INFINI_INLINE int32_t whole(int radix) const {
+        return P == 2 ? radix * plane[0] + plane[P - 1] : plane[0];
+    }
 };
 
 }  // namespace

@@ -40,16 +40,21 @@ inline void for_rows(const Tensor& t, Body&& body) {
 // Calls body with a value of the tensor's element type
 template <class Body>
 inline void with_type(DType dtype, Body&& body) {
-    if (dtype == DType::f32) body(float{});
-    else if (dtype == DType::bf16) body(bf16{});
-    else body(f16{});
+    if (dtype == DType::f32)
+        body(float{});
+    else if (dtype == DType::bf16)
+        body(bf16{});
+    else
+        body(f16{});
 }
 
 // y = sums + bias, if there is one
 template <class T>
 inline void write_sums(T* y, const float* sums, const T* bias, int64_t count) {
-    if (bias) map([](vf sum, vf b) { return sum + b; }, count, y, sums, bias);
-    else map([](vf sum) { return sum; }, count, y, sums);
+    if (bias)
+        map([](vf sum, vf b) { return sum + b; }, count, y, sums, bias);
+    else
+        map([](vf sum) { return sum; }, count, y, sums);
 }
 
 }  // namespace infini::INFINI_LEVEL

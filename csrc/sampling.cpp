@@ -1,7 +1,8 @@
-// random_sample: with w[i] = exp((logits[i] - max) / temperature), put the tokens in falling order of w (equal
-// weights: lower id first), keep the first topk (0: all), of these the fewest whose weight reaches topp of theirs,
-// and take the first kept token at which the running weight passes random_val of the kept weight.
-// temperature 0 takes the first token of the order. O(vocabulary): only the buckets that are walked get sorted.
+// random_sample: with w[i] = exp((logits[i] - max) / temperature), put the tokens in falling order of w
+// (equal weights: lower id first), keep the first topk (0: all), of these the fewest whose weight reaches
+// topp of theirs, and take the first kept token at which the running weight passes random_val of the kept
+// weight. temperature 0 takes the first token of the order. O(vocabulary): only the buckets that are walked
+// get sorted.
 #include "kernels.h"
 #include "rows.h"
 
@@ -110,8 +111,10 @@ void fill_weights(float* weights, const T* logits, int64_t n, float top, float t
 int64_t draw(FallingWeights& falling, int64_t n, const RandomSample& a) {
     int64_t num_kept = a.topk > 0 && a.topk < n ? a.topk : n;
     double kept = 0;
-    if (num_kept == n) for (int64_t i = 0; i < n; ++i) kept += falling.weights[i];
-    else for (int64_t i = 0; i < num_kept; ++i) kept += falling.weight(i);
+    if (num_kept == n)
+        for (int64_t i = 0; i < n; ++i) kept += falling.weights[i];
+    else
+        for (int64_t i = 0; i < num_kept; ++i) kept += falling.weight(i);
     if (a.topp < 1) {
         const double wanted = a.topp * kept;
         int64_t i = 0;
@@ -149,8 +152,10 @@ int64_t random_sample(const RandomSample& a) {
     int64_t status = kOk, token = 0;
     with_type(a.logits.dtype, [&](auto type) { status = sample_of<decltype(type)>(a, &token); });
     if (status != kOk) return status;
-    if (a.y.dtype == DType::i64) *static_cast<int64_t*>(a.y.data) = token;
-    else *static_cast<int32_t*>(a.y.data) = static_cast<int32_t>(token);
+    if (a.y.dtype == DType::i64)
+        *static_cast<int64_t*>(a.y.data) = token;
+    else
+        *static_cast<int32_t*>(a.y.data) = static_cast<int32_t>(token);
     return kOk;
 }
 

@@ -21,8 +21,8 @@ float row_max(const T* x, int64_t n) {
     return max(max(m0, m1));
 }
 
-// Exponentials are kept in float32 until they are divided: in y itself, or, for half types, in a buffer on the
-// stack. A half row too long for the buffer is exponentiated twice, which rounds no differently.
+// Exponentials are kept in float32 until they are divided: in y itself, or, for half types, in a buffer on
+// the stack. A half row too long for the buffer is exponentiated twice, which rounds no differently.
 constexpr int64_t kBuffer = 4096;
 
 template <class T>
@@ -50,8 +50,10 @@ void softmax_row(T* y, const T* x, int64_t n) {
     float* kept = sizeof(T) == sizeof(float) ? reinterpret_cast<float*>(y) : n <= kBuffer ? buffer : nullptr;
     const vf top = splat(row_max(x, n));
     const vf inverse = splat(1.0f / sum(exponentials(kept, x, n, top)));
-    if (kept) map([&](vf e) { return e * inverse; }, n, y, kept);
-    else map([&](vf v) { return exp(v - top) * inverse; }, n, y, x);
+    if (kept)
+        map([&](vf e) { return e * inverse; }, n, y, kept);
+    else
+        map([&](vf v) { return exp(v - top) * inverse; }, n, y, x);
 }
 
 }  // namespace

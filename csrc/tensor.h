@@ -16,8 +16,8 @@ struct Tensor {
     DType dtype;
 };
 
-// Asks memory for the line at p. On x86 into the second cache alone: the first waits for too few lines at once to keep
-// memory busy.
+// Asks memory for the line at p. On x86 into the second cache alone: the first waits for too few lines at
+// once to keep memory busy.
 static inline void ask_for(const void* p) {
 #if defined(__x86_64__)
     __builtin_prefetch(p, 0, 2);
@@ -39,8 +39,8 @@ static inline int64_t num_elements(const Tensor& t) {
     return count;
 }
 
-// The i-th integer of a contiguous index array of any integer dtype. A uint64 beyond int64 comes back negative,
-// which every bounds check refuses.
+// The i-th integer of a contiguous index array of any integer dtype. A uint64 beyond int64 comes back
+// negative, which every bounds check refuses.
 static inline int64_t index_at(const void* data, DType dtype, int64_t i) {
     switch (dtype) {
         case DType::i8: return static_cast<const int8_t*>(data)[i];

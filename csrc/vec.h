@@ -1,6 +1,7 @@
 // One vector type per level, `vf` (W floats), with loads and stores from every floating dtype, and the few
-// functions kernels need on it. Everything lives in the level's namespace: code compiled for one level is never
-// linked into another. The tail of a row goes through load_n/store_n and the same arithmetic as its body.
+// functions kernels need on it. Everything lives in the level's namespace: code compiled for one level is
+// never linked into another. The tail of a row goes through load_n/store_n and the same arithmetic as its
+// body.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -79,7 +80,7 @@ inline vf fma(vf a, vf b, vf c) {
 #endif
 }
 
-// ---- loads and stores ------------------------------------------------------------------------------------------
+// ---- loads and stores -------------------------------------------------------------------------------------
 
 inline vf load(const float* p) {
     vf v;
@@ -98,22 +99,27 @@ inline vu round_to_bf16(vf v) {
 
 #if defined(INFINI_AVX512)
 inline vf load(const bf16* p) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
+    return _mm512_castsi512_ps(
+        _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
 }
 inline void store(bf16* p, vf v) {
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)round_to_bf16(v), 16)));
 }
 #elif defined(INFINI_AVX2)
 inline vf load(const bf16* p) {
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
+    return _mm256_castsi256_ps(
+        _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
 }
 inline void store(bf16* p, vf v) {
     const __m256i u = _mm256_srli_epi32((__m256i)round_to_bf16(v), 16);
-    _mm_storeu_si128((__m128i*)p, _mm_packus_epi32(_mm256_castsi256_si128(u), _mm256_extracti128_si256(u, 1)));
+    _mm_storeu_si128((__m128i*)p,
+                     _mm_packus_epi32(_mm256_castsi256_si128(u), _mm256_extracti128_si256(u, 1)));
 }
 #elif defined(INFINI_NEON)
 // Zeros below the bits, by zip, which has two pipes where a widening shift has one
-inline vf load(const bf16* p) { return (vf)vzip1q_u16(vdupq_n_u16(0), vcombine_u16(vld1_u16(&p->bits), vdup_n_u16(0))); }
+inline vf load(const bf16* p) {
+    return (vf)vzip1q_u16(vdupq_n_u16(0), vcombine_u16(vld1_u16(&p->bits), vdup_n_u16(0)));
+}
 inline void store(bf16* p, vf v) { vst1_u16(&p->bits, vshrn_n_u32(round_to_bf16(v), 16)); }
 #else
 inline vf load(const bf16* p) {
@@ -128,7 +134,9 @@ inline void store(bf16* p, vf v) {
 #endif
 
 #if defined(INFINI_AVX512)
-inline vf load(const f16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+inline vf load(const f16* p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
 inline void store(f16* p, vf v) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
 }
@@ -198,14 +206,15 @@ template <class F, class T, class... X>
 inline void map(F f, int64_t n, T* y, const X*... x) {
     int64_t i = 0;
     for (; i + 4 * W <= n; i += 4 * W) {
-        const vf r[4] = {f(load(x + i)...), f(load(x + i + W)...), f(load(x + i + 2 * W)...), f(load(x + i + 3 * W)...)};
+        const vf r[4] = {f(load(x + i)...), f(load(x + i + W)...), f(load(x + i + 2 * W)...),
+                         f(load(x + i + 3 * W)...)};
         for (int j = 0; j < 4; ++j) store(y + i + j * W, r[j]);
     }
     for (; i + W <= n; i += W) store(y + i, f(load(x + i)...));
     if (i < n) store_n(y + i, f(load_n(x + i, n - i)...), n - i);
 }
 
-// ---- reductions: the order is fixed by n alone -------------------------------------------------------------------
+// ---- reductions: the order is fixed by n alone ------------------------------------------------------------
 
 inline float sum(vf v) {
     for (int half = W / 2; half > 0; half /= 2)
@@ -247,7 +256,7 @@ inline float sum_of(const T* x, int64_t n, F f) {
     return sum((s0 + s1) + (s2 + s3));
 }
 
-// ---- functions ---------------------------------------------------------------------------------------------------
+// ---- functions --------------------------------------------------------------------------------------------
 
 // e^x within 2 units in the last place for x in [-87, 87]; saturated outside
 inline vf exp_saturated(vf x) {
