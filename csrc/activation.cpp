@@ -2,7 +2,7 @@
 // gelu(x) = x * Phi(x)                    gelu_fast(x) = x * sigmoid(1.702 x)
 // gelu_tanh(x) = x * (1 + tanh(u)) / 2 = x * sigmoid(2u), u = sqrt(2/pi) * (x + 0.044715 x^3)
 // Elementwise: y may be an input.
-#include "kernels.h"
+#include "activation.h"
 #include "rows.h"
 
 namespace infini::INFINI_LEVEL {
@@ -62,8 +62,8 @@ void elementwise(Body body, const Tensor& y, const Inputs&... inputs) {
     });
 }
 
-template <class F>
-int64_t unary(const Unary& a, F f) {
+template <class Args, class F>
+int64_t unary(const Args& a, F f) {
     with_type(a.x.dtype, [&](auto type) {
         using T = decltype(type);
         elementwise<T>([&](T* y, const T* x, int64_t n) { map(f, n, y, x); }, a.y, a.x);
@@ -87,16 +87,10 @@ int64_t silu(const Unary& a) {
     return unary(a, [](vf x) { return x * sigmoid(x); });
 }
 
-int64_t gelu(const Unary& a) {
-    return unary(a, [](vf x) { return x * normal_cdf(x); });
-}
-
-int64_t gelu_tanh(const Unary& a) {
+int64_t gelu(const Gelu& a) {
+    if (a.kind == GeluKind::exact) return unary(a, [](vf x) { return x * normal_cdf(x); });
+    if (a.kind == GeluKind::fast) return unary(a, [](vf x) { return x * sigmoid(1.702f * x); });
     return unary(a, [](vf x) { return x * sigmoid(1.5957691f * fma(0.044715f * x, x * x, x)); });
-}
-
-int64_t gelu_fast(const Unary& a) {
-    return unary(a, [](vf x) { return x * sigmoid(1.702f * x); });
 }
 
 int64_t swiglu(const Binary& args) {

@@ -146,7 +146,9 @@ template <class T>
 void add_alone(float* total, const T* row, const TileWeight& weight, int64_t n, int64_t count) {
     constexpr int P = kPlanes<T>;
     const FlushToZero flushed;
-    alignas(64) float x[kLongestAlone * P], sums[kLongestAlone / kSpan * P * kTotalSize] = {};
+    struct Room { alignas(64) float x[kLongestAlone * P], sums[kLongestAlone / kSpan * P * kTotalSize]; };
+    auto& [x, sums] = *own_scratch<Room>();
+    memset(sums, 0, sizeof sums);  // rows of weight beyond the last count as zeros
     for (int64_t k = 0; k < weight.row_length; k += kLongestAlone) {
         const int64_t num_lines = smaller(kLongestAlone, weight.row_length - k) / kLine,
                       stride = weight.row_bytes;
@@ -170,7 +172,7 @@ template <class T>
 void multiply_alone(const Linear& a, const TileWeight& weight, int64_t n, int64_t count) {
     alignas(64) float total[kTileStrip] = {};
     add_alone(total, Rows{a.x}.at<const T>(0), weight, n, count);
-    write_sums(Rows{a.y}.at<T>(0) + n, total, a.has_bias ? static_cast<const T*>(a.bias.data) + n : nullptr,
+    write_sums(Rows{a.y}.at<T>(0) + n, total, a.bias.data ? static_cast<const T*>(a.bias.data) + n : nullptr,
                count);
 }
 
@@ -296,7 +298,7 @@ struct TilePart {
     }
 
     void write() const {
-        const T* bias = a.has_bias ? static_cast<const T*>(a.bias.data) + n : nullptr;
+        const T* bias = a.bias.data ? static_cast<const T*>(a.bias.data) + n : nullptr;
         for (int64_t r = 0; r < num_rows; ++r)
             for (int64_t c = 0; c < count; c += kSide) {
                 T* y = Rows{a.y}.at<T>(m + r) + n + c;
@@ -323,7 +325,7 @@ void multiply_tiles(const Linear& a, const TileWeight& weight, int64_t n, int64_
     if (num_rows == 1) return multiply_alone<T>(a, weight, n, count);
     configure_tiles(TileConfig(static_cast<uint8_t>(smaller(num_rows, kSide)), 64));
     for (int64_t m = 0; m < num_rows; m += kTileBand)
-        TilePart<T>(a, weight, m, smaller(kTileBand, num_rows - m), n, count).run();
+        own_scratch<TilePart<T>>(a, weight, m, smaller(kTileBand, num_rows - m), n, count)->run();
     release_tiles();
 }
 

@@ -6,14 +6,14 @@
 // alone, and folded into the result in the order of the splits. So a token's result depends on its own keys
 // only: not on the other tokens, on how a prompt was cut up, nor on the threads. Few tokens over long streams
 // share out their splits.
-#include "kernels.h"
+#include "attention.h"
 #include "rows.h"
 
 namespace infini::INFINI_LEVEL {
 namespace {
 
 constexpr int64_t kSplit = 256;
-constexpr int64_t kStateFloats = kAttentionState;  // of one task's running results, on the stack
+constexpr int64_t kStateFloats = kMaxGroupFloats;  // of one task's running results
 
 struct Span { int64_t begin, end; };
 
@@ -33,7 +33,7 @@ struct State {
 constexpr int kLanes = 16;  // keys scored side by side
 constexpr int kVectors = kLanes / W;
 constexpr int kScores = kSplit + W;  // a vector may begin at the last key
-constexpr int kMaxDim = kAttentionDim;
+constexpr int kMaxDim = kMaxHeadDim;
 constexpr int kAhead = 16;  // rows of values asked for ahead of their use
 #if defined(INFINI_AVX512)
 constexpr int kQueries =
@@ -260,8 +260,14 @@ struct Problem {
         return a.window > 0 && position(n) >= a.window ? position(n) - a.window + 1 : 0;
     }
 
-    const float* query(int64_t n, int64_t h) const {
-        return static_cast<const float*>(a.q.data) + n * a.q.stride[0] + h * a.q.stride[1];
+    // A query as float32: where it lies, or widened into the room
+    const float* query(float* room, int64_t n, int64_t h) const {
+        const int64_t at = n * a.q.stride[0] + h * a.q.stride[1];
+        if (a.q.dtype == DType::f32) return static_cast<const float*>(a.q.data) + at;
+        with_type(a.q.dtype, [&](auto type) {
+            map([](vf v) { return v; }, dim, room, static_cast<const decltype(type)*>(a.q.data) + at);
+        });
+        return room;
     }
 
     // The keys of a split that token n sees, counted from the split's first
@@ -270,9 +276,9 @@ struct Problem {
         return {larger(first_key(n) - start, 0), smaller(position(n) + 1 - start, kSplit)};
     }
 
-    Query ask(int64_t n, int64_t h, int64_t split, State out) const {
+    Query ask(const float* q, int64_t n, int64_t split, State out) const {
         const Span keys = visible(n, split);
-        return {query(n, h), out, keys.begin, keys.end};
+        return {q, out, keys.begin, keys.end};
     }
 
     template <class T>
@@ -294,24 +300,34 @@ struct Problem {
     }
 
     void finish(State state, int64_t n, int64_t h) const {
-        float* y = static_cast<float*>(a.y.data) + n * a.y.stride[0] + h * a.y.stride[1];
         const vf inverse = splat(1.0f / state.sum());
-        map([&](vf v) { return v * inverse; }, dim, y, state.values());
+        with_type(a.y.dtype, [&](auto type) {
+            auto* y = static_cast<decltype(type)*>(a.y.data) + n * a.y.stride[0] + h * a.y.stride[1];
+            map([&](vf v) { return v * inverse; }, dim, y, state.values());
+        });
     }
 };
 
-constexpr int kBatch = 16;  // queries asked at once
+constexpr int kBatch = 16;               // queries asked at once
+constexpr int64_t kMaxSplitTokens = 16;  // tokens that share out the keys of long streams
+
+// What a thread works with
+struct Room {
+    Keys keys;
+    alignas(64) float states[kStateFloats], queries[kStateFloats], parts[kBatch][kMaxDim + 2];
+};
 
 // One task: some tokens of one stream and the query heads of one key head, split after split, so that the
 // keys and values of a split are read from memory once for all of them.
 template <class T>
 void attend_tokens(const Problem& p, int64_t begin, int64_t end, int64_t g) {
-    float states[kStateFloats], parts[kBatch][kMaxDim + 2];
-    Keys keys;
+    Room& room = *own_scratch<Room>();
     const int64_t count = (end - begin) * p.group;
     const auto token = [&](int64_t i) { return begin + i / p.group; };
     const auto head = [&](int64_t i) { return g * p.group + i % p.group; };
-    const auto state = [&](int64_t i) { return State{states + i * p.state_size}; };
+    const auto state = [&](int64_t i) { return State{room.states + i * p.state_size}; };
+    const float* q[kStateFloats / 3];  // a state has three floats at least
+    for (int64_t i = 0; i < count; ++i) q[i] = p.query(room.queries + i * p.dim, token(i), head(i));
     int64_t first = p.first_split(begin), last = 0;
     for (int64_t n = begin; n < end; ++n)
         first = smaller(first, p.first_split(n)), last = larger(last, p.num_splits(n));
@@ -319,19 +335,19 @@ void attend_tokens(const Problem& p, int64_t begin, int64_t end, int64_t g) {
     for (int64_t split = first; split < last; ++split) {
         int64_t num_keys = 0;
         for (int64_t n = begin; n < end; ++n) num_keys = larger(num_keys, p.visible(n, split).end);
-        p.read_keys<T>(&keys, begin, g, split, num_keys);
+        p.read_keys<T>(&room.keys, begin, g, split, num_keys);
         for (int64_t i = 0; i < count;) {
             const bool is_first = i == 0;
-            Query queries[kBatch];
+            Query questions[kBatch];
             int64_t asked[kBatch], num_asked = 0;
             for (; i < count && num_asked < kBatch; ++i)
                 if (p.sees(token(i), split)) {
                     asked[num_asked] = i;
-                    queries[num_asked] = p.ask(token(i), head(i), split, State{parts[num_asked]});
+                    questions[num_asked] = p.ask(q[i], token(i), split, State{room.parts[num_asked]});
                     ++num_asked;
                 }
-            p.answer<T>(queries, num_asked, keys, begin, g, split, is_first);
-            for (int64_t k = 0; k < num_asked; ++k) fold(state(asked[k]), queries[k].out, p.dim);
+            p.answer<T>(questions, num_asked, room.keys, begin, g, split, is_first);
+            for (int64_t k = 0; k < num_asked; ++k) fold(state(asked[k]), questions[k].out, p.dim);
         }
     }
     for (int64_t i = 0; i < count; ++i) p.finish(state(i), token(i), head(i));
@@ -366,24 +382,26 @@ void attend_by_tokens(const Problem& p, int64_t most_splits) {
 // Few tokens: every (token, head, split) is a task of its own, folded afterwards
 template <class T>
 void attend_by_splits(const Problem& p, int64_t most_splits) {
-    float* parts = static_cast<float*>(p.a.workspace.data);
+    const int64_t num_parts = p.num_tokens * p.num_heads * most_splits;
+    auto* parts = static_cast<float*>(scratch(Scratch::shared, num_parts * p.state_size * sizeof(float)));
     const auto part = [&](int64_t n, int64_t h, int64_t split) {
         return State{parts + ((n * p.num_heads + h) * most_splits + split) * p.state_size};
     };
     const int64_t rows = p.num_tokens * p.num_kv_heads;
     parallel_for(rows * most_splits, 1, [&](int64_t first, int64_t last) {
-        Keys keys;
+        Room& room = *own_scratch<Room>();
         for (int64_t item = first; item < last; ++item) {
             const int64_t n = item / most_splits / p.num_kv_heads, g = item / most_splits % p.num_kv_heads;
             const int64_t split = item % most_splits;
             if (!p.sees(n, split)) continue;
-            p.read_keys<T>(&keys, n, g, split, p.visible(n, split).end);
+            p.read_keys<T>(&room.keys, n, g, split, p.visible(n, split).end);
             for (int64_t first_head = 0; first_head < p.group; first_head += kBatch) {
                 Query queries[kBatch];
                 const int64_t count = smaller(kBatch, p.group - first_head), h = g * p.group + first_head;
                 for (int64_t i = 0; i < count; ++i)
-                    queries[i] = p.ask(n, h + i, split, part(n, h + i, split));
-                p.answer<T>(queries, count, keys, n, g, split, first_head == 0);
+                    queries[i] =
+                        p.ask(p.query(room.queries + i * p.dim, n, h + i), n, split, part(n, h + i, split));
+                p.answer<T>(queries, count, room.keys, n, g, split, first_head == 0);
             }
         }
     });
@@ -416,8 +434,7 @@ int64_t attention(const Attention& a) {
     int64_t most_splits = 0;
     for (int64_t n = 0; n < p.num_tokens; ++n)
         most_splits = p.num_splits(n) > most_splits ? p.num_splits(n) : most_splits;
-    const int64_t needed = p.num_tokens * p.num_heads * most_splits * p.state_size;
-    const bool by_splits = p.num_tokens <= 16 && most_splits > 1 && needed <= num_elements(a.workspace);
+    const bool by_splits = p.num_tokens <= kMaxSplitTokens && most_splits > 1;
     with_type(a.keys.dtype, [&](auto type) {
         using T = decltype(type);
         if (by_splits)
@@ -431,17 +448,20 @@ int64_t attention(const Attention& a) {
 int64_t store_kv(const StoreKv& a) {
     if (const int64_t bad = first_bad_token(a.streams, a.positions, a.keys); bad != kOk) return bad;
     const int64_t num_tokens = a.k.shape[0], num_heads = a.k.shape[1], dim = a.k.shape[2];
-    with_type(a.keys.dtype, [&](auto type) {
-        using T = decltype(type);
-        const auto copy = [&](const Tensor& to, const Tensor& from, int64_t n, int64_t h) {
-            const int64_t s = index_at(a.streams.data, a.streams.dtype, n),
-                          t = index_at(a.positions.data, a.positions.dtype, n);
-            map([](vf v) { return v; }, dim,
-                static_cast<T*>(to.data) + s * to.stride[0] + h * to.stride[1] + t * to.stride[2],
-                static_cast<const float*>(from.data) + n * from.stride[0] + h * from.stride[1]);
-        };
-        for (int64_t n = 0; n < num_tokens; ++n)
-            for (int64_t h = 0; h < num_heads; ++h) copy(a.keys, a.k, n, h), copy(a.values, a.v, n, h);
+    const auto copy = [&](auto to_type, auto from_type, const Tensor& to, const Tensor& from, int64_t n,
+                          int64_t h) {
+        const int64_t s = index_at(a.streams.data, a.streams.dtype, n),
+                      t = index_at(a.positions.data, a.positions.dtype, n);
+        map([](vf v) { return v; }, dim,
+            static_cast<decltype(to_type)*>(to.data) + s * to.stride[0] + h * to.stride[1] + t * to.stride[2],
+            static_cast<const decltype(from_type)*>(from.data) + n * from.stride[0] + h * from.stride[1]);
+    };
+    with_type(a.keys.dtype, [&](auto to) {
+        with_type(a.k.dtype, [&](auto from) {
+            for (int64_t n = 0; n < num_tokens; ++n)
+                for (int64_t h = 0; h < num_heads; ++h)
+                    copy(to, from, a.keys, a.k, n, h), copy(to, from, a.values, a.v, n, h);
+        });
     });
     return kOk;
 }

@@ -5,8 +5,8 @@
 #include <functional>
 #include <vector>
 
-#include "binding_tensors.h"
-#include "kernels.h"
+#include "binding_arguments.h"
+#include "isa.h"
 
 namespace infini {
 namespace {
@@ -39,34 +39,122 @@ void report_place(const Tensor& streams, const Tensor& positions, const Tensor& 
 void report(const Attention& a, int64_t at) { report_place(a.streams, a.positions, a.keys, at); }
 void report(const StoreKv& a, int64_t at) { report_place(a.streams, a.positions, a.keys, at); }
 void report(const QuantizedEmbedding& a, int64_t at) { report_index("embedding: id", a.ids, at, a.num_rows); }
-void report(const PackedLinear&, int64_t) {
-    refuse("linear: out may not be the input, which is read while out is written");
-}
-void report(const Linear&, int64_t) {
-    refuse("linear: out may not be the input, which is read while out is written");
-}
+void report(const PackedEmbedding& a, int64_t at) { report_index("embedding: id", a.ids, at, a.num_rows); }
 void report(const RandomSample& a, int64_t at) {
     if (at == a.logits.shape[0]) refuse("random_sample: every logit is -inf, so there is no token to take");
     refuse("random_sample: logit " + std::to_string(at) + " is NaN or +inf; expected finite values or -inf");
 }
 
+// ---- outputs ----------------------------------------------------------------------------------------------
+
+// What keeps an output from being written while the other tensors are read, or null
+template <class Args>
+const char* broken_overlap(const Args& args) {
+    constexpr Roles roles = Args::kRoles;
+    const auto* tensors = reinterpret_cast<const Tensor*>(&args);
+    for (int y = 0; y < roles.outputs; ++y)
+        for (int i = y + 1; i < roles.tensors; ++i) {
+            if (!tensors[i].data || lie_apart(tensors[y], tensors[i])) continue;
+            if (i < roles.outputs) return "two outputs overlap";
+            if (!(roles.overwritten >> i & 1) || !is_same_view(tensors[y], tensors[i]))
+                return "the output overlaps an input that is read while it is written";
+        }
+    return nullptr;
+}
+
+nb::object new_output(const Tensor& promised, nb::handle like) {
+    if (like.is_valid()) return g_torch.empty_like(like);
+    nb::list sizes;
+    for (int i = 0; i < promised.ndim; ++i) sizes.append(promised.shape[i]);
+    return g_torch.empty(sizes, nb::arg("dtype") = g_torch.dtypes[static_cast<int>(promised.dtype)]);
+}
+
+void check_output(const Tensor& y, const Tensor& promised, bool may_widen) {
+    const bool is_widened = may_widen && y.dtype == DType::f32 && is_float(promised.dtype);
+    require(y.dtype == promised.dtype || is_widened, "out must have the dtype of the result");
+    if (!same_shape(y, promised))
+        refuse("out has shape " + shape_of(y) + ", but the result has " + shape_of(promised));
+    require(has_rows(y) && !overlaps_itself(y), "out must have contiguous rows that lie apart");
+    require(!may_widen || is_contiguous(y), "out must be contiguous");
+}
+
+template <class Args>
+void take_output(Reading<Args>& r, int i, nb::handle out) {
+    if constexpr (Args::kRoles.is_in_place) {
+        require(out.is(r.owners[i]), "a result that is written in place needs its arguments as out");
+        require(!overlaps_itself(r.tensors()[i]), "out must lie apart from itself");
+    } else {
+        const Tensor y = tensor(out);
+        check_output(y, r.tensors()[i], r.may_widen);
+        r.tensors()[i] = y, r.owners[i] = out;
+    }
+}
+
+// Fills in the outputs, and returns them: `out`, or new ones where it is None
+template <class Args>
+nb::object take_outputs(Reading<Args>& r, nb::handle out) {
+    constexpr int kCount = Args::kRoles.outputs;
+    nb::object y = nb::borrow(out);
+    if constexpr (kCount == 1) {
+        if (out.is_none()) y = new_output(r.tensors()[0], r.like);
+        take_output(r, 0, y);
+    } else {
+        if (out.is_none()) {
+            require(!Args::kRoles.is_in_place,
+                    "a result that is written in place needs its arguments as out");
+            y = nb::make_tuple(new_output(r.tensors()[0], r.like), new_output(r.tensors()[1], r.like));
+        }
+        static_assert(kCount == 2);
+        require(nb::isinstance<nb::tuple>(y) && nb::len(y) == kCount, "out must be a pair of tensors");
+        for (int i = 0; i < kCount; ++i) take_output(r, i, nb::borrow<nb::tuple>(y)[i]);
+    }
+    if (const char* rule = broken_overlap(r.args)) refuse(rule);
+    return y;
+}
+
 // ---- calls ------------------------------------------------------------------------------------------------
 
 template <class Args>
-void run_kernel(int64_t (*kernel)(const Args&), const Args& args) {
+using KernelOf = int64_t (*Kernels::*)(const Args&);
+
+// Runs the op and returns its output, a new one where out is None; or None where the op declines
+template <class Args, class... P>
+nb::object run_op(KernelOf<Args> kernel, nb::handle out, P... given) {
+    Reading<Args> r;
+    nb::object y;
+    try {
+        Binding<Args>::read(r, given...);
+        y = take_outputs(r, out);
+    } catch (const nb::builtin_exception&) {
+        return nb::none();
+    }
     int64_t status;
     {
         nb::gil_scoped_release release;
-        status = kernel(args);
+        status = (active_level().kernels->*kernel)(r.args);
     }
-    if (status != kOk) report(args, status);
+    if (status != kOk) report(r.args, status);
+    return y;
+}
+
+template <class Args, class... P>
+bool accepts_op(nb::handle out, P... given) {
+    Reading<Args> r;
+    try {
+        Binding<Args>::read(r, given...);
+        if (!out.is_none()) take_outputs(r, out);
+        return true;
+    } catch (const nb::builtin_exception&) {
+        return false;
+    }
 }
 
 // An op with its tensors, checked. `run` takes their addresses and needs no Python; `report` throws for its
 // status.
 struct Call {
-    std::vector<nb::object> owners;  // None where an optional tensor is absent
+    std::vector<nb::object> owners;  // null where an optional tensor is absent
     std::vector<Tensor> layouts;
+    size_t num_made;  // of the tensors, the first so many come to be by the call
     std::function<int64_t(const std::vector<void*>&)> run;
     std::function<void(int64_t, const std::vector<void*>&)> report;
 
@@ -86,7 +174,7 @@ struct Call {
 
     // Where the tensor now is, which must be laid out as the one the call was made with
     void* address(size_t i, nb::handle h) const {
-        if (owners[i].is_none()) return nullptr;
+        if (!owners[i].is_valid()) return nullptr;
         Tensor t = tensor(h);
         void* data = t.data;
         t.data = layouts[i].data;
@@ -95,18 +183,10 @@ struct Call {
                    " differs in dtype, shape or strides from the one this call was made for");
         return data;
     }
-
-    void add(nb::handle h) {
-        owners.push_back(nb::borrow(h));
-        layouts.push_back(h.is_none() ? Tensor{} : tensor(h));
-    }
-    template <class Scalar>
-    void add(Scalar) {}
 };
 
 constexpr int64_t kOverlap = -2;
 
-// Args starts with its tensors, in the order of the handles among P.
 template <class Args>
 Args with_addresses(Args args, const std::vector<void*>& data) {
     auto* tensors = reinterpret_cast<Tensor*>(&args);
@@ -114,21 +194,27 @@ Args with_addresses(Args args, const std::vector<void*>& data) {
     return args;
 }
 
+// Checks the op now, for a call that can be repeated
 template <class Args, class... P>
-Call bind_call(int64_t (*kernel)(const Args&), Args (*make)(P...), P... p) {
+Call bind_op(KernelOf<Args> member, nb::handle out, P... given) {
+    Reading<Args> r;
+    Binding<Args>::read(r, given...);
+    take_outputs(r, out);
     Call call;
-    (call.add(p), ...);
-    const Args args = make(p...);
-    call.run = [kernel, args](const std::vector<void*>& data) {
+    call.num_made = Args::kRoles.is_in_place ? 0 : Args::kRoles.outputs;
+    for (int i = 0; i < Args::kRoles.tensors; ++i) {
+        call.owners.push_back(nb::borrow(r.owners[i]));
+        call.layouts.push_back(r.tensors()[i]);
+    }
+    const auto kernel = active_level().kernels->*member;
+    call.run = [kernel, args = r.args](const std::vector<void*>& data) {
         const Args local = with_addresses(args, data);  // a copy: two threads may run one call
-        const auto* tensors = reinterpret_cast<const Tensor*>(&local);
-        for (size_t i = 1; i < data.size(); ++i)
-            if (data[i] && !may_write(tensors[0], tensors[i])) return kOverlap;
-        return kernel(local);
+        return broken_overlap(local) ? kOverlap : kernel(local);
     };
-    call.report = [args](int64_t status, const std::vector<void*>& data) {
-        if (status == kOverlap) refuse("the output overlaps another tensor in part");
-        infini::report(with_addresses(args, data), status);
+    call.report = [args = r.args](int64_t status, const std::vector<void*>& data) {
+        const Args local = with_addresses(args, data);
+        if (status == kOverlap) refuse(broken_overlap(local));
+        infini::report(local, status);
     };
     return call;
 }
@@ -145,9 +231,9 @@ public:
             for (size_t i = 0; i < call->owners.size(); ++i) {
                 PyObject* owner = call->owners[i].ptr();
                 data_.back()[i] = call->layouts[i].data;
-                const bool is_own = i == 0 || std::find(made.begin(), made.end(), owner) != made.end();
-                if (i == 0) made.push_back(owner);
-                if (!is_own && !call->owners[i].is_none()) outside_.push_back({data_.size() - 1, i});
+                if (i < call->num_made) made.push_back(owner);
+                if (owner && std::find(made.begin(), made.end(), owner) == made.end())
+                    outside_.push_back({data_.size() - 1, i});
             }
         }
     }

@@ -26,7 +26,7 @@ struct ExchangeApi {
 
 struct TorchTypes {
     PyTypeObject *tensor = nullptr, *parameter = nullptr;
-    nb::handle is_grad_enabled, empty_like;
+    nb::handle is_grad_enabled, empty_like, empty, dtypes;  // dtypes in the order of DType
     const ExchangeApi* api = nullptr;
 } g_torch;
 
@@ -133,10 +133,9 @@ bool is_same_view(const Tensor& a, const Tensor& b) {
     return same;
 }
 
-// Writing y while x is read element by element is safe: they are one view, or lie apart
-bool may_write(const Tensor& y, const Tensor& x) {
-    const Span a = span(y), b = span(x);
-    return a.end <= b.begin || b.end <= a.begin || is_same_view(y, x);
+bool lie_apart(const Tensor& a, const Tensor& b) {
+    const Span x = span(a), y = span(b);
+    return x.end <= y.begin || y.end <= x.begin;
 }
 
 bool overlaps_itself(const Tensor& t) {  // conservative: strides must nest
@@ -154,70 +153,11 @@ bool overlaps_itself(const Tensor& t) {  // conservative: strides must nest
 
 bool is_true(nb::object value) { return value.ptr() == Py_True; }
 
-bool is_tensor(nb::handle h) {
-    return Py_TYPE(h.ptr()) == g_torch.tensor || PyObject_TypeCheck(h.ptr(), g_torch.tensor);
-}
-
-// Kernels have no backward pass
 bool needs_grad(nb::handle h) {
     static PyObject* const name = PyUnicode_InternFromString("requires_grad");
     nb::object flag = nb::steal(PyObject_GetAttr(h.ptr(), name));
     if (!flag.is_valid()) throw nb::python_error();
-    return is_true(flag) && is_true(g_torch.is_grad_enabled());
-}
-
-// Can the row kernels take these? One floating dtype, rows contiguous, no gradient wanted, out None or safe
-// to write. Arguments that are not tensors are passed over.
-template <class Handles>
-bool accepts_rows(nb::handle out, const Handles& arguments) {
-    Tensor x[4], y;
-    int count = 0;
-    const bool may_need_grad = is_true(g_torch.is_grad_enabled());
-    for (nb::handle argument : arguments) {
-        if (!is_tensor(argument)) continue;
-        if (count == 4 || !read(argument, &x[count]) || (may_need_grad && needs_grad(argument))) return false;
-        const Tensor& t = x[count++];
-        if (!is_float(t.dtype) || t.dtype != x[0].dtype || t.ndim == 0 || !has_rows(t)) return false;
-    }
-    if (out.is_none()) return count > 0;
-    if (!read(out, &y) || y.dtype != x[0].dtype || !has_rows(y) || overlaps_itself(y)) return false;
-    for (int i = 0; i < count; ++i)
-        if (!may_write(y, x[i])) return false;
-    return count > 0;
-}
-
-template <class... P>
-bool accepts_row_op(nb::handle out, P... p) {
-    const auto tensor_or_none = [](auto p) -> nb::handle {
-        if constexpr (std::is_same_v<decltype(p), nb::handle>) return p;
-        return Py_None;
-    };
-    return accepts_rows(out, std::initializer_list<nb::handle>{tensor_or_none(p)...});
-}
-
-bool may_write_all(const Tensor& y, const Tensor* x, int count) {
-    if (!has_rows(y) || overlaps_itself(y)) return false;
-    for (int i = 0; i < count; ++i)
-        if (!may_write(y, x[i])) return false;
-    return true;
-}
-
-bool are_apart(nb::handle a, nb::handle b) {
-    Tensor x, y;
-    return read(a, &x) && read(b, &y) && may_write(x, y) && x.data != y.data;
-}
-
-void check_rows(const Tensor& y, const Tensor& x) {
-    require(is_float(x.dtype) && x.dtype == y.dtype,
-            "expected float32, float16 or bfloat16, the same in and out");
-    if (!same_shape(x, y)) refuse("out has shape " + shape_of(y) + ", but the input has " + shape_of(x));
-    require(x.ndim >= 1 && has_rows(x) && has_rows(y), "expected the last dimension to be contiguous");
-}
-
-void check_vector(const Tensor& v, const Tensor& x) {
-    require(v.dtype == x.dtype, "expected the weight in the dtype of the input");
-    require(is_contiguous(v) && num_elements(v) == x.shape[x.ndim - 1],
-            "expected a contiguous weight as long as a row");
+    return is_true(flag);
 }
 
 }  // namespace

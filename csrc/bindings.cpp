@@ -5,9 +5,7 @@
 
 #include <atomic>
 
-#include "binding_arguments.h"
 #include "binding_calls.h"
-#include "isa.h"
 #include "pool.h"
 
 using namespace infini;
@@ -16,72 +14,31 @@ namespace {
 
 template <class P>
 auto any_object() {
-    return nb::arg().none();
-}  // None reaches our own checks and their messages
-
-template <class... P>
-void def_accepts(nb::module_& m, const char* name, bool (*accepts)(P...)) {
-    m.def(name, accepts, any_object<P>()...);
+    return nb::arg().none();  // None reaches our own checks and their messages
 }
 
+// The three functions of an op: `name(out, ...)` runs it, `accepts_name` only says whether it would, and
+// `bind_name` returns a Call.
 template <class Args, class... P>
-void def_bind(nb::module_& m, const char* name, Args (*make)(P...),
-              int64_t (*Kernels::*member)(const Args&)) {
-    const auto bind = [=](P... p) { return bind_call(active_level().kernels->*member, make, p...); };
-    m.def((std::string("bind_") + name).c_str(), bind, any_object<P>()...);
+void define(nb::module_& m, std::string name, KernelOf<Args> kernel, void (*)(Reading<Args>&, P...)) {
+    const auto run = [=](nb::handle out, P... given) { return run_op<Args>(kernel, out, given...); };
+    const auto bind = [=](nb::handle out, P... given) { return bind_op<Args>(kernel, out, given...); };
+    m.def(name.c_str(), run, nb::arg().none(), any_object<P>()...);
+    m.def(("accepts_" + name).c_str(), &accepts_op<Args, P...>, nb::arg().none(), any_object<P>()...);
+    m.def(("bind_" + name).c_str(), bind, nb::arg().none(), any_object<P>()...);
 }
 
-template <class Args, class... P>
-void def_op(nb::module_& m, const char* name, Args (*make)(P...), int64_t (*Kernels::*member)(const Args&)) {
-    const auto run = [=](P... p) { run_kernel(active_level().kernels->*member, make(p...)); };
-    m.def(name, run, any_object<P>()...);
-    def_bind(m, name, make, member);
-}
-
-template <class... P>
-nb::object empty_like_first(nb::handle x, P...) {
-    return g_torch.empty_like(x);
-}
-
-nb::object empty_rows(nb::handle ids, nb::handle weight) {  // [*] and [rows, E] -> [*, E]
-    const Tensor t = tensor(ids);
-    nb::list sizes;
-    for (int i = 0; i < t.ndim; ++i) sizes.append(t.shape[i]);
-    sizes.append(tensor(weight).shape[1]);
-    return weight.attr("new_empty")(*sizes);
-}
-
-// The whole of an op in one call: the function makes an output that is None, and returns the output, or None
-// where `accepts` says no or `make` finds a rule broken.
-template <class Args, class... P>
-void def_whole_op(nb::module_& m, const char* name, Args (*make)(nb::handle, P...),
-                  int64_t (*Kernels::*member)(const Args&),
-                  bool (*accepts)(nb::handle, P...) = accepts_row_op,
-                  nb::object (*empty)(P...) = empty_like_first) {
-    const auto run = [=](nb::handle out, P... p) -> nb::object {
-        if (!accepts(out, p...)) return nb::none();
-        nb::object y = out.is_none() ? empty(p...) : nb::borrow(out);
-        Args args;
-        try {
-            args = make(y, p...);
-        } catch (const nb::builtin_exception&) {
-            return nb::none();
-        }
-        run_kernel(active_level().kernels->*member, args);
-        return y;
-    };
-    m.def(name, run, nb::arg().none(), any_object<P>()...);
-    def_accepts(m, (std::string("accepts_") + name).c_str(), accepts);
-    def_bind(m, name, make, member);
-}
-
-void use_torch(nb::handle tensor_type, nb::handle parameter_type, nb::handle is_grad_enabled,
-               nb::handle empty_like, bool use_exchange) {
-    g_torch.tensor = reinterpret_cast<PyTypeObject*>(tensor_type.ptr());
-    g_torch.parameter = reinterpret_cast<PyTypeObject*>(parameter_type.ptr());
-    g_torch.is_grad_enabled = is_grad_enabled.inc_ref();
-    g_torch.empty_like = empty_like.inc_ref();
+void use_torch(nb::handle torch, nb::handle dtypes, bool use_exchange) {
+    const auto kept = [](nb::handle from, const char* name) { return nb::getattr(from, name).release(); };
+    const nb::object layers = nb::getattr(torch, "nn");
+    g_torch.tensor = reinterpret_cast<PyTypeObject*>(kept(torch, "Tensor").ptr());
+    g_torch.parameter = reinterpret_cast<PyTypeObject*>(kept(layers, "Parameter").ptr());
+    g_torch.is_grad_enabled = kept(torch, "is_grad_enabled");
+    g_torch.empty_like = kept(torch, "empty_like");
+    g_torch.empty = kept(torch, "empty");
+    g_torch.dtypes = dtypes.inc_ref();
     g_torch.api = nullptr;
+    const nb::handle tensor_type(reinterpret_cast<PyObject*>(g_torch.tensor));
     if (!use_exchange || !nb::hasattr(tensor_type, "__dlpack_c_exchange_api__")) return;
     nb::object capsule = tensor_type.attr("__dlpack_c_exchange_api__");
     auto* api = static_cast<const ExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
@@ -89,17 +46,20 @@ void use_torch(nb::handle tensor_type, nb::handle parameter_type, nb::handle is_
     if (api->version.major == 1 && api->view) g_torch.api = api;
 }
 
-void move_rows(int64_t (*Kernels::*member)(const Pack&), nb::handle packed, nb::handle blocks, int type) {
-    const Pack a{tensor(packed), tensor(blocks), static_cast<BlockType>(type)};
-    const Tensor rows = as_rows(a.packed, a.blocks.ndim == 2 ? a.blocks.shape[0] : -1);
-    require(a.blocks.dtype == DType::u8 && is_contiguous(a.blocks) && rows.ndim == 2 &&
-                rows.shape[1] == a.blocks.shape[1],
+// ---- weights ----------------------------------------------------------------------------------------------
+
+// Blocks and room for them, 16 rows side by side
+template <class Args>
+void move_rows(int64_t (*Kernels::*kernel)(const Args&), nb::handle packed, nb::handle blocks, int type) {
+    Args a;
+    a.packed = tensor(packed), a.blocks = tensor(blocks), a.type = static_cast<BlockType>(type);
+    require(a.blocks.ndim == 2 && is_contiguous(a.blocks), "pack: expected contiguous rows of blocks");
+    constexpr int kAnyBits = 8;
+    const Tensor rows = as_rows({{}, a.type, a.blocks.shape[0], kAnyBits}, a.packed);
+    require(a.blocks.dtype == DType::u8 && rows.shape[1] == a.blocks.shape[1],
             "pack: expected uint8 blocks and room for 16 rows of them side by side");
-    const BlockSize block = block_size(a.type);
-    require(block.elements > 1 && a.blocks.shape[1] % block.bytes == 0,
-            "pack: expected rows of whole blocks");
     nb::gil_scoped_release release;
-    (active_level().kernels->*member)(a);
+    (active_level().kernels->*kernel)(a);
 }
 
 void quantize_rows(nb::handle blocks, nb::handle x, int type) {
@@ -114,6 +74,24 @@ void quantize_rows(nb::handle blocks, nb::handle x, int type) {
     require(fits, "quantize: expected contiguous uint8 blocks for each row");
     nb::gil_scoped_release release;
     active_level().kernels->quantize_rows(a);
+}
+
+// {ggml's id: (elements, bytes)} of every type in blocks
+nb::dict block_sizes() {
+    nb::dict sizes;
+#define X(name, id, elements, bytes) \
+    if (elements > 1) sizes[nb::int_(id)] = nb::make_tuple(elements, bytes);
+    INFINI_BLOCK_TYPES(X)
+#undef X
+    return sizes;
+}
+
+nb::list op_names() {
+    nb::list names;
+#define X(name, Args) names.append(#name);
+    INFINI_OPS(X)
+#undef X
+    return names;
 }
 
 // The wrapped sum of every word, so that none of the reads can be left out; each asks for what lies `ahead`
@@ -147,20 +125,27 @@ nb::list level_names() {
 }  // namespace
 
 NB_MODULE(_native, m) {
+    nb::set_leak_warnings(false);  // models may live until the process ends
     nb::class_<Call>(m, "Call").def("__call__", [](const Call& call, nb::args tensors) { call(tensors); });
     nb::class_<Graph>(m, "Graph")
         .def(nb::init<nb::list>())
         .def("replay", &Graph::replay)
         .def("__len__", &Graph::size);
-    m.def("use_torch", &use_torch);
-    m.def(
-        "accepts_rows", [](nb::handle out, nb::args inputs) { return accepts_rows(out, inputs); },
-        nb::arg().none(), nb::arg());
-    def_accepts(m, "accepts_linear", accepts_linear);
-    def_accepts(m, "accepts_quantized_linear", accepts_quantized_linear);
-    def_accepts(m, "accepts_quantized_embedding", accepts_quantized_embedding);
-    def_accepts(m, "accepts_packed_linear", accepts_packed_linear);
-    def_accepts(m, "accepts_packed_embedding", accepts_packed_embedding);
+    nb::class_<Weight>(m, "Weight")
+        .def("__init__",
+             [](Weight* self, nb::object blocks, int type, int64_t num_rows, int activation_bits) {
+                 require(block_size(static_cast<BlockType>(type)).elements > 1, "no such block type");
+                 require(num_rows >= 0 && (activation_bits == 0 || activation_bits == 8 ||
+                                           activation_bits == 12 || activation_bits == 16),
+                         "activations have 8, 12 or 16 bits, or 0 where rows are not packed");
+                 new (self) Weight{blocks, static_cast<BlockType>(type), num_rows, activation_bits};
+             });
+
+#define X(name, Args) define<Args>(m, #name, &Kernels::name, &Binding<Args>::read);
+    INFINI_OPS(X)
+#undef X
+    m.def("op_names", &op_names);
+
     m.def("pack_rows", [](nb::handle packed, nb::handle blocks, int type) {
         move_rows(&Kernels::pack_rows, packed, blocks, type);
     });
@@ -168,9 +153,10 @@ NB_MODULE(_native, m) {
         move_rows(&Kernels::unpack_rows, packed, blocks, type);
     });
     m.def("quantize_rows", &quantize_rows);
-    m.def("packed_room",
-          [](nb::handle x, int activation_bits) { return packed_room(tensor(x), activation_bits); });
-    m.def("are_apart", &are_apart);
+    m.def("block_sizes", &block_sizes);
+    m.attr("PACKED_ROWS") = kPackedRows;
+
+    m.def("use_torch", &use_torch);
     m.def("read_all", &read_all);
     m.def("num_threads", &num_threads);
     m.def("set_num_threads", [](int count) {
@@ -186,26 +172,4 @@ NB_MODULE(_native, m) {
         refuse("set_isa and INFINICORE_ISA take a level of this CPU, one of " + levels + ", but found '" +
                name + "'");
     });
-
-    def_whole_op(m, "rms_norm", make_rms_norm, &Kernels::rms_norm);
-    def_op(m, "add_rms_norm", make_add_rms_norm, &Kernels::add_rms_norm);
-    def_whole_op(m, "layer_norm", make_layer_norm, &Kernels::layer_norm, accepts_layer_norm);
-    def_whole_op(m, "rope", make_rope, &Kernels::rope, accepts_rope);
-    def_whole_op(m, "silu", make_unary, &Kernels::silu);
-    def_whole_op(m, "gelu", make_unary, &Kernels::gelu);
-    def_whole_op(m, "gelu_tanh", make_unary, &Kernels::gelu_tanh);
-    def_whole_op(m, "gelu_fast", make_unary, &Kernels::gelu_fast);
-    def_whole_op(m, "swiglu", make_binary, &Kernels::swiglu);
-    def_whole_op(m, "add", make_binary, &Kernels::add);
-    def_whole_op(m, "softmax", make_softmax, &Kernels::softmax);
-    def_whole_op(m, "causal_softmax", make_causal_softmax, &Kernels::softmax);
-    def_whole_op(m, "embedding", make_embedding, &Kernels::embedding, accepts_embedding, empty_rows);
-    def_op(m, "random_sample", make_random_sample, &Kernels::random_sample);
-    def_op(m, "linear", make_linear, &Kernels::linear);
-    def_op(m, "quantized_linear", make_quantized_linear, &Kernels::linear);
-    def_op(m, "quantized_embedding", make_quantized_embedding, &Kernels::quantized_embedding);
-    def_op(m, "packed_linear", make_packed_linear, &Kernels::packed_linear);
-    def_op(m, "packed_embedding", make_packed_embedding, &Kernels::packed_embedding);
-    def_op(m, "attention", make_attention, &Kernels::attention);
-    def_op(m, "store_kv", make_store_kv, &Kernels::store_kv);
 }

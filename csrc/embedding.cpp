@@ -1,5 +1,5 @@
 // y[i] = weight[ids[i]]: rows copied as bytes, so every dtype is exact, or half precision widened to float32
-#include "kernels.h"
+#include "embedding.h"
 #include "rows.h"
 
 namespace infini::INFINI_LEVEL {

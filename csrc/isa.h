@@ -1,7 +1,7 @@
 // Which instruction-set level runs: the one set_level chose (ops/native.py does so for INFINICORE_ISA), or
 // from the first use on the best that the CPU has.
 #pragma once
-#include "kernels.h"
+#include "ops.h"
 
 namespace infini {
 

@@ -1,8 +1,8 @@
 // linear: y[m][n] = sum over k of x[m][k] * weight[n][k] + bias[n], summed in float32;
-// weight dense or in blocks. Each pair (m, n) is summed in the same order, which K alone fixes: within a chunk of K in four
-// vectors of W lanes that take turns, those added up, then their lanes, then chunk after chunk, then the
-// bias. So a row has the same bits alone and among others, whatever the tiles and threads. Four, so that one
-// row of x keeps pace with the memory.
+// weight dense or in blocks. Each pair (m, n) is summed in the same order, which K alone fixes: within a
+// chunk of K in four vectors of W lanes that take turns, those added up, then their lanes, then chunk after
+// chunk, then the bias. So a row has the same bits alone and among others, whatever the tiles and threads.
+// Four, so that one row of x keeps pace with the memory.
 //
 // A part of y is made at a time: a band of rows of x and a strip of outputs. float32 is read where it lies;
 // half precision and blocks are widened first, the weight 16 rows of a chunk at a time, once for the band.
@@ -269,7 +269,7 @@ struct Part {
     // y[m : m + num_rows][n : n + count]
     template <class T>
     void finish(const Linear& a, int64_t m, int64_t n, int64_t count) const {
-        const T* bias = a.has_bias ? static_cast<const T*>(a.bias.data) + n : nullptr;
+        const T* bias = a.bias.data ? static_cast<const T*>(a.bias.data) + n : nullptr;
         for (int64_t r = 0; r < num_rows; ++r)
             write_sums(Rows{a.y}.at<T>(m + r) + n, total + r * kStrip, bias, count);
     }
@@ -277,7 +277,7 @@ struct Part {
 
 template <class T>
 void multiply(const Linear& a, const Weight& weight, int64_t m, int64_t num_rows, int64_t n, int64_t count) {
-    Part part(num_rows);
+    Part& part = *own_scratch<Part>(num_rows);
     for (int64_t first = 0; first < weight.row_length; first += part.span) {
         const int64_t length = smaller(part.span, weight.row_length - first);
         part.take<T>(a.x, m, first, length);
@@ -311,10 +311,7 @@ void multiply_outputs(const Linear& a, const Weight& weight, int64_t begin, int6
             multiply<T>(a, weight, m, smaller(kBand, num_rows - m), n, smaller(kStrip, end - n));
 }
 
-}  // namespace
-
-int64_t linear(const Linear& a) {
-    if (a.y.data == a.x.data && num_elements(a.y)) return 0;  // every value of x is needed until the end
+int64_t product(const Linear& a) {
     const Weight weight(a);
     const int64_t num_panels = (weight.num_rows + kPanel - 1) / kPanel;
     const int64_t grain = kGrain / (kPanel * (weight.row_length + 1)) + 1;
@@ -326,5 +323,11 @@ int64_t linear(const Linear& a) {
     });
     return kOk;
 }
+
+}  // namespace
+
+int64_t linear(const Linear& a) { return product(a); }
+
+int64_t quantized_linear(const QuantizedLinear& a) { return product(a); }
 
 }  // namespace infini::INFINI_LEVEL

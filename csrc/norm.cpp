@@ -1,8 +1,8 @@
-// rms_norm:     y = round(x / sqrt(mean(x^2) + eps)) * weight, where round is to the dtype of x, as LLaMA does
+// rms_norm:     y = round(x / sqrt(mean(x^2) + eps)) * weight, where round is to the dtype of x, as in LLaMA
 // add_rms_norm: sum = x + residual, then y = rms_norm(sum)
 // layer_norm:   y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, sums in float64 with compensation
 // A row is read by one thread; y may be x, and sum may be x or residual.
-#include "kernels.h"
+#include "norm.h"
 #include "rows.h"
 
 namespace infini::INFINI_LEVEL {
@@ -129,8 +129,8 @@ int64_t layer_norm(const LayerNorm& a) {
     with_type(a.x.dtype, [&](auto type) {
         using T = decltype(type);
         const Rows y{a.y}, x{a.x};
-        const T* weight = a.has_affine ? static_cast<const T*>(a.weight.data) : nullptr;
-        const T* bias = a.has_affine ? static_cast<const T*>(a.bias.data) : nullptr;
+        const T* weight = a.weight.data ? static_cast<const T*>(a.weight.data) : nullptr;
+        const T* bias = a.weight.data ? static_cast<const T*>(a.bias.data) : nullptr;
         for_rows(a.x, [&](int64_t begin, int64_t end) {
             for (int64_t r = begin; r < end; ++r)
                 layer_norm_row(y.at<T>(r), x.at<T>(r), weight, bias, x.length(), a.eps);

@@ -1,5 +1,5 @@
 // packed_linear: y = x Wᵀ + bias in float32, over weights packed 16 rows side by side (quant.h); of up to
-//                three weights the columns one after another; + residual; or, of two weights, silu(first) * second.
+//                three weights the columns one after another; + residual; or, of two, silu(first) * second.
 //   y[m][n] = sum over groups g of x_scale[m][g] * (scale[n][g] * dot[m][n][g] + minimum[n][g] * sum[m][g])
 // The activations of a group of 32 are rounded to x_scale * q (rounding.h); sum is the sum of its q, and dot
 // the integer dot product of q with the weight's fields (dots.h, amx_packed.h). Integers are exact in any
@@ -16,8 +16,8 @@ namespace infini::INFINI_LEVEL {
 namespace {
 
 constexpr int kBand = W == 16 ? 256 : 128;  // rows of x that share a chunk of weight
-constexpr int64_t kLongestAlone =
-    16384;  // a single row that every thread rounds for itself, sooner than it could be handed over
+// A single row that every thread rounds for itself, sooner than it could be handed over
+constexpr int64_t kLongestAlone = 16384;
 #if !defined(INFINI_AMX)
 constexpr int kPanels = 1;  // of weight multiplied together
 #endif
@@ -130,18 +130,22 @@ struct Problem {
 }  // namespace
 
 int64_t packed_linear(const PackedLinear& a) {
-    if (a.y.data == a.x.data && num_elements(a.y)) return 0;  // every value of x is needed until the end
-    const Activations shared(a, a.workspace.data);
-    const int64_t row_length = shared.num_groups * kGroup, grain = kGrain / (kRows * (row_length + 1)) + 1;
-    const bool is_alone = shared.num_rows == 1 && row_length <= kLongestAlone;
-    if (!is_alone) round_rows(shared, a.x);
-    parallel_for(Problem{a, shared}.num_strips(), grain, [&](int64_t begin, int64_t end) {
-        alignas(64) float room[kLongestAlone / kGroup * (1 + 10 * 2)];
-        const Problem problem{a, is_alone ? Activations(a, room) : shared};
-        if (is_alone) round_row(problem.x, 0, Rows{a.x}.at<const float>(0));
-        for (int64_t m = 0; m < shared.num_rows; m += kBand)
-            for (int64_t i = begin; i < end; ++i)
-                problem.run(problem.strip(i), m, smaller(kBand, shared.num_rows - m));
+    Problem problem{a, Activations(a)};
+    Activations& x = problem.x;
+    const int64_t row_length = x.num_groups * kGroup, grain = kGrain / (kRows * (row_length + 1)) + 1;
+    const bool is_alone = x.num_rows == 1 && row_length <= kLongestAlone;
+    if (!is_alone) {
+        x.put_into(scratch(Scratch::shared, x.num_bytes()));
+        round_rows(x, a.x);
+    }
+    parallel_for(problem.num_strips(), grain, [&](int64_t begin, int64_t end) {
+        Problem own = problem;
+        if (is_alone) {
+            own.x.put_into(scratch(Scratch::own, x.num_bytes()));
+            round_row(own.x, 0, Rows{a.x}.at<const float>(0));
+        }
+        for (int64_t m = 0; m < x.num_rows; m += kBand)
+            for (int64_t i = begin; i < end; ++i) own.run(own.strip(i), m, smaller(kBand, x.num_rows - m));
     });
     return kOk;
 }

@@ -104,6 +104,25 @@ int default_num_threads() {
     return count ? static_cast<int>(count) : 1;
 }
 
+class Buffer {
+public:
+    ~Buffer() { ::operator delete(data_, kAlignment); }
+
+    void* room_for(int64_t bytes) {
+        if (bytes <= size_) return data_;
+        ::operator delete(data_, kAlignment);
+        data_ = nullptr, size_ = 0;
+        data_ = ::operator new(static_cast<size_t>(bytes), kAlignment);
+        size_ = bytes;
+        return data_;
+    }
+
+private:
+    static constexpr std::align_val_t kAlignment{64};
+    void* data_ = nullptr;
+    int64_t size_ = 0;
+};
+
 // Never destroyed: workers may outlive static destructors. A forked child has no workers and takes a new
 // pool.
 Pool* g_pool = nullptr;
@@ -123,6 +142,11 @@ Pool& pool() {
 int num_threads() { return pool().size(); }
 
 void set_num_threads(int count) { pool().resize(count); }
+
+void* scratch(Scratch use, int64_t bytes) {
+    static thread_local Buffer buffers[2];
+    return buffers[static_cast<int>(use)].room_for(bytes);
+}
 
 void parallel_run(int64_t count, int64_t grain, void (*body)(void*, int64_t, int64_t), void* context) {
     if (count <= 0) return;

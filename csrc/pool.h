@@ -2,6 +2,7 @@
 // CPU.
 #pragma once
 #include <cstdint>
+#include <new>
 #include <type_traits>
 
 namespace infini {
@@ -21,6 +22,22 @@ static inline void parallel_for(int64_t count, int64_t grain, Body&& body) {
         count, grain,
         [](void* context, int64_t begin, int64_t end) { (*static_cast<Stored*>(context))(begin, end); },
         const_cast<void*>(static_cast<const void*>(&body)));
+}
+
+// Memory of the calling thread, aligned to a cache line, which stays and grows to the largest size asked for.
+// There are two: one for what an op's caller makes for all threads of a region, one for what each thread has
+// for itself in it.
+enum class Scratch { shared, own };
+void* scratch(Scratch use, int64_t bytes);
+
+// A thread's own scratch as a T, for what is too large for a stack; without values it is not initialised
+template <class T, class... Values>
+static inline T* own_scratch(const Values&... values) {
+    void* room = scratch(Scratch::own, sizeof(T));
+    if constexpr (sizeof...(Values) == 0)
+        return new (room) T;
+    else
+        return new (room) T(values...);
 }
 
 }  // namespace infini

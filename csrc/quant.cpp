@@ -158,7 +158,7 @@ int64_t pack_rows(const Pack& a) {
     return kOk;
 }
 
-int64_t unpack_rows(const Pack& a) {
+int64_t unpack_rows(const Unpack& a) {
     with_block(a.type, [&](auto block) {
         using Block = decltype(block);
         for_packed_rows(a, [&](int64_t n, uint8_t* row, const uint8_t* panel, int64_t r) {
@@ -194,7 +194,7 @@ int64_t quantized_embedding(const QuantizedEmbedding& a) {
     });
 }
 
-int64_t packed_embedding(const QuantizedEmbedding& a) {
+int64_t packed_embedding(const PackedEmbedding& a) {
     const BlockSize size = block_size(a.type);
     const int64_t num_blocks = a.weight.shape[1] / (size.bytes * kRows);
     int64_t status = kOk;

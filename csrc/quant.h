@@ -8,7 +8,7 @@
 // each row, then the second of each. q comes out likewise, 4 elements of each row, the next 4 of each; scales
 // one of each row.
 #pragma once
-#include "kernels.h"
+#include "linear.h"
 #include "vec.h"
 
 namespace infini::INFINI_LEVEL {

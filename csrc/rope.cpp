@@ -1,8 +1,8 @@
 // Rotary position embedding. With (c, s) = (cos, sin)[position][i], every pair (x0, x1) of a head becomes
 //   y0 = x0 * c - x1 * s,  y1 = x0 * s + x1 * c
 // The pair is (2i, 2i + 1) when interleaved (GPT-J), (i, i + d/2) otherwise (GPT-NeoX). y may be x.
-// x and y are [batch, seq, heads, d]; positions [seq] or [batch, seq]; tables [length, d/2].
-#include "kernels.h"
+// x and y are [(batch,) seq, heads, d]; positions [seq] or [batch, seq]; tables [length, d/2].
+#include "rope.h"
 #include "rows.h"
 
 namespace infini::INFINI_LEVEL {
@@ -77,6 +77,13 @@ void rotate_neighbours(double* y, const double* x, const double* s, const double
     }
 }
 
+Tensor with_batch(Tensor t) {  // [seq, heads, d] -> [1, seq, heads, d]
+    if (t.ndim != 3) return t;
+    for (int i = 3; i > 0; --i) t.shape[i] = t.shape[i - 1], t.stride[i] = t.stride[i - 1];
+    t.shape[0] = 1, t.stride[0] = 0, t.ndim = 4;
+    return t;
+}
+
 template <class T>
 void rope_of(const Rope& a) {
     const int64_t seq = a.x.shape[1], heads = a.x.shape[2], half = a.x.shape[3] / 2;
@@ -106,10 +113,12 @@ int64_t rope(const Rope& a) {
         const int64_t position = index_at(a.positions.data, a.positions.dtype, i);
         if (position < 0 || position >= a.sin.shape[0]) return i;
     }
+    Rope batched = a;
+    batched.x = with_batch(a.x), batched.y = with_batch(a.y);
     if (a.x.dtype == DType::f64)
-        rope_of<double>(a);
+        rope_of<double>(batched);
     else
-        with_type(a.x.dtype, [&](auto type) { rope_of<decltype(type)>(a); });
+        with_type(a.x.dtype, [&](auto type) { rope_of<decltype(type)>(batched); });
     return kOk;
 }
 

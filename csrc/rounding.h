@@ -4,13 +4,14 @@
 //
 // Rows come in blocks: the groups of a block one after another, each with all rows of the block.
 #pragma once
-#include "kernels.h"
+#include "linear.h"
 #include "rows.h"
 
 namespace infini::INFINI_LEVEL {
 namespace {
 
 constexpr int kGroup = 32, kSumLength = 16;
+constexpr int kRowBlock = 16;  // rows of a block at most
 constexpr int kSums = kGroup / kSumLength;
 
 // Integers below 2^22 and floats, without a conversion: the bits of kShift + i are those of kShift, plus i.
@@ -25,14 +26,24 @@ struct Activations {
     float* scale;   // [block][group][row]
     int32_t* sums;  // [block][group][plane][2][row], each of 16 bytes
 
-    Activations(const PackedLinear& a, void* room)
+    explicit Activations(const PackedLinear& a)
         : num_rows(Rows{a.x}.count()), num_groups(a.x.shape[a.x.ndim - 1] / kGroup),
           num_planes(num_planes_of(a.activation_bits)), log_rows(0), radix(1 << (a.activation_bits - 8)) {
         while (1 << log_rows < kRowBlock && 1 << log_rows < num_rows) ++log_rows;
-        const int64_t count = (((num_rows - 1) >> log_rows) + 1) * num_groups << log_rows;
+    }
+
+    // Groups of all rows, those that fill up the last block among them
+    int64_t count() const { return (((num_rows - 1) >> log_rows) + 1) * num_groups << log_rows; }
+
+    int64_t num_bytes() const {
+        const int64_t of_a_group = num_planes * (kGroup + kSums * static_cast<int64_t>(sizeof(int32_t)));
+        return count() * (of_a_group + static_cast<int64_t>(sizeof(float)));
+    }
+
+    void put_into(void* room) {
         q = static_cast<int8_t*>(room);
-        scale = reinterpret_cast<float*>(q + count * num_planes * kGroup);
-        sums = reinterpret_cast<int32_t*>(scale + count);
+        scale = reinterpret_cast<float*>(q + count() * num_planes * kGroup);
+        sums = reinterpret_cast<int32_t*>(scale + count());
     }
 
     int64_t first_at(int64_t group, int64_t row) const {

@@ -3,7 +3,7 @@
 // topp of theirs, and take the first kept token at which the running weight passes random_val of the kept
 // weight. temperature 0 takes the first token of the order. O(vocabulary): only the buckets that are walked
 // get sorted.
-#include "kernels.h"
+#include "sampling.h"
 #include "rows.h"
 
 namespace infini::INFINI_LEVEL {
@@ -139,7 +139,7 @@ int64_t sample_of(const RandomSample& a, int64_t* token) {
     if (const int64_t status = find_best(logits, n, token, &top); status != kOk) return status;
     const float temperature = static_cast<float>(a.temperature);
     if (temperature == 0 || a.topk == 1 || a.random_val == 0) return kOk;
-    float* weights = static_cast<float*>(a.workspace.data);
+    auto* weights = static_cast<float*>(scratch(Scratch::own, n * (sizeof(float) + sizeof(int32_t))));
     fill_weights(weights, logits, n, top, temperature);
     FallingWeights falling(weights, reinterpret_cast<int32_t*>(weights + n), n);
     *token = draw(falling, n, a);

@@ -1,6 +1,6 @@
 // y[r] = exp(x[r] - max(x[r])) / sum(exp(x[r] - max(x[r]))), the row read by one thread; y may be x.
 // Causal: x is [..., s, t]; row i sees the first t - s + i + 1 columns and the others become 0.
-#include "kernels.h"
+#include "softmax.h"
 #include "rows.h"
 
 namespace infini::INFINI_LEVEL {
@@ -56,22 +56,29 @@ void softmax_row(T* y, const T* x, int64_t n) {
         map([&](vf v) { return exp(v - top) * inverse; }, n, y, x);
 }
 
+// Row i of [..., queries, columns] sees all columns but the last queries - 1 - i.
+template <class T>
+void softmax_rows(const Softmax& a, int64_t queries) {
+    const Rows y{a.y}, x{a.x};
+    for_rows(a.x, [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; ++r) {
+            const int64_t hidden = queries - 1 - r % queries, visible = x.length() - hidden;
+            T* row = y.at<T>(r);
+            softmax_row(row, x.at<T>(r), visible);
+            memset(static_cast<void*>(row + visible), 0, hidden * sizeof(T));
+        }
+    });
+}
+
 }  // namespace
 
 int64_t softmax(const Softmax& a) {
-    with_type(a.x.dtype, [&](auto type) {
-        using T = decltype(type);
-        const Rows y{a.y}, x{a.x};
-        const int64_t length = x.length(), queries = a.causal ? a.x.shape[a.x.ndim - 2] : 1;
-        for_rows(a.x, [&](int64_t begin, int64_t end) {
-            for (int64_t r = begin; r < end; ++r) {
-                const int64_t visible = a.causal ? length - queries + r % queries + 1 : length;
-                T* row = y.at<T>(r);
-                softmax_row(row, x.at<T>(r), visible);
-                memset(static_cast<void*>(row + visible), 0, (length - visible) * sizeof(T));
-            }
-        });
-    });
+    with_type(a.x.dtype, [&](auto type) { softmax_rows<decltype(type)>(a, 1); });
+    return kOk;
+}
+
+int64_t causal_softmax(const CausalSoftmax& a) {
+    with_type(a.x.dtype, [&](auto type) { softmax_rows<decltype(type)>(a, a.x.shape[a.x.ndim - 2]); });
     return kOk;
 }
 

@@ -16,6 +16,16 @@ struct Tensor {
     DType dtype;
 };
 
+constexpr int64_t kOk = -1;  // what a kernel returns that found nothing wrong
+
+// Of the tensors that a struct of arguments begins with: the first `outputs` are written, and those whose bit
+// is set in `overwritten` may be the very view that is written, because each row is read before it is.
+struct Roles {
+    int outputs, tensors;
+    unsigned overwritten = 0;
+    bool is_in_place = false;  // the outputs are arguments too, and keep what is not written
+};
+
 // Asks memory for the line at p. On x86 into the second cache alone: the first waits for too few lines at
 // once to keep memory busy.
 static inline void ask_for(const void* p) {

@@ -4,10 +4,10 @@ A tensor stays in blocks in memory; `dequantize` says what they mean, bit for bi
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from math import prod
-from typing import Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -74,6 +74,7 @@ class QuantizedTensor:
     blocks: Tensor
     type: BlockType
     shape: tuple[int, ...]
+    native: ClassVar[_native.Weight]
 
     def __post_init__(self) -> None:
         wanted = (prod(self.shape[:-1]), self.type.bytes_per_row(self.shape[-1]))
@@ -82,6 +83,16 @@ class QuantizedTensor:
                 f"{self.type.name} {self.shape} needs torch.uint8 blocks {wanted}, "
                 f"but has {self.blocks.dtype} {tuple(self.blocks.shape)}"
             )
+        self._hold(activation_bits=0)
+
+    def _hold(self, activation_bits: int) -> None:
+        """What kernels take: the blocks with what their bytes do not say"""
+        num_rows = prod(self.shape[:-1])
+        native = _native.Weight(self.blocks, self.type.ggml_id, num_rows, activation_bits)
+        object.__setattr__(self, "native", native)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), tuple(getattr(self, field.name) for field in fields(self))
 
     @property
     def num_bytes(self) -> int:
@@ -141,7 +152,7 @@ def precise_activation_bits(type: BlockType) -> int:
     return 12 if _native.isa() == "amx" and type in FOUR_BITS else 16
 
 
-PACKED_ROWS = 16
+PACKED_ROWS: int = _native.PACKED_ROWS
 CACHE_LINE = 64
 
 
@@ -175,6 +186,7 @@ class PackedTensor(QuantizedTensor):
                 f"packed {self.type.name} {self.shape} needs torch.uint8 blocks {wanted}, "
                 f"but has {self.blocks.dtype} {tuple(self.blocks.shape)}"
             )
+        self._hold(self.activation_bits)
 
     def unpack(self) -> QuantizedTensor:
         blocks = torch.empty(self.shape[0], self.type.bytes_per_row(self.shape[1]), dtype=torch.uint8)

@@ -64,7 +64,7 @@ class DynamicCache:
         self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
     ) -> Tensor:
         """Store k and v [B, S, K, D], and let q [B, S, H, D] attend to all it may see -> [B, S, H, D]"""
-        if self.key_mask is not None or not q.is_cpu or q.dtype != torch.float32:
+        if self.key_mask is not None or not q.is_cpu:
             keys, values = self.update(k.transpose(1, 2), v.transpose(1, 2), layer_idx)
             return attend_masked(q.transpose(1, 2), keys, values, self.key_mask, scale, window).transpose(
                 1, 2
@@ -143,7 +143,7 @@ def attend_in_parts(  # noqa: PLR0913  those of the op
     size = max(CALL_WORK // work // 16, 1) * 16  # the kernel takes 16 together
     if len(q) <= size:
         return ops.attention(q, keys, values, *places, scale, window or 0)
-    out = torch.empty(q.shape)
+    out = torch.empty_like(q)
     for start in range(0, len(q), size):
         part, streams, slots, attended = (t[start : start + size] for t in (q, *places, out))
         ops.attention(part, keys, values, streams, slots, scale, window or 0, out=attended)

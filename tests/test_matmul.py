@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -334,97 +335,97 @@ def test_bad_arguments_are_refused_by_name(call, error, message) -> None:
         call()
 
 
-Y, ROOM = torch.empty(3, 5), torch.empty(88)  # 4 rows, one of them padding, of 2 groups of 11
+Y = torch.empty(3, 5)
 Q8_ID, Q4_ID = BlockType.Q8_0.ggml_id, BlockType.Q4_0.ggml_id
 PACKED = Q8.pack().blocks
+
+
+def weight(blocks: Tensor, type: int = Q8_ID, num_rows: int = 5, activation_bits: int = 0) -> SimpleNamespace:
+    """What kernels see of a quantised tensor, with no rule checked before them"""
+    return SimpleNamespace(native=_native.Weight(blocks, type, num_rows, activation_bits))
+
+
+def packed(blocks: Tensor = PACKED, type: int = Q8_ID, num_rows: int = 5, bits: int = 8) -> SimpleNamespace:
+    return weight(blocks, type, num_rows, bits)
+
+
+def assert_declined(name: str, out: Tensor, *args: Any) -> None:
+    """Neither run, nor said to be accepted, nor prepared for later"""
+    assert getattr(_native, name)(out, *args) is None
+    assert not getattr(_native, "accepts_" + name)(out, *args)
+    with pytest.raises((ValueError, TypeError)):
+        getattr(_native, "bind_" + name)(out, *args)
 
 
 @pytest.mark.parametrize(
     "changed",
     [
-        {"blocks": Q8.blocks[:, :-1]},
-        {"blocks": Q8.blocks.to(torch.int8)},
-        {"blocks": Q8.blocks.flatten()},
-        {"type": BlockType.Q4_K.ggml_id},
-        {"type": 255},
+        {"weight": weight(Q8.blocks[:, :-1])},
+        {"weight": weight(Q8.blocks.to(torch.int8))},
+        {"weight": weight(Q8.blocks.flatten())},
+        {"weight": weight(Q8.blocks, BlockType.Q4_K.ggml_id)},
+        {"weight": weight(Q8.blocks, num_rows=6)},
+        {"weight": packed()},
+        {"weight": Q8.blocks},
+        {"weight": None},
         {"x": X.double()},
         {"x": X[:, :63]},
         {"x": X.t()},
         {"y": torch.empty(2, 5)},
         {"y": torch.empty(3, 4)},
+        {"y": X},
+        {"y": X[:, :5]},
         {"bias": torch.ones(4)},
+        {"bias": torch.ones(5).double()},
     ],
 )
 def test_a_product_with_blocks_refuses_what_would_leave_a_buffer(changed: dict[str, Any]) -> None:
-    right = {"y": Y, "x": X, "blocks": Q8.blocks, "bias": None, "type": Q8_ID}
-    _native.quantized_linear(*right.values())
+    right = {"y": Y, "x": X, "weight": Q8, "bias": None}
+    assert _native.quantized_linear(*right.values()) is Y
+    assert_declined("quantized_linear", *(right | changed).values())
+
+
+@pytest.mark.parametrize(
+    ("type", "num_rows", "bits"), [(0, 5, 8), (255, 5, 8), (Q8_ID, -1, 8), (Q8_ID, 5, 9)]
+)
+def test_a_weight_that_cannot_be_is_refused(type: int, num_rows: int, bits: int) -> None:
     with pytest.raises(ValueError):
-        _native.quantized_linear(*(right | changed).values())
+        _native.Weight(PACKED, type, num_rows, bits)
 
 
-RIGHT = {
-    "y": Y,
-    "x": X,
-    "weights": (PACKED,),
-    "bias": None,
-    "type": Q8_ID,
-    "num_rows": (5,),
-    "residual": None,
-    "workspace": ROOM,
-    "is_gated": False,
-    "bits": 8,
-}
-
-
-def native_packed_linear(a: dict[str, Any]) -> None:
-    missing = 3 - len(a["weights"])
-    types = [a["type"]] * len(a["weights"]) + [0] * missing
-    _native.packed_linear(
-        *(
-            a["y"],
-            a["x"],
-            a["residual"],
-            a["workspace"],
-            *a["weights"],
-            *[None] * missing,
-            a["bias"],
-            None,
-            None,
-        ),
-        *(*types, *a["num_rows"], *[0] * missing, a["is_gated"], a["bits"]),
-    )
+RIGHT = {"y": Y, "x": X, "weights": (packed(),), "biases": (None,), "residual": None, "is_gated": False}
+PAIR = {"weights": (packed(), packed()), "biases": (None, None)}
 
 
 @pytest.mark.parametrize(
     "changed",
     [
-        {"weights": (PACKED[:, :-16],)},
-        {"weights": (PACKED.to(torch.int8),)},
-        {"weights": (), "num_rows": ()},
-        {"num_rows": (17,)},
-        {"num_rows": (17,), "y": torch.empty(3, 17)},
-        {"num_rows": (-1,)},
-        {"bits": 0},
-        {"bits": 9},
-        {"bits": 16},  # for which the workspace is too small
-        {"workspace": ROOM[:87]},
-        {"workspace": ROOM.int()},
-        {"type": BlockType.Q4_K.ggml_id},
-        {"type": 0},
+        {"weights": (packed(PACKED[:, :-16]),)},
+        {"weights": (packed(PACKED.to(torch.int8)),)},
+        {"weights": (), "biases": ()},
+        {"weights": (packed(),) * 4, "biases": (None,) * 4},
+        {"weights": (packed(num_rows=17),)},
+        {"weights": (packed(num_rows=17),), "y": torch.empty(3, 17)},
+        {"weights": (packed(type=BlockType.Q4_K.ggml_id),)},
+        {"weights": (weight(Q8.blocks),)},
+        {"weights": (PACKED,)},
+        {"biases": ()},
+        {"biases": (torch.ones(4),)},
         {"x": X[:, :32]},
-        {"bias": torch.ones(4)},
+        {"y": X[:, :5]},
         {"residual": torch.ones(3, 4)},
+        {"residual": Y.double()},
         {"is_gated": True},
-        {"is_gated": True, "weights": (PACKED, PACKED), "num_rows": (5, 4)},
-        {"weights": (PACKED, PACKED), "num_rows": (5, 5)},
-        {"weights": (PACKED, PACKED), "num_rows": (5, 5), "y": torch.empty(3, 9)},
-        {"weights": (PACKED, PACKED), "num_rows": (5, 5), "y": torch.empty(3, 11)},
+        PAIR | {"is_gated": True, "weights": (packed(), packed(num_rows=4))},
+        PAIR,
+        PAIR | {"y": torch.empty(3, 9)},
+        PAIR | {"y": torch.empty(3, 11)},
+        PAIR | {"y": torch.empty(3, 10), "weights": (packed(), packed(bits=16))},
     ],
 )
 def test_a_packed_product_refuses_what_would_leave_a_buffer(changed: dict[str, Any]) -> None:
-    native_packed_linear(RIGHT)
-    with pytest.raises(ValueError):
-        native_packed_linear(RIGHT | changed)
+    assert _native.packed_linear(*RIGHT.values()) is Y
+    assert_declined("packed_linear", *(RIGHT | changed).values())
 
 
 @pytest.mark.parametrize(
@@ -462,12 +463,11 @@ def test_quantising_refuses_what_would_leave_a_buffer(blocks: Tensor, x: Tensor,
 
 def test_lookups_and_dense_products_refuse_what_would_leave_a_buffer() -> None:
     with pytest.raises(IndexError):
-        _native.packed_embedding(torch.empty(1, 64), IDS + 4, PACKED, Q8_ID, 5)
-    with pytest.raises(ValueError):
-        _native.packed_embedding(torch.empty(1, 64), IDS, PACKED, Q8_ID, 17)
+        _native.packed_embedding(torch.empty(1, 64), IDS + 4, packed())
     with pytest.raises(IndexError):
-        _native.quantized_embedding(torch.empty(1, 64), IDS + 4, Q8.blocks, Q8_ID)
-    with pytest.raises(ValueError):
-        _native.quantized_embedding(torch.empty(1, 65), IDS, Q8.blocks, Q8_ID)
-    with pytest.raises(ValueError):
-        _native.linear(Y, X, torch.ones(5, 63), None)
+        _native.quantized_embedding(torch.empty(1, 64), IDS + 4, Q8)
+    assert_declined("packed_embedding", torch.empty(1, 64), IDS, packed(num_rows=17))
+    assert_declined("packed_embedding", torch.empty(1, 64), IDS, Q8)
+    assert_declined("quantized_embedding", torch.empty(1, 65), IDS, Q8)
+    assert_declined("quantized_embedding", torch.empty(1, 64), IDS, packed())
+    assert_declined("linear", Y, X, torch.ones(5, 63), None)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infinicore.ops.registry import Tolerance, op
+from infinicore.ops.registry import DEFAULT_TOLERANCES, Tolerance, op
 from infinicore.quantization import BlockType, PackedTensor, QuantizedTensor
 
 # R rows, E row length, S sequence, H heads, D head size, T keys, V vocabulary
@@ -378,7 +378,7 @@ def falling_weights(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]
 
 
 def attention_samples(dtype: torch.dtype) -> Samples:
-    """Caches in `dtype`, queries in float32; room beyond the positions is never read, so it holds NaN."""
+    """Caches in `dtype`, queries in it and in float32; room beyond the positions is never read: NaN."""
     for num_heads, num_kv_heads, dim, window in (
         (1, 1, 8, 0),
         (6, 2, 33, 0),
@@ -393,12 +393,13 @@ def attention_samples(dtype: torch.dtype) -> Samples:
             keys, values = (random(2, num_kv_heads, 600, dim, dtype=dtype).flip(i) for i in (0, 2))
             keys[:, :, max(positions, default=0) + 1 :] = torch.nan
             values[:, :, max(positions, default=0) + 1 :] = torch.nan
-            q = random(len(positions), num_heads, dim, dtype=torch.float32)
             places = torch.tensor(positions, dtype=torch.int64)
-            yield q, keys, values, streams, places, dim**-0.5, window
+            for rows in dict.fromkeys((torch.float32, dtype)):
+                q = random(len(positions), num_heads, dim, dtype=rows)
+                yield q, keys, values, streams, places, dim**-0.5, window
 
 
-@op(attention_samples, dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), Tolerance(2e-5, 2e-6)))
+@op(attention_samples, DEFAULT_TOLERANCES | {torch.float32: Tolerance(2e-5, 2e-6)})
 def attention(
     q: Tensor, keys: Tensor, values: Tensor, streams: Tensor, positions: Tensor, scale: float, window: int
 ) -> Tensor:
@@ -411,22 +412,21 @@ def attention(
     visible = column <= positions[:, None]  # [N, T]
     if window:
         visible = visible & (column > positions[:, None] - window)
-    k = keys[streams.long()].to(q.dtype)  # [N, K, T, D]
-    v = values[streams.long()].to(q.dtype).masked_fill(~visible[:, None, :, None], 0)
+    k = wide(keys[streams.long()]).to(wide(q).dtype)  # [N, K, T, D]
+    v = wide(values[streams.long()]).to(k.dtype).masked_fill(~visible[:, None, :, None], 0)
     group = q.shape[1] // num_kv_heads
-    grouped = q.reshape(len(q), num_kv_heads, group, q.shape[2])  # [N, K, H/K, D]
+    grouped = wide(q).reshape(len(q), num_kv_heads, group, q.shape[2])  # [N, K, H/K, D]
     scores = (grouped @ k.transpose(2, 3) * scale).masked_fill(~visible[:, None, None], -torch.inf)
-    return (torch.softmax(scores, -1) @ v).flatten(1, 2)
+    return (torch.softmax(scores, -1) @ v).flatten(1, 2).to(q.dtype)
 
 
 def store_kv_samples(dtype: torch.dtype) -> Samples:
     for num_tokens in (1, 3, 0):
         keys, values = random(2, 3, 9, 17, dtype=dtype), random(2, 3, 9, 17, dtype=dtype).flip(0)
-        k, v = (
-            random(num_tokens, 3, 17, dtype=torch.float32),
-            random(num_tokens, 3, 17, dtype=torch.float32).neg(),
-        )
-        yield keys, values, k, v, torch.tensor([1, 0, 1])[:num_tokens], torch.tensor([8, 0, 3])[:num_tokens]
+        places = torch.tensor([1, 0, 1])[:num_tokens], torch.tensor([8, 0, 3])[:num_tokens]
+        for rows in dict.fromkeys((torch.float32, dtype)):
+            k = random(num_tokens, 3, 17, dtype=rows)
+            yield keys, values, k, k.neg(), *places
 
 
 @op(store_kv_samples, dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), Tolerance(0, 0)))

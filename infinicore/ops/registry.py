@@ -7,6 +7,7 @@ picks once and returns a call that runs on the same tensors again and again.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
@@ -25,21 +26,27 @@ ACCELERATOR_DEVICES = ("cuda", "musa")
 
 OPS: dict[str, Op[Any]] = {}
 
-# The calls of the graph being recorded (infinicore.graph), innermost last; empty outside of a recording.
-RECORDING: list[list[Callable[[], None]]] = []
+
+class Recordings(threading.local):
+    """The calls of the graphs this thread is recording (infinicore.graph), innermost last."""
+
+    def __init__(self) -> None:
+        self.stack: list[list[Callable[[], None]]] = []
+
+
+RECORDING = Recordings()
 
 
 @dataclass(frozen=True)
 class Kernel:
     """One way to compute an op. All three take (out, *args), where out is None, a tensor, or a tuple of them:
-    `accepts` says when, `run` does it and returns the output, `bind` prepares a call that can be repeated.
-    A `run` that is whole needs no `accepts` before it: it returns None for what it does not accept."""
+    `accepts` says when, `run` does it and returns the output, or None for what it does not accept, and `bind`
+    prepares a call that can be repeated."""
 
     name: str
     accepts: Callable[..., bool]
     run: Callable[..., Any]
     bind: Callable[..., Callable[[], None]]
-    is_whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,21 +79,26 @@ class Op(Generic[Result]):
 
     def attempt(self, out: Any, *args: Any) -> Result | None:
         """What the first kernel that accepts these arguments makes of them; None if there is none."""
-        if not RECORDING:
-            return self._attempt(out, *args)
+        if not RECORDING.stack:
+            return self._run(out, *args)
         # Graph.record watches what torch is asked for between kernels, which takes longer than to ask it. A
         # kernel's own questions need no watch: its call is kept whole.
         with torch._C.DisableTorchFunction():
-            return self._attempt(out, *args)
+            return self._record(out, *args)
 
-    def _attempt(self, out: Any, *args: Any) -> Result | None:
+    def _run(self, out: Any, *args: Any) -> Result | None:
         for kernel in self.kernels:
-            if kernel.is_whole or kernel.accepts(out, *args):
-                result: Result | None = kernel.run(out, *args)
-                if result is not None:
-                    if RECORDING:
-                        RECORDING[-1].append(kernel.bind(result, *args))
-                    return result
+            result: Result | None = kernel.run(out, *args)
+            if result is not None:
+                return result
+        return None
+
+    def _record(self, out: Any, *args: Any) -> Result | None:
+        for kernel in self.kernels:
+            result: Result | None = kernel.run(out, *args)
+            if result is not None:
+                RECORDING.stack[-1].append(kernel.bind(result, *args))
+                return result
         return None
 
     def pick(self, *args: Any, out: Any = None) -> Kernel | None:
@@ -105,7 +117,7 @@ class Op(Generic[Result]):
 
     def register(self, kernel: Kernel) -> None:
         if kernel.name in ACCELERATED:
-            kernel = replace(kernel, accepts=if_accelerated(kernel.accepts))
+            kernel = if_accelerated(kernel)
         self.kernels.append(kernel)
         self.kernels.sort(key=lambda k: PREFERENCE.index(k.name))
 
@@ -124,25 +136,43 @@ def op(
     return make
 
 
-def if_accelerated(accepts: Callable[..., bool]) -> Callable[..., bool]:
-    """What an accelerator's kernel accepts, less what `infinicore.use_ntops` keeps from it."""
+def if_accelerated(kernel: Kernel) -> Kernel:
+    """An accelerator's kernel, which declines what `infinicore.use_ntops` keeps from it."""
 
-    def accepts_accelerated(out: Any, *args: Any) -> bool:
+    def accepts(out: Any, *args: Any) -> bool:
         if out is not None or not infinicore.use_ntops:
             return False
         first = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
         is_there = first is not None and first.device.type in ACCELERATOR_DEVICES
-        return is_there and accepts(out, *args)
+        return is_there and kernel.accepts(out, *args)
 
-    return accepts_accelerated
+    def run(out: Any, *args: Any) -> Any:
+        return kernel.run(out, *args) if accepts(out, *args) else None
+
+    return replace(kernel, accepts=accepts, run=run)
 
 
 def write(result: Result, out: Any) -> Result:
-    """Copy a fresh result into `out`, if there is one. Safe whatever `out` shares memory with."""
+    """Copy a fresh result into `out`, if there is one. Safe whatever inputs `out` shares memory with."""
     if out is None:
         return result
     if isinstance(result, tuple):
+        check_apart(out)
         return tuple(write(part, target) for part, target in zip(result, out, strict=True))  # type: ignore[return-value]
     if out.shape != result.shape:  # type: ignore[attr-defined]
         raise ValueError(f"out has shape {tuple(out.shape)}, but the result has {tuple(result.shape)}")  # type: ignore[attr-defined]
     return out.copy_(result)  # type: ignore[no-any-return]
+
+
+def check_apart(outputs: tuple[torch.Tensor, ...]) -> None:
+    """Two results need two places. Conservative: what lies interleaved is refused as well."""
+    spans = sorted(map(span_of, outputs))
+    if any(begin < last for (_, last), (begin, _) in zip(spans, spans[1:], strict=False)):
+        raise ValueError("out: two of the outputs overlap; give each result memory of its own")
+
+
+def span_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses a tensor lies between"""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.data_ptr()
+    return begin, begin + (last + 1) * tensor.element_size() if tensor.numel() else begin

@@ -1,0 +1,86 @@
+// The arguments of matmul.cpp's, packed.cpp's and quant.cpp's ops: products with weights and rows of them,
+// dense or in blocks
+#pragma once
+#include "tensor.h"
+
+namespace infini {
+
+// How the rows of a weight are stored, under ggml's ids: elements and bytes of a block; quant.h says what
+// they mean.
+#define INFINI_BLOCK_TYPES(X) \
+    X(f32, 0, 1, 4)           \
+    X(f16, 1, 1, 2)           \
+    X(q4_0, 2, 32, 18)        \
+    X(q4_1, 3, 32, 20)        \
+    X(q5_0, 6, 32, 22)        \
+    X(q5_1, 7, 32, 24)        \
+    X(q8_0, 8, 32, 34)        \
+    X(q2_k, 10, 256, 84)      \
+    X(q3_k, 11, 256, 110)     \
+    X(q4_k, 12, 256, 144)     \
+    X(q5_k, 13, 256, 176)     \
+    X(q6_k, 14, 256, 210)     \
+    X(iq4_nl, 20, 32, 18)     \
+    X(bf16, 30, 1, 2)
+
+#define X(name, id, elements, bytes) name = id,
+enum class BlockType : uint8_t { INFINI_BLOCK_TYPES(X) };
+#undef X
+
+struct BlockSize { int64_t elements, bytes; };
+
+constexpr BlockSize block_size(BlockType type) {
+    switch (type) {
+#define X(name, id, elements, bytes) \
+    case BlockType::name: return {elements, bytes};
+        INFINI_BLOCK_TYPES(X)
+#undef X
+    }
+    return {0, 0};  // not one of them
+}
+
+constexpr int kPackedRows = 16;    // weight rows side by side in a packed weight
+constexpr int kPackedWeights = 3;  // that packed_linear takes at most
+
+// Bytes that an activation of 8, 12 or 16 bits takes
+constexpr int num_planes_of(int activation_bits) { return activation_bits > 8 ? 2 : 1; }
+
+struct Linear {
+    Tensor y, x, weight, bias;
+    BlockType type;
+    static constexpr Roles kRoles{.outputs = 1, .tensors = 4};
+};
+
+struct QuantizedLinear : Linear {};
+
+struct PackedLinear {
+    Tensor y, x, residual, weight[kPackedWeights], bias[kPackedWeights];  // without data where there is none
+    BlockType type[kPackedWeights];
+    int64_t num_rows[kPackedWeights];
+    int count, activation_bits;
+    bool is_gated;
+    static constexpr Roles kRoles{.outputs = 1, .tensors = 3 + 2 * kPackedWeights, .overwritten = 1 << 2};
+};
+
+struct QuantizedEmbedding {
+    Tensor y, ids, weight;
+    BlockType type;
+    int64_t num_rows;
+    static constexpr Roles kRoles{.outputs = 1, .tensors = 3};
+};
+
+struct PackedEmbedding : QuantizedEmbedding {};
+
+// Blocks to packed ones, and back
+struct Pack {
+    Tensor packed, blocks;
+    BlockType type;
+};
+struct Unpack : Pack {};
+
+struct Quantize {
+    Tensor blocks, x;
+    BlockType type;
+};
+
+}  // namespace infini
