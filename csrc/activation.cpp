@@ -24,8 +24,6 @@ inline vf erf(vf x) {
 
 inline vf normal_cdf(vf x) { return fma(splat(0.5f), erf(x * 0.70710678f), splat(0.5f)); }
 
-constexpr int64_t kBlock = 4096;  // elements of a contiguous tensor handed out at a time
-
 struct Flat {
     bool is_contiguous;
     int64_t num_elements;
@@ -46,13 +44,14 @@ template <class T, class Body, class... Inputs>
 void elementwise(Body body, const Tensor& y, const Inputs&... inputs) {
     const Flat whole = flat(y);
     if (whole.is_contiguous && (flat(inputs).is_contiguous && ...)) {
-        parallel_for(
-            (whole.num_elements + kBlock - 1) / kBlock, kGrain / kBlock, [&](int64_t begin, int64_t end) {
-                const int64_t from = begin * kBlock,
-                              to = end * kBlock < whole.num_elements ? end * kBlock : whole.num_elements;
-                body(static_cast<T*>(y.data) + from, (static_cast<const T*>(inputs.data) + from)...,
-                     to - from);
-            });
+        parallel_for((whole.num_elements + kPieceElements - 1) / kPieceElements,
+                     kGrainElements / kPieceElements, [&](int64_t begin, int64_t end) {
+                         const int64_t from = begin * kPieceElements,
+                                       to = end * kPieceElements < whole.num_elements ? end * kPieceElements
+                                                                                      : whole.num_elements;
+                         body(static_cast<T*>(y.data) + from, (static_cast<const T*>(inputs.data) + from)...,
+                              to - from);
+                     });
         return;
     }
     const Rows rows{y};

@@ -14,17 +14,13 @@
 namespace infini::INFINI_LEVEL {
 namespace {
 
-constexpr int kSide = 16;                   // rows, lines or pairs of a tile
-constexpr int kLine = 32;                   // values of K in 64 bytes
-constexpr int kSpan = kSide * kLine;        // of K
-constexpr int kTileSize = kSide * kLine;    // values in a tile
-constexpr int kTotalSize = kSide * kSide;   // sums in a tile
-constexpr int kTogether = 4;                // tiles of weight that a tile of x meets while it is near,
-constexpr int kPairs = 8;                   // in so many pairs at a time, which stay in the nearest cache
-constexpr int kTileBand = 256;              // rows of x
-constexpr int kTileStrip = 512;             // outputs whose totals are kept
-constexpr int kAlone = 4;                   // weight rows that one row of x meets at a time
-constexpr int64_t kLongestAlone = 1 << 14;  // values of x at hand for that
+constexpr int kSide = 16;                  // rows, lines or pairs of a tile
+constexpr int kLine = 32;                  // values of K in 64 bytes
+constexpr int kSpan = kSide * kLine;       // of K
+constexpr int kTileSize = kSide * kLine;   // values in a tile
+constexpr int kTotalSize = kSide * kSide;  // sums in a tile
+constexpr int kTogether = 4;               // tiles of weight that a tile of x meets while it is near,
+constexpr int kPairs = 8;                  // in so many pairs at a time, which stay in the nearest cache
 
 // How many values of bfloat16 stand for one of T
 template <class T>
@@ -146,11 +142,13 @@ template <class T>
 void add_alone(float* total, const T* row, const TileWeight& weight, int64_t n, int64_t count) {
     constexpr int P = kPlanes<T>;
     const FlushToZero flushed;
-    struct Room { alignas(64) float x[kLongestAlone * P], sums[kLongestAlone / kSpan * P * kTotalSize]; };
+    struct Room {
+        alignas(64) float x[kTileLoneElements * P], sums[kTileLoneElements / kSpan * P * kTotalSize];
+    };
     auto& [x, sums] = *own_scratch<Room>();
     memset(sums, 0, sizeof sums);  // rows of weight beyond the last count as zeros
-    for (int64_t k = 0; k < weight.row_length; k += kLongestAlone) {
-        const int64_t num_lines = smaller(kLongestAlone, weight.row_length - k) / kLine,
+    for (int64_t k = 0; k < weight.row_length; k += kTileLoneElements) {
+        const int64_t num_lines = smaller(kTileLoneElements, weight.row_length - k) / kLine,
                       stride = weight.row_bytes;
         for (int64_t i = 0; i < num_lines * P; ++i) {
             const __m512i pairs = plane_of(row + k + i / P * kLine, static_cast<int>(i % P));
@@ -160,8 +158,8 @@ void add_alone(float* total, const T* row, const TileWeight& weight, int64_t n, 
             const uint8_t* w = weight.data + (n + c) * stride + 2 * k;
             const int64_t num_rows = smaller(kSide, count - c);
             int64_t r = 0;
-            for (; r + kAlone <= num_rows; r += kAlone)
-                sum_lines<P, kAlone>(sums + r * kSide, x, w + r * stride, stride, num_lines);
+            for (; r + kTileLoneRows <= num_rows; r += kTileLoneRows)
+                sum_lines<P, kTileLoneRows>(sums + r * kSide, x, w + r * stride, stride, num_lines);
             for (; r < num_rows; ++r) sum_lines<P, 1>(sums + r * kSide, x, w + r * stride, stride, num_lines);
             add_sums<P>(total + c, sums, (num_lines + kSide - 1) / kSide);
         }
@@ -170,7 +168,7 @@ void add_alone(float* total, const T* row, const TileWeight& weight, int64_t n, 
 
 template <class T>
 void multiply_alone(const Linear& a, const TileWeight& weight, int64_t n, int64_t count) {
-    alignas(64) float total[kTileStrip] = {};
+    alignas(64) float total[kTileStripOutputs] = {};
     add_alone(total, Rows{a.x}.at<const T>(0), weight, n, count);
     write_sums(Rows{a.y}.at<T>(0) + n, total, a.bias.data ? static_cast<const T*>(a.bias.data) + n : nullptr,
                count);
@@ -226,9 +224,9 @@ struct TilePart {
     static constexpr int P = kPlanes<T>;
     static constexpr int kColumns = kTogether * kSide;
 
-    alignas(64) uint16_t x[kTileBand * kSpan * P];           // of a span, [block][pair][plane][row][line][2]
+    alignas(64) uint16_t x[kTileBandRows * kSpan * P];       // of a span, [block][pair][plane][row][line][2]
     alignas(64) uint16_t w[kTogether * kPairs * kTileSize];  // [pair][tile][line][row][2]
-    alignas(64) float total[kTileBand * kTileStrip];         // [column / 64][block][tile][row][16]
+    alignas(64) float total[kTileBandRows * kTileStripOutputs];  // [column / 64][block][tile][row][16]
     const Linear& a;
     const TileWeight& weight;
     int64_t m, num_rows, n, count, num_blocks;
@@ -324,8 +322,8 @@ void multiply_tiles(const Linear& a, const TileWeight& weight, int64_t n, int64_
     const int64_t num_rows = Rows{a.x}.count();
     if (num_rows == 1) return multiply_alone<T>(a, weight, n, count);
     configure_tiles(TileConfig(static_cast<uint8_t>(smaller(num_rows, kSide)), 64));
-    for (int64_t m = 0; m < num_rows; m += kTileBand)
-        own_scratch<TilePart<T>>(a, weight, m, smaller(kTileBand, num_rows - m), n, count)->run();
+    for (int64_t m = 0; m < num_rows; m += kTileBandRows)
+        own_scratch<TilePart<T>>(a, weight, m, smaller(kTileBandRows, num_rows - m), n, count)->run();
     release_tiles();
 }
 

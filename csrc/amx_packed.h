@@ -9,8 +9,6 @@
 namespace infini::INFINI_LEVEL {
 namespace {
 
-constexpr int kFewest = 8;  // rows of a block that is worth a tile
-constexpr int kPanels = 2;  // of weight that a block of x meets while it is near
 constexpr int kCentre =
     8;  // what fields of four bits are moved down by, so that 16 times them is a signed byte
 
@@ -61,15 +59,14 @@ INFINI_INLINE inline void multiply_group(int32_t (*dots)[kRowBlock][kRows], cons
     }
 }
 
-// total[0:R][0:16] += the products of a block of x with a chunk of weight. kCopies is 2 where tiles hold both
-// planes.
-template <class Block, int P, int R, int kCopies>
+// total[0:R][0:16] += the products of a block of x with a chunk of weight, of which only the groups and how
+// far their fields were moved matter here. kCopies is 2 where tiles hold both planes.
+template <int G, bool kHasMinimum, int kMoved, int P, int R, int kCopies>
 void add_block(float* total, const Chunk<kCopies>& chunk, const Activations& x, int64_t first,
                int64_t num_groups, int64_t row) {
-    constexpr int G = Block::kGroup, kSplit = kGroup / G;  // weight groups to a group of x
-    constexpr int kPlanes = P / kCopies;                   // whose dots come apart
-    constexpr int kMoved = kCopies == 2 ? kCentre - Block::kOffset : 0;
-    static_assert(kMoved == 0 || Block::kHasMinimum);
+    constexpr int kSplit = kGroup / G;    // weight groups to a group of x
+    constexpr int kPlanes = P / kCopies;  // whose dots come apart
+    static_assert(kMoved == 0 || kHasMinimum);
     const int64_t at = x.at(first, row);
     const int radix = x.radix;
     alignas(64) int32_t dots[2][2][kRowBlock][kRows];
@@ -84,7 +81,7 @@ void add_block(float* total, const Chunk<kCopies>& chunk, const Activations& x, 
         const vf w_scale = load(chunk.scale + g * kRows), minimum = load(chunk.minimum + g * kRows);
         alignas(64) int32_t moves[R];
         alignas(64) float scaled_sums[R];
-        if (Block::kHasMinimum) {
+        if (kHasMinimum) {
             const int32_t* sums = x.sums_at(first + g / kSplit, row);
             for (int r = 0; r < R; ++r) {
                 const int32_t whole = GroupSums<P>(sums + r, R, g % kSplit, G).whole(radix);
@@ -99,7 +96,7 @@ void add_block(float* total, const Chunk<kCopies>& chunk, const Activations& x, 
             };
             const vf v = kPlanes == 2 ? fma(value(0), splat(static_cast<float>(radix)), value(1)) : value(0);
             t[r] = fma(v, w_scale * x_scale[r], t[r]);
-            if (Block::kHasMinimum) t[r] = fma(minimum, splat(scaled_sums[r]), t[r]);
+            if (kHasMinimum) t[r] = fma(minimum, splat(scaled_sums[r]), t[r]);
         });
     };
     constexpr std::integral_constant<int, 0> even;
@@ -119,21 +116,22 @@ void add_block(float* total, const Chunk<kCopies>& chunk, const Activations& x, 
 template <class Block, int P, int R, int kCopies>
 void add_blocks(float* total, int64_t band, const uint8_t* packed, int num_panels, const Activations& x,
                 int64_t first_row, int64_t num_rows) {
-    Chunk<kCopies> chunks[kPanels];
+    constexpr int kMoved = kCopies == 2 ? kCentre - Block::kOffset : 0;
+    Chunk<kCopies> chunks[kPackedPanels];
     const int64_t row_length = x.num_groups * kGroup,
                   panel_bytes = row_length / Block::kElements * Block::kBytes * kRows;
     configure_tiles(TileConfig(R, kCopies * Block::kGroup));
     for_chunks<Block>(row_length, packed, [&](const uint8_t* p, int64_t k, int64_t length) {
         for (int i = 0; i < num_panels; ++i)
             if constexpr (kCopies == 2)
-                chunks[i].template read<Block>(p + i * panel_bytes, length, read_pairs<Block>);
+                chunks[i].template read<Block, read_pairs<Block>>(p + i * panel_bytes, length);
             else
-                chunks[i].template read<Block>(p + i * panel_bytes, length,
-                                               read_fields<Block, -Block::kOffset>);
+                chunks[i].template read<Block, read_fields<Block, -Block::kOffset>>(p + i * panel_bytes,
+                                                                                    length);
         for (int64_t r = 0; r < num_rows; r += R)
             for (int i = 0; i < num_panels; ++i)
-                add_block<Block, P, R>(total + (i * band + r) * kRows, chunks[i], x, k / kGroup,
-                                       length / kGroup, first_row + r);
+                add_block<Block::kGroup, Block::kHasMinimum, kMoved, P, R>(
+                    total + (i * band + r) * kRows, chunks[i], x, k / kGroup, length / kGroup, first_row + r);
     });
     release_tiles();
 }

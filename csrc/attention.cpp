@@ -34,15 +34,6 @@ constexpr int kLanes = 16;  // keys scored side by side
 constexpr int kVectors = kLanes / W;
 constexpr int kScores = kSplit + W;  // a vector may begin at the last key
 constexpr int kMaxDim = kMaxHeadDim;
-constexpr int kAhead = 16;  // rows of values asked for ahead of their use
-#if defined(INFINI_AVX512)
-constexpr int kQueries =
-    8;  // that share what is loaded of keys and values, so that their sums stay in registers
-#elif defined(INFINI_NEON)
-constexpr int kQueries = 4;
-#else
-constexpr int kQueries = 2;
-#endif
 
 // keys[j][0:dim] for j < num_keys with a lane for each key: [key / kLanes][dim][kLanes], zeros behind the
 // last
@@ -153,7 +144,7 @@ void add_values(float* const* out, const float (*weights)[kScores], const T* v, 
         sums.each([&](vf& s, int m, int n) INFINI_INLINE { s = load(out[m] + i + n * W); });
         for (int64_t j = begin; j < end; ++j) {
             for (int64_t d = 0; is_far && i == 0 && d < dim; d += 64 / sizeof(T))
-                __builtin_prefetch(v + (j + kAhead) * stride + d);
+                __builtin_prefetch(v + (j + kAttentionPrefetchRows) * stride + d);
             sums.each([&](vf& s, int m, int n) INFINI_INLINE {
                 s = fma(splat(weights[m][j]), load(v + j * stride + i + n * W), s);
             });
@@ -296,7 +287,7 @@ struct Problem {
     void answer(const Query* queries, int64_t count, const Keys& keys, int64_t n, int64_t g, int64_t split,
                 bool is_first) const {
         const T* v = at<T>(a.values, stream(n), g, split);
-        attend_all<kQueries>(queries, count, keys, v, a.values.stride[2], dim, a.scale, is_first);
+        attend_all<kAttentionQueries>(queries, count, keys, v, a.values.stride[2], dim, a.scale, is_first);
     }
 
     void finish(State state, int64_t n, int64_t h) const {
@@ -308,8 +299,7 @@ struct Problem {
     }
 };
 
-constexpr int kBatch = 16;               // queries asked at once
-constexpr int64_t kMaxSplitTokens = 16;  // tokens that share out the keys of long streams
+constexpr int kBatch = 16;  // queries asked at once
 
 // What a thread works with
 struct Room {
@@ -365,18 +355,19 @@ int64_t end_of_run(const Problem& p, int64_t begin) {
 template <class T>
 void attend_by_tokens(const Problem& p, int64_t most_splits) {
     const int64_t work = most_splits * kSplit * p.dim * p.group;  // of one item, at most
-    parallel_for(p.num_tokens * p.num_kv_heads, (kGrain + work - 1) / work, [&](int64_t first, int64_t last) {
-        // Runs are found from the start of each key head's tokens; a thread takes those that begin in its
-        // share.
-        for (int64_t item = first; item < last;) {
-            const int64_t g = item / p.num_tokens, n = item % p.num_tokens;
-            int64_t end = end_of_run(p, n);
-            const int64_t room = last - item;
-            if (end - n > room) end = n + room;
-            attend_tokens<T>(p, n, end, g);
-            item += end - n;
-        }
-    });
+    parallel_for(p.num_tokens * p.num_kv_heads, (kGrainElements + work - 1) / work,
+                 [&](int64_t first, int64_t last) {
+                     // Runs are found from the start of each key head's tokens; a thread takes those that
+                     // begin in its share.
+                     for (int64_t item = first; item < last;) {
+                         const int64_t g = item / p.num_tokens, n = item % p.num_tokens;
+                         int64_t end = end_of_run(p, n);
+                         const int64_t room = last - item;
+                         if (end - n > room) end = n + room;
+                         attend_tokens<T>(p, n, end, g);
+                         item += end - n;
+                     }
+                 });
 }
 
 // Few tokens: every (token, head, split) is a task of its own, folded afterwards
@@ -434,7 +425,7 @@ int64_t attention(const Attention& a) {
     int64_t most_splits = 0;
     for (int64_t n = 0; n < p.num_tokens; ++n)
         most_splits = p.num_splits(n) > most_splits ? p.num_splits(n) : most_splits;
-    const bool by_splits = p.num_tokens <= kMaxSplitTokens && most_splits > 1;
+    const bool by_splits = p.num_tokens <= kAttentionMaxSplitTokens && most_splits > 1;
     with_type(a.keys.dtype, [&](auto type) {
         using T = decltype(type);
         if (by_splits)

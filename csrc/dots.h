@@ -15,15 +15,8 @@
 namespace infini::INFINI_LEVEL {
 namespace {
 
-constexpr int kRows = kPackedRows;           // weight rows side by side
-constexpr int kParts = kRows / W;            // vectors that hold a value for each of them
-constexpr int kChunk = W == 4 ? 512 : 256;   // of K, read from a panel of weight rows at a time
-constexpr int kAhead = W == 4 ? 512 : 8192;  // bytes of weight asked for ahead of their use
-#if defined(INFINI_AVX512)
-constexpr int kTile = 8;  // rows of x multiplied at a time, whose dots and totals stay in registers
-#else
-constexpr int kTile = 2;
-#endif
+constexpr int kRows = kPackedRows;  // weight rows side by side
+constexpr int kParts = kRows / W;   // vectors that hold a value for each of them
 
 // ---- integer dot products of one row of x with 16 of weight -----------------------------------------------
 
@@ -201,7 +194,8 @@ struct Totals {
 
 template <class Block>
 inline void prefetch(const uint8_t* packed) {
-    for (int line = 0; line < Block::kBytes * kRows; line += 64) ask_for(packed + kAhead + line);
+    for (int line = 0; line < Block::kBytes * kRows; line += 64)
+        ask_for(packed + kPackedPrefetchBytes + line);
 }
 
 // The fields of a block of each of the 16 rows, moved up
@@ -221,12 +215,13 @@ void read_fields(int8_t* q, const uint8_t* packed) {
 
 template <int kCopies = 1>  // of each field
 struct Chunk {
-    alignas(64) int8_t q[kCopies * kChunk * kRows];    // [K / 4][16][4]
-    alignas(64) float scale[kChunk], minimum[kChunk];  // [groups][16], groups of 16 or 32
+    alignas(64) int8_t q[kCopies * kPackedChunkElements * kRows];  // [K / 4][16][4]
+    alignas(64) float scale[kPackedChunkElements],
+        minimum[kPackedChunkElements];  // [groups][16], groups of 16 or 32
 
-    // fields(q, packed) writes those of a block.
-    template <class Block, class Fields>
-    void read(const uint8_t* packed, int64_t length, Fields&& fields) {
+    // fields(q, packed) writes those of a block. Not inlined: it is the same for all that multiply the chunk.
+    template <class Block, void (*fields)(int8_t*, const uint8_t*)>
+    __attribute__((noinline)) void read(const uint8_t* packed, int64_t length) {
         constexpr int kGroups = Block::kElements / Block::kGroup;
         for (int64_t b = 0; b < length / Block::kElements; ++b, packed += Block::kBytes * kRows) {
             prefetch<Block>(packed);
@@ -240,8 +235,8 @@ struct Chunk {
 template <class Block, class Body>
 inline void for_chunks(int64_t row_length, const uint8_t* packed, Body&& body) {
     for (int64_t k = 0; k < row_length;
-         k += kChunk, packed += kChunk / Block::kElements * Block::kBytes * kRows)
-        body(packed, k, smaller(kChunk, row_length - k));
+         k += kPackedChunkElements, packed += kPackedChunkElements / Block::kElements * Block::kBytes * kRows)
+        body(packed, k, smaller(kPackedChunkElements, row_length - k));
 }
 
 // M rows of x: a list rather than an array, which GCC would keep in memory. each(f) calls f(row, its index).
@@ -320,9 +315,9 @@ void add_rows(float* total, const uint8_t* packed, const Activations& x, int64_t
               int64_t num_rows) {
     Chunk<> chunk;
     for_chunks<Block>(x.num_groups * kGroup, packed, [&](const uint8_t* p, int64_t k, int64_t length) {
-        chunk.template read<Block>(p, length, read_fields<Block, kBias - Block::kOffset>);
-        add_tiles<P, Block::kGroup, Block::kHasMinimum, kTile>(total, chunk, x, k / kGroup, length / kGroup,
-                                                               first_row, num_rows);
+        chunk.template read<Block, read_fields<Block, kBias - Block::kOffset>>(p, length);
+        add_tiles<P, Block::kGroup, Block::kHasMinimum, kPackedTileRows>(
+            total, chunk, x, k / kGroup, length / kGroup, first_row, num_rows);
     });
 }
 
@@ -357,7 +352,7 @@ INFINI_INLINE inline void add_blocks_to_row(float* total, const uint8_t* packed,
     constexpr int G = Block::kGroup, kGroups = Block::kElements / G,
                   kSplit = kGroup / G;  // groups to one of x
     constexpr int kSize = Block::kBytes * kRows, kLines = (kSize + 63) / 64,
-                  kDistance = kAhead > kSize ? kAhead : kSize;
+                  kDistance = kPackedPrefetchBytes > kSize ? kPackedPrefetchBytes : kSize;
     const int64_t step = 1 << x.log_rows;
     Totals totals;
     totals.load_from(total);

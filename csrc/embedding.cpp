@@ -23,7 +23,7 @@ int64_t embedding(const Embedding& a) {
                   weight_stride = a.weight.stride[0] * size;
     if (row_bytes == 0) return kOk;
     const bool is_widened = a.y.dtype != a.weight.dtype;
-    parallel_for(num_ids, (4 * kGrain + row_bytes - 1) / row_bytes, [&](int64_t begin, int64_t end) {
+    parallel_for(num_ids, (4 * kGrainElements + row_bytes - 1) / row_bytes, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
             const char* row = static_cast<const char*>(a.weight.data) +
                               index_at(a.ids.data, a.ids.dtype, i) * weight_stride;

@@ -20,19 +20,11 @@
 namespace infini::INFINI_LEVEL {
 namespace {
 
-constexpr int64_t kChunk = 512;     // of K; a multiple of every block
-constexpr int kPanel = 16;          // weight rows widened side by side
-constexpr int kInPlace = 8;         // weight rows read where they lie: more push each other out of the cache
-constexpr int kStrip = 8 * kPanel;  // outputs whose totals are kept
-constexpr int kBand = 64;           // rows of x
-constexpr int kTurns = 4;           // vectors that sum a dot product
-constexpr int kAhead = W == 4 ? 1024 : 8192;  // bytes of weight asked for ahead of their use
-constexpr int64_t kRoom = kBand * kChunk;     // floats of x: the fewer its rows, the longer their span of K
-#if defined(INFINI_AVX512) || defined(__aarch64__)
-constexpr int kSums = 16;  // running sums in registers, of 32
-#else
-constexpr int kSums = 8;  // of 16
-#endif
+constexpr int64_t kChunk = 512;  // of K; a multiple of every block
+constexpr int kPanel = 16;       // weight rows widened side by side
+constexpr int kTurns = 4;        // vectors that sum a dot product
+constexpr int64_t kRoom =
+    kDenseBandRows * kChunk;  // floats of x: the fewer its rows, the longer their span of K
 
 typedef float vf4 __attribute__((vector_size(16)));
 
@@ -61,14 +53,14 @@ inline vf4 lane_sums(vf a, vf b, vf c, vf d) {
 // total[0:4] += sums, as rows of C
 template <int C>
 inline void add_to(float* total, int first, vf4 sums) {
-    float* at = total + first / C * kStrip + first % C;
+    float* at = total + first / C * kDenseStripOutputs + first % C;
     if constexpr (C % 4 == 0) {
         vf4 v;
         memcpy(&v, at, sizeof v);
         v += sums;
         memcpy(at, &v, sizeof v);
     } else {
-        for (int i = 0; i < 4; ++i) at[i / C * kStrip + i % C] += sums[i];
+        for (int i = 0; i < 4; ++i) at[i / C * kDenseStripOutputs + i % C] += sums[i];
     }
 }
 
@@ -95,7 +87,7 @@ float dot(const float* x, const T* weight, int64_t length) {
     for (; k + kTurns * W <= length; k += kTurns * W) {
         vf w[kTurns];
         for (size_t line = 0; line < sizeof(T) * kTurns * W; line += 64)
-            ask_for(reinterpret_cast<const char*>(weight + k) + kAhead + line);
+            ask_for(reinterpret_cast<const char*>(weight + k) + kDensePrefetchBytes + line);
         load_four(w, weight + k);
         unrolled<kTurns>([&](auto i) { s[i] = fma(load(x + k + W * i), w[i], s[i]); });
     }
@@ -179,13 +171,13 @@ struct Weight {
 
 // A band and a strip, with the span of K that is at hand
 struct Part {
-    alignas(64) float room[kRoom], panel[kPanel * kChunk], total[kBand * kStrip];
+    alignas(64) float room[kRoom], panel[kPanel * kChunk], total[kDenseBandRows * kDenseStripOutputs];
     int64_t num_rows, span;
     const float* x;    // the span of the band's first row,
     int64_t x_stride;  // and from row to row
 
     explicit Part(int64_t num_rows) : num_rows(num_rows), span(kRoom / num_rows / kChunk * kChunk) {
-        memset(total, 0, num_rows * kStrip * sizeof(float));
+        memset(total, 0, num_rows * kDenseStripOutputs * sizeof(float));
     }
 
     // The rows of x from `m` on, from `k` on: where they lie, or widened, with zeros to the end of their last
@@ -212,10 +204,10 @@ struct Part {
     // total[r : r + R][n : n + G] += the products with the chunk of G weight rows, which x has from `k` on
     template <int R, int G, class T>
     void add_rows(int64_t r, int64_t n, int64_t k, const T* rows, int64_t stride, int64_t length) {
-        constexpr int C = kSums / R;
+        constexpr int C = kDenseSumVectors / R;
         for (int c = 0; c < G; c += C)
-            add_tile<R, C>(total + r * kStrip + n + c, x + r * x_stride + k, x_stride, rows + c * stride,
-                           stride, length);
+            add_tile<R, C>(total + r * kDenseStripOutputs + n + c, x + r * x_stride + k, x_stride,
+                           rows + c * stride, stride, length);
     }
 
     // The same for a panel, of which G rows stay in the cache while the band passes by
@@ -228,7 +220,8 @@ struct Part {
             if (r + 2 <= num_rows) add_rows<2, G>(r, n + c, k, rows, stride, length), r += 2;
             if (r < num_rows)
                 for (int i = 0; i < G; ++i)
-                    total[r * kStrip + n + c + i] += dot(x + r * x_stride + k, rows + i * stride, length);
+                    total[r * kDenseStripOutputs + n + c + i] +=
+                        dot(x + r * x_stride + k, rows + i * stride, length);
         }
     }
 
@@ -246,7 +239,8 @@ struct Part {
     void add_in_place(const Weight& weight, int64_t n, int64_t column, int64_t first, int64_t k,
                       int64_t length) {
         const T* rows = reinterpret_cast<const T*>(weight.at(n, first + k));
-        add_panel<kInPlace>(column, k, rows, weight.row_bytes / static_cast<int64_t>(sizeof(T)), length);
+        add_panel<kDenseRowsInPlace>(column, k, rows, weight.row_bytes / static_cast<int64_t>(sizeof(T)),
+                                     length);
     }
 
     // total[:][column : column + kPanel] += the products with a chunk of the weight rows from `n` on
@@ -271,7 +265,7 @@ struct Part {
     void finish(const Linear& a, int64_t m, int64_t n, int64_t count) const {
         const T* bias = a.bias.data ? static_cast<const T*>(a.bias.data) + n : nullptr;
         for (int64_t r = 0; r < num_rows; ++r)
-            write_sums(Rows{a.y}.at<T>(m + r) + n, total + r * kStrip, bias, count);
+            write_sums(Rows{a.y}.at<T>(m + r) + n, total + r * kDenseStripOutputs, bias, count);
     }
 };
 
@@ -300,21 +294,22 @@ void multiply_outputs(const Linear& a, const Weight& weight, int64_t begin, int6
 #if defined(INFINI_AMX)
     if (weight.type == BlockType::bf16 && weight.row_length % kLine == 0) {
         const TileWeight tiles{weight.data, weight.row_bytes, weight.num_rows, weight.row_length};
-        for (int64_t n = begin; n < end; n += kTileStrip)
-            multiply_tiles<T>(a, tiles, n, smaller(kTileStrip, end - n));
+        for (int64_t n = begin; n < end; n += kTileStripOutputs)
+            multiply_tiles<T>(a, tiles, n, smaller(kTileStripOutputs, end - n));
         return;
     }
 #endif
     const int64_t num_rows = Rows{a.x}.count();
-    for (int64_t m = 0; m < num_rows; m += kBand)
-        for (int64_t n = begin; n < end; n += kStrip)
-            multiply<T>(a, weight, m, smaller(kBand, num_rows - m), n, smaller(kStrip, end - n));
+    for (int64_t m = 0; m < num_rows; m += kDenseBandRows)
+        for (int64_t n = begin; n < end; n += kDenseStripOutputs)
+            multiply<T>(a, weight, m, smaller(kDenseBandRows, num_rows - m), n,
+                        smaller(kDenseStripOutputs, end - n));
 }
 
 int64_t product(const Linear& a) {
     const Weight weight(a);
     const int64_t num_panels = (weight.num_rows + kPanel - 1) / kPanel;
-    const int64_t grain = kGrain / (kPanel * (weight.row_length + 1)) + 1;
+    const int64_t grain = kGrainElements / (kPanel * (weight.row_length + 1)) + 1;
     parallel_for(num_panels, grain, [&](int64_t begin, int64_t end) {
         with_type(a.x.dtype, [&](auto type) {
             multiply_outputs<decltype(type)>(a, weight, begin * kPanel,

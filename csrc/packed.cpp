@@ -15,13 +15,6 @@
 namespace infini::INFINI_LEVEL {
 namespace {
 
-constexpr int kBand = W == 16 ? 256 : 128;  // rows of x that share a chunk of weight
-// A single row that every thread rounds for itself, sooner than it could be handed over
-constexpr int64_t kLongestAlone = 16384;
-#if !defined(INFINI_AMX)
-constexpr int kPanels = 1;  // of weight multiplied together
-#endif
-
 // total[panel][row][0:16] of num_panels panels that follow one another
 template <class Block, int P>
 void add_products(float* total, const uint8_t* packed, int num_panels, const Activations& x, int64_t row,
@@ -29,12 +22,13 @@ void add_products(float* total, const uint8_t* packed, int num_panels, const Act
 #if defined(INFINI_AMX)
     const int block = 1 << x.log_rows;
     if (block == kRowBlock)
-        return add_blocks<Block, P, kRowBlock>(total, kBand, packed, num_panels, x, row, num_rows);
-    if (block == kFewest)
-        return add_blocks<Block, P, kFewest>(total, kBand, packed, num_panels, x, row, num_rows);
+        return add_blocks<Block, P, kRowBlock>(total, kPackedBandRows, packed, num_panels, x, row, num_rows);
+    if (block == kPackedFewestTileRows)
+        return add_blocks<Block, P, kPackedFewestTileRows>(total, kPackedBandRows, packed, num_panels, x, row,
+                                                           num_rows);
 #endif
     const int64_t panel_bytes = x.num_groups * kGroup / Block::kElements * Block::kBytes * kRows;
-    for (int i = 0; i < num_panels; ++i, total += kBand * kRows, packed += panel_bytes) {
+    for (int i = 0; i < num_panels; ++i, total += kPackedBandRows * kRows, packed += panel_bytes) {
         if constexpr (Block::kBits != 0)
             if (num_rows == 1) {
                 add_row<Block, P>(total, packed, x, row);
@@ -64,7 +58,9 @@ struct Problem {
     Activations x;
 
     static int64_t num_panels(int64_t num_rows) { return (num_rows + kRows - 1) / kRows; }
-    int64_t num_strips(int weight) const { return (num_panels(a.num_rows[weight]) + kPanels - 1) / kPanels; }
+    int64_t num_strips(int weight) const {
+        return (num_panels(a.num_rows[weight]) + kPackedPanels - 1) / kPackedPanels;
+    }
 
     int64_t num_strips() const {
         int64_t count = num_strips(0);
@@ -77,8 +73,8 @@ struct Problem {
         int64_t column = 0;
         for (; index >= num_strips(weight); ++weight)
             index -= num_strips(weight), column += a.num_rows[weight];
-        const int64_t row = index * kPanels * kRows;
-        return {weight, static_cast<int>(smaller(kPanels, num_panels(a.num_rows[weight] - row))), row,
+        const int64_t row = index * kPackedPanels * kRows;
+        return {weight, static_cast<int>(smaller(kPackedPanels, num_panels(a.num_rows[weight] - row))), row,
                 column + row};
     }
 
@@ -86,7 +82,7 @@ struct Problem {
     void multiply(float* total, int weight, const Strip& s, int64_t m, int64_t num_rows) const {
         const int64_t padded_rows = (num_rows + kRowBlock - 1) / kRowBlock * kRowBlock;
         for (int i = 0; i < s.num_panels; ++i)
-            memset(total + i * kBand * kRows, 0, padded_rows * kRows * sizeof(float));
+            memset(total + i * kPackedBandRows * kRows, 0, padded_rows * kRows * sizeof(float));
         const uint8_t* packed =
             static_cast<const uint8_t*>(a.weight[weight].data) + s.row / kRows * a.weight[weight].shape[1];
         with_block(a.type[weight], [&](auto block) {
@@ -100,13 +96,13 @@ struct Problem {
         const float* bias = static_cast<const float*>(a.bias[weight].data) + s.row;
         for (int64_t c = 0; c < smaller(s.num_panels * kRows, a.num_rows[weight] - s.row); ++c)
             for (int64_t r = 0; r < num_rows; ++r)
-                total[(c / kRows * kBand + r) * kRows + c % kRows] += bias[c];
+                total[(c / kRows * kPackedBandRows + r) * kRows + c % kRows] += bias[c];
     }
 
     void write(const Strip& s, const float* total, int64_t m, int64_t num_rows) const {
         for (int64_t r = 0; r < num_rows; ++r)
             for (int i = 0; i < s.num_panels; ++i) {
-                const float* t = total + (i * kBand + r) * kRows;
+                const float* t = total + (i * kPackedBandRows + r) * kRows;
                 float* y = Rows{a.y}.at<float>(m + r) + s.column + i * kRows;
                 const float* residual =
                     a.residual.data ? Rows{a.residual}.at<float>(m + r) + s.column + i * kRows : nullptr;
@@ -115,11 +111,12 @@ struct Problem {
     }
 
     void run(const Strip& s, int64_t m, int64_t num_rows) const {
-        alignas(64) float total[kPanels * kBand * kRows], up[kPanels * kBand * kRows];
+        alignas(64) float total[kPackedPanels * kPackedBandRows * kRows],
+            up[kPackedPanels * kPackedBandRows * kRows];
         multiply(total, s.weight, s, m, num_rows);
         if (a.is_gated) {
             multiply(up, 1, s, m, num_rows);
-            for (int64_t at = 0; at < s.num_panels * kBand * kRows; at += kBand * kRows)
+            for (int64_t at = 0; at < s.num_panels * kPackedBandRows * kRows; at += kPackedBandRows * kRows)
                 map([](vf gate, vf up) { return gate * sigmoid(gate) * up; }, num_rows * kRows, total + at,
                     total + at, up + at);
         }
@@ -132,8 +129,8 @@ struct Problem {
 int64_t packed_linear(const PackedLinear& a) {
     Problem problem{a, Activations(a)};
     Activations& x = problem.x;
-    const int64_t row_length = x.num_groups * kGroup, grain = kGrain / (kRows * (row_length + 1)) + 1;
-    const bool is_alone = x.num_rows == 1 && row_length <= kLongestAlone;
+    const int64_t row_length = x.num_groups * kGroup, grain = kGrainElements / (kRows * (row_length + 1)) + 1;
+    const bool is_alone = x.num_rows == 1 && row_length <= kPackedLoneElements;
     if (!is_alone) {
         x.put_into(scratch(Scratch::shared, x.num_bytes()));
         round_rows(x, a.x);
@@ -144,8 +141,9 @@ int64_t packed_linear(const PackedLinear& a) {
             own.x.put_into(scratch(Scratch::own, x.num_bytes()));
             round_row(own.x, 0, Rows{a.x}.at<const float>(0));
         }
-        for (int64_t m = 0; m < x.num_rows; m += kBand)
-            for (int64_t i = begin; i < end; ++i) own.run(own.strip(i), m, smaller(kBand, x.num_rows - m));
+        for (int64_t m = 0; m < x.num_rows; m += kPackedBandRows)
+            for (int64_t i = begin; i < end; ++i)
+                own.run(own.strip(i), m, smaller(kPackedBandRows, x.num_rows - m));
     });
     return kOk;
 }

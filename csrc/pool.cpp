@@ -20,7 +20,8 @@ inline void relax() {
 #endif
 }
 
-constexpr int kSpins = 2000;  // some tens of microseconds: longer than the gap between two ops of one token
+constexpr int kSpinPauses =
+    2000;  // some tens of microseconds: longer than the gap between two ops of one token
 
 struct Job {
     void (*body)(void*, int64_t, int64_t);
@@ -55,7 +56,7 @@ public:
         epoch_.notify_all();
         job.run(0);
         for (int spins = 0; pending_.load(std::memory_order_acquire) != 0; ++spins)
-            spins < kSpins ? relax() : static_cast<void>(sched_yield());
+            spins < kSpinPauses ? relax() : static_cast<void>(sched_yield());
     }
 
 private:
@@ -75,7 +76,8 @@ private:
 
     void work(int part, uint64_t seen) {
         for (;;) {
-            for (int spins = 0; spins < kSpins && epoch_.load(std::memory_order_acquire) == seen; ++spins)
+            for (int spins = 0; spins < kSpinPauses && epoch_.load(std::memory_order_acquire) == seen;
+                 ++spins)
                 relax();
             epoch_.wait(seen, std::memory_order_acquire);
             seen = epoch_.load(std::memory_order_acquire);

@@ -62,12 +62,13 @@ void unpack_block(uint8_t* block, const uint8_t* packed, int64_t r) {
 template <class Body>
 void for_packed_rows(const Pack& a, Body&& body) {
     const int64_t row_bytes = a.blocks.shape[1];
-    parallel_for(
-        a.packed.shape[0], (4 * kGrain) / (kRows * row_bytes + 1) + 1, [&](int64_t begin, int64_t end) {
-            for (int64_t n = begin * kRows; n < end * kRows; ++n)
-                body(n, static_cast<uint8_t*>(a.blocks.data) + n * a.blocks.stride[0],
-                     static_cast<uint8_t*>(a.packed.data) + n / kRows * kRows * row_bytes, n % kRows);
-        });
+    parallel_for(a.packed.shape[0], (4 * kGrainElements) / (kRows * row_bytes + 1) + 1,
+                 [&](int64_t begin, int64_t end) {
+                     for (int64_t n = begin * kRows; n < end * kRows; ++n)
+                         body(n, static_cast<uint8_t*>(a.blocks.data) + n * a.blocks.stride[0],
+                              static_cast<uint8_t*>(a.packed.data) + n / kRows * kRows * row_bytes,
+                              n % kRows);
+                 });
 }
 
 // The largest absolute value, as its bits: they order numbers as they order integers, and NaN above all
@@ -137,7 +138,7 @@ int64_t embed(const QuantizedEmbedding& a, int64_t row_length, Look&& look) {
         const int64_t id = index_at(a.ids.data, a.ids.dtype, i);
         if (id < 0 || id >= a.num_rows) return i;
     }
-    parallel_for(num_ids, kGrain / (row_length + 1) + 1, [&](int64_t begin, int64_t end) {
+    parallel_for(num_ids, kGrainElements / (row_length + 1) + 1, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i)
             look(static_cast<float*>(a.y.data) + i * row_length, index_at(a.ids.data, a.ids.dtype, i));
     });

@@ -91,7 +91,7 @@ void rope_of(const Rope& a) {
     const auto rotate_head =
         a.interleaved ? static_cast<void (*)(T*, const T*, const T*, const T*, int64_t)>(rotate_neighbours)
                       : static_cast<void (*)(T*, const T*, const T*, const T*, int64_t)>(rotate_halves);
-    const int64_t grain = half ? (kGrain / 2 + half - 1) / half : 1;
+    const int64_t grain = half ? (kGrainElements / 2 + half - 1) / half : 1;
     parallel_for(a.x.shape[0] * seq * heads, grain, [&](int64_t begin, int64_t end) {
         for (int64_t item = begin; item < end; ++item) {
             const int64_t h = item % heads, t = item / heads % seq, b = item / heads / seq;

@@ -1,11 +1,9 @@
 // A tensor as rows: the last dimension contiguous, the leading ones under any strides.
 #pragma once
 #include "pool.h"
-#include "vec.h"
+#include "tuning.h"
 
 namespace infini::INFINI_LEVEL {
-
-constexpr int64_t kGrain = 16384;  // elements that are worth waking a thread for
 
 struct Rows {
     const Tensor& t;
@@ -34,7 +32,7 @@ template <class Body>
 inline void for_rows(const Tensor& t, Body&& body) {
     const Rows rows{t};
     if (rows.length() == 0) return;
-    parallel_for(rows.count(), (kGrain + rows.length() - 1) / rows.length(), body);
+    parallel_for(rows.count(), (kGrainElements + rows.length() - 1) / rows.length(), body);
 }
 
 // Calls body with a value of the tensor's element type

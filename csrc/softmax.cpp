@@ -23,7 +23,7 @@ float row_max(const T* x, int64_t n) {
 
 // Exponentials are kept in float32 until they are divided: in y itself, or, for half types, in a buffer on
 // the stack. A half row too long for the buffer is exponentiated twice, which rounds no differently.
-constexpr int64_t kBuffer = 4096;
+constexpr int64_t kBufferElements = 4096;
 
 template <class T>
 vf exponentials(float* kept, const T* x, int64_t n, vf top) {
@@ -46,8 +46,10 @@ vf exponentials(float* kept, const T* x, int64_t n, vf top) {
 
 template <class T>
 void softmax_row(T* y, const T* x, int64_t n) {
-    float buffer[sizeof(T) == sizeof(float) ? 1 : kBuffer];
-    float* kept = sizeof(T) == sizeof(float) ? reinterpret_cast<float*>(y) : n <= kBuffer ? buffer : nullptr;
+    float buffer[sizeof(T) == sizeof(float) ? 1 : kBufferElements];
+    float* kept = sizeof(T) == sizeof(float) ? reinterpret_cast<float*>(y)
+                  : n <= kBufferElements     ? buffer
+                                             : nullptr;
     const vf top = splat(row_max(x, n));
     const vf inverse = splat(1.0f / sum(exponentials(kept, x, n, top)));
     if (kept)

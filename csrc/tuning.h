@@ -1,0 +1,58 @@
+// What suits a level: sizes and distances found by measuring. None of them changes a bit of any result.
+#pragma once
+#include "vec.h"
+
+namespace infini::INFINI_LEVEL {
+
+#if defined(INFINI_AVX512)
+constexpr int kVectorRegisters = 32;
+#elif defined(INFINI_NEON)
+constexpr int kVectorRegisters = 32;
+#else
+constexpr int kVectorRegisters = 16;
+#endif
+
+// Every op
+constexpr int64_t kGrainElements = 16384;  // that are worth waking a thread for
+constexpr int64_t kPieceElements = 4096;   // of a contiguous tensor, handed to a thread at a time
+
+// Dense products (matmul.cpp)
+constexpr int kDenseSumVectors = kVectorRegisters / 2;     // running sums in registers
+constexpr int kDenseRowsInPlace = 8;                       // weight rows read at once: more evict each other
+constexpr int kDenseStripOutputs = 128;                    // whose totals are kept
+constexpr int kDenseBandRows = 64;                         // of x
+constexpr int kDensePrefetchBytes = W == 4 ? 1024 : 8192;  // of weight
+
+// Dense products in AMX tiles (amx_linear.h)
+constexpr int kTileBandRows = 256;              // of x
+constexpr int kTileStripOutputs = 512;          // whose totals are kept
+constexpr int kTileLoneRows = 4;                // of weight that a lone row of x meets at a time
+constexpr int64_t kTileLoneElements = 1 << 14;  // of a lone row of x at hand
+
+// Packed products (packed.cpp, dots.h)
+constexpr int kPackedChunkElements = W == 4 ? 512 : 256;   // of K, read from a panel of weight rows at a time
+constexpr int kPackedPrefetchBytes = W == 4 ? 512 : 8192;  // of weight
+constexpr int kPackedBandRows = W == 16 ? 256 : 128;       // of x, which share a chunk of weight
+constexpr int kPackedTileRows = W == 16 ? 8 : 2;           // of x, whose dots and totals stay in registers
+constexpr int64_t kPackedLoneElements =
+    16384;  // of a single row, up to which every thread rounds it for itself
+#if defined(__AMX_INT8__)
+constexpr int kPackedPanels = 2;          // of weight, which a block of x meets while it is near
+constexpr int kPackedFewestTileRows = 8;  // of a block of x that is worth a tile
+#else
+constexpr int kPackedPanels = 1;
+#endif
+
+// Attention (attention.cpp)
+#if defined(INFINI_AVX512)
+constexpr int kAttentionQueries =
+    8;  // that share what is loaded of keys and values: their sums stay in registers
+#elif defined(INFINI_NEON)
+constexpr int kAttentionQueries = 4;
+#else
+constexpr int kAttentionQueries = 2;
+#endif
+constexpr int kAttentionPrefetchRows = 16;        // of values
+constexpr int64_t kAttentionMaxSplitTokens = 16;  // which share out the keys of long streams
+
+}  // namespace infini::INFINI_LEVEL
