@@ -14,13 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-import jinja2
-import jinja2.ext
-import jinja2.sandbox
 import tokenizers
 from tokenizers import AddedToken
 
-from infinilm.tokenizer.chat import break_up, chat_environment, check_messages, unused_character
+from infinilm.tokenizer.chat import Renderer, break_up, check_messages, unused_character
 from infinilm.tokenizer.error import BYTE_TOKEN, TokenizerError
 from infinilm.tokenizer.gguf import GgufVocabulary
 
@@ -118,9 +115,8 @@ class Tokenizer:
             raise TokenizerError("the model has no chat template; complete plain text or take a chat model")
         with _errors_of("chat template"):
             variables = {"tools": None, "documents": None, **self._roles, **template_variables}
-            # Through JSON, so that no object with methods of its own reaches the sandbox.
-            plain = json.loads(json.dumps({**variables, "messages": messages}))
-            return self._compiled_template.render(plain, add_generation_prompt=add_generation_prompt)
+            prompted = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+            return self._renderer.render({**variables, **prompted})
 
     def encode_chat(
         self,
@@ -156,8 +152,8 @@ class Tokenizer:
         return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
 
     @functools.cached_property
-    def _compiled_template(self) -> jinja2.Template:
-        return chat_environment().from_string(self.chat_template or "")
+    def _renderer(self) -> Renderer:
+        return Renderer(self.chat_template or "")
 
 
 class Detokenizer:
