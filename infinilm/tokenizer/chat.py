@@ -2,7 +2,7 @@
 
 What a template asks for (loops in loops, powers of powers, strings that double) cannot be told from honest
 work beforehand, nor interrupted from within Python. So `render.py` is a program, started at the first render
-and kept. The kernel bounds its CPU time and memory. If it ends, that is an error; the next render starts another.
+and kept. The kernel bounds its CPU time and memory. If it ends, that is an error; the next starts another.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Renders chat templates as transformers does: a program of its own, which `chat.py` starts and talks to.
 
-A request is a line of JSON on stdin, {"template": ..., "variables": ...}; the answer is a line with "text" or
-"error". A template comes with the model and may ask for anything: jinja2's sandbox keeps it from running code,
-the kernel from taking too much time or memory. Only jinja2 and the standard library are used here.
+A request is a line of JSON on stdin, {"template": ..., "variables": ...}; the answer has "text" or "error". A
+template comes with the model and may ask for anything: jinja2 keeps it from running code, the kernel from
+taking too much time or memory. Only jinja2 and the standard library are used here.
 """
 
 import functools
@@ -117,7 +117,7 @@ def serve() -> None:
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.buffer.write(line + b"\n")
         sys.stdout.buffer.flush()
-        if address_space() > first_size + MEMORY // 2:  # what one render leaves behind, the next one lacks
+        if address_space() > first_size + MEMORY // 8:  # what one render leaves behind, the next one lacks
             os.execv(sys.executable, sys.orig_argv)
 
 
