@@ -171,13 +171,6 @@ def test_one_process_renders_again_and_again():
     assert len({(renderer.render(VARIABLES), worker_of(renderer).pid) for _ in range(20)}) == 1
 
 
-def test_memory_that_a_render_leaves_behind_is_not_taken_from_the_next():
-    renderer = Renderer("{% for i in range(4) %}{{ x }}{% endfor %}")
-    assert "writes more than 16 MB" in error_of(renderer, {"x": "a" * 15 * 10**6})
-    retarget(renderer, "{{ ('a' * n) | length }}")
-    assert renderer.render({"n": 22 * 10**7}) == "220000000"
-
-
 def test_a_process_that_died_is_replaced():
     renderer = Renderer(HONEST)
     for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV):

@@ -7,7 +7,6 @@ taking too much time or memory. Only jinja2 and the standard library are used he
 
 import functools
 import json
-import os
 import resource
 import signal
 import sys
@@ -85,15 +84,11 @@ def _error(message: str) -> bytes:
 # --- The process --------------------------------------------------------------------------------------------
 
 
-def address_space() -> int:
-    """Bytes, of which every page counts, used or not."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def limit_resources() -> None:
     """From here on there is memory for one template, and the timer of `serve` ends the process."""
-    _lower(resource.RLIMIT_AS, address_space() + MEMORY)
+    with open("/proc/self/statm") as file:
+        size = int(file.read().split()[0]) * resource.getpagesize()
+    _lower(resource.RLIMIT_AS, size + MEMORY)
     _lower(resource.RLIMIT_CORE, 0)
     # The parent may have it ignored or blocked, which a child inherits; its default is to end the process.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -108,7 +103,6 @@ def _lower(kind: int, value: int) -> None:
 
 def serve() -> None:
     """Answer until stdin ends, which it does with the parent."""
-    first_size = address_space()
     while request := sys.stdin.buffer.readline():
         # The timer counts CPU time, so that a busy machine refuses nobody. At its end the kernel ends the
         # process; a handler in Python would wait for 10**(10**8) to return.
@@ -117,8 +111,6 @@ def serve() -> None:
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.buffer.write(line + b"\n")
         sys.stdout.buffer.flush()
-        if address_space() > first_size + MEMORY // 8:  # what one render leaves behind, the next one lacks
-            os.execv(sys.executable, sys.orig_argv)
 
 
 if __name__ == "__main__":
