@@ -17,6 +17,7 @@ from typing import Any, Self
 import tokenizers
 from tokenizers import AddedToken
 
+from infinilm.tokenizer.bounds import check_bounds
 from infinilm.tokenizer.chat import Renderer, break_up, check_messages, unused_character
 from infinilm.tokenizer.error import BYTE_TOKEN, TokenizerError
 from infinilm.tokenizer.gguf import GgufVocabulary
@@ -314,7 +315,9 @@ def _read_library(path: Path) -> tokenizers.Tokenizer:
     if not path.is_file():
         raise TokenizerError(f"{path} does not exist; transformers' tokenizer.save_pretrained writes one")
     with _errors_of(str(path)):
-        return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        check_bounds(json.loads(text))
+        return tokenizers.Tokenizer.from_str(text)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -86,13 +86,17 @@ def _error(message: str) -> bytes:
 
 def limit_resources() -> None:
     """From here on there is memory for one template, and the timer of `serve` ends the process."""
-    with open("/proc/self/statm") as file:
-        size = int(file.read().split()[0]) * resource.getpagesize()
-    _lower(resource.RLIMIT_AS, size + MEMORY)
+    if sys.platform == "linux":  # other kernels do not bound it
+        _lower(resource.RLIMIT_AS, _address_space() + MEMORY)
     _lower(resource.RLIMIT_CORE, 0)
     # The parent may have it ignored or blocked, which a child inherits; its default is to end the process.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
+
+
+def _address_space() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
 
 
 def _lower(kind: int, value: int) -> None:
