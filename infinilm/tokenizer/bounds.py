@@ -23,10 +23,11 @@ DECODING = {"decoder": "decoders"}
 
 # Some follow from Unicode's tables: U+FDFA, of 3 bytes, has 33 in NFKC; a Hangul syllable of 3 has 9 in NFD.
 FIXED_GROWTH = {
-    **dict.fromkeys(("NFC", "NFD", "BertNormalizer"), 3),
+    **dict.fromkeys(("NFC", "NFD"), 3),
     **dict.fromkeys(("NFKC", "NFKD"), 11),
     **dict.fromkeys(("Lowercase", "WordPiece"), 2),
     "ByteLevel": 4,  # each byte becomes a letter of one or two, and each piece may get a space before it
+    "BertNormalizer": 8,  # NFD, lower case, and spaces around Chinese characters
     **dict.fromkeys(("Nmt", "Strip", "StripAccents"), 1),
     **dict.fromkeys(("BertPreTokenizer", "CharDelimiterSplit", "Digits", "FixedLength", "Punctuation"), 1),
     **dict.fromkeys(("Split", "UnicodeScripts", "Whitespace", "WhitespaceSplit"), 1),
