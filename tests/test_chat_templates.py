@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 import resource
 import signal
 import subprocess
@@ -77,7 +78,10 @@ WRONG = {
     "a tag that is none": ("{% nonsense %}", "unknown tag 'nonsense'"),
     "a way out of the sandbox": ("{{ ''.__class__.__mro__ }}", "'__class__' of 'str' object is unsafe"),
     "a file": ("{% include '/etc/passwd' %}", "no loader"),
-    "much text": ("{{ 'a' * 2**24 }}", "writes more than 16 MB of text"),
+    "much text": (
+        "{{ 'a' * 2**21 }}",
+        "writes 2097164 bytes, but for this conversation 10489[0-9]{2} is the limit",
+    ),
     "a large template": ("a" * (2**20 + 1), "has 1048577 characters, but at most 1048576 are taken"),
 }
 
@@ -149,6 +153,12 @@ def test_what_is_wrong_with_a_template_is_said(template, found):
 # --- What is carried over -----------------------------------------------------------------------------------
 
 
+def test_a_long_conversation_may_be_written_four_times_over(shared):
+    retarget(shared, "{{ x }}{{ x }}{{ x }}{{ x }}")
+    assert shared.render({"x": "a" * 10**6}) == "a" * 4 * 10**6
+    assert "but for this conversation 16777216 is the limit" in error_of(shared, {"x": "a" * 5 * 10**6})
+
+
 @pytest.mark.parametrize("text", ["", "\n\r\u2028\0", "é你😀", "a\ud800b", "a" * 10**6], ids=len)
 def test_text_comes_back_as_it_was(shared, text):
     retarget(shared, "{{ x }}")
@@ -161,6 +171,19 @@ def test_what_json_cannot_hold_is_refused_by_its_type(shared):
 
 def test_a_conversation_that_is_too_large_is_refused_with_both_sizes(shared):
     assert "at most 16 MB as JSON, but this one has 20 MB" in error_of(shared, {"x": "a" * (20 << 20)})
+
+
+def test_messages_nested_too_deeply_are_refused():
+    nested: list[Any] = []
+    for _ in range(5000):
+        nested = [nested]
+    with pytest.raises(TokenizerError, match="must not be nested as deeply"):
+        chat.break_up([{"extra": nested}], re.compile("a"), "b")
+
+
+def test_a_text_of_all_characters_is_refused():
+    with pytest.raises(TokenizerError, match="every character there is"):
+        chat.unused_character("".join(map(chr, range(0xE000, 0x110000))))
 
 
 # --- The process --------------------------------------------------------------------------------------------
@@ -244,7 +267,8 @@ def test_the_process_has_no_files_but_its_socket_and_cannot_be_interrupted_from_
 # --- The process that asks: it forks, it exits, it is killed ------------------------------------------------
 
 ASKING = """
-import os, sys, threading, time
+import os, sys, time
+from infinilm.tokenizer import TokenizerError, chat
 from infinilm.tokenizer.chat import Renderer
 renderer = Renderer("{{ x }}")
 assert renderer.render({"x": 1}) == "1"
@@ -253,11 +277,17 @@ print(pid, flush=True)
 """
 
 FORKS = """
+chat.PROGRAM, program = "no such program", chat.PROGRAM
+failed = Renderer("{{ x }}")
+try:
+    failed.render({})
+except TokenizerError:
+    chat.PROGRAM = program
 renderer._lock.acquire()  # as if another thread were rendering
 child = os.fork()
 if child == 0:
     ours = renderer.render({"x": "child"})
-    sys.exit(ours != "child" or renderer._process._process.pid == pid)
+    sys.exit(ours != "child" or failed.render({"x": 3}) != "3" or renderer._process._process.pid == pid)
 renderer._lock.release()
 assert os.waitpid(child, 0)[1] == 0
 assert renderer.render({"x": 2}) == "2" and renderer._process._process.pid == pid

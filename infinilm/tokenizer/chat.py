@@ -29,15 +29,13 @@ MAX_LINE = 16 << 20  # bytes, of a request and of an answer
 class Renderer:
     """One template, rendered as transformers renders it, by one process that threads take in turns."""
 
-    _lock: threading.Lock
-    _process: "_Process | None"
-
     def __init__(self, template: str) -> None:
         if len(template) > MAX_TEMPLATE:
             found = f"has {len(template)} characters, but at most {MAX_TEMPLATE} are taken"
             raise TokenizerError(f"chat template: {found}")
         self._template = template
-        self.forget_process()
+        self._lock = threading.Lock()
+        self._process: _Process | None = None
         _RENDERERS.add(self)
 
     def __reduce__(self) -> tuple[type["Renderer"], tuple[str]]:
@@ -52,9 +50,11 @@ class Renderer:
             raise TokenizerError(f"chat template: {answer['error']}")
         return str(answer["text"])
 
-    def forget_process(self) -> None:
-        self._lock = threading.Lock()
-        self._process = None
+    def let_go(self) -> None:
+        """In a forked child: leave the process to the parent, and a lock that no thread here will open."""
+        if self._process:
+            self._process.abandon()
+        self._lock, self._process = threading.Lock(), None
 
     def _ask(self, request: bytes) -> bytes:
         if self._process is None or not self._process.is_running():
@@ -77,8 +77,7 @@ class _Process:
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for the program at the terminal
             )
-        self._end = weakref.finalize(self, _end, self._process, self._socket, self._answers)
-        _PROCESSES.add(self)
+        self._end = weakref.finalize(self, _end, os.getpid(), self._process, self._socket, self._answers)
 
     def is_running(self) -> bool:
         return self._process.poll() is None
@@ -107,32 +106,31 @@ class _Process:
         return f"the process that renders it, {PROGRAM}, ended with status {self._process.returncode}"
 
     def abandon(self) -> None:
-        """In a forked child: let go of what is the parent's without ending it."""
-        self._end.detach()
+        """In a forked child: close what is the parent's without ending it."""
         self._process.returncode = 0  # no child of this process, so nothing to wait for or to warn about
-        os.close(self._socket.detach())
+        if self._end.alive:
+            os.close(self._socket.detach())
 
 
-def _end(process: subprocess.Popen[bytes], *streams: Any) -> None:
+def _end(owner: int, process: subprocess.Popen[bytes], *streams: Any) -> None:
+    if os.getpid() != owner:
+        return
     process.kill()
     process.wait()
     for stream in streams:
         stream.close()
 
 
-# A fork copies locks that nobody will open and sockets that are to have one owner: the child lets go of all.
+# A forked child has to let go of all: with its copies of the sockets, processes would outlive the parent.
 _RENDERERS: weakref.WeakSet[Renderer] = weakref.WeakSet()
-_PROCESSES: weakref.WeakSet[_Process] = weakref.WeakSet()
 
 
-def _let_go() -> None:
-    for process in list(_PROCESSES):
-        process.abandon()
+def _let_go_of_all() -> None:
     for renderer in list(_RENDERERS):
-        renderer.forget_process()
+        renderer.let_go()
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_let_go_of_all)
 
 
 def _line(request: object) -> bytes:
@@ -165,16 +163,26 @@ def check_messages(messages: object) -> None:
 
 def unused_character(text: str) -> str:
     used = set(text)
-    return next(chr(code) for code in range(0xE000, 0x110000) if chr(code) not in used)
+    for code in range(0xE000, 0x110000):
+        if chr(code) not in used:
+            return chr(code)
+    raise TokenizerError("the conversation has every character there is, and leaves none to mark words with")
 
 
 def break_up(value: Any, pattern: re.Pattern[str], marker: str) -> Any:
     """The same data with a marker inside every match of pattern, so that nothing matches any more."""
+    try:
+        return _broken_up(value, pattern, marker)
+    except RecursionError:
+        raise TokenizerError("messages must not be nested as deeply as this one") from None
+
+
+def _broken_up(value: Any, pattern: re.Pattern[str], marker: str) -> Any:
     match value:
         case str():
             return pattern.sub(lambda match: match[0][0] + marker + match[0][1:], value)
         case dict():
-            return {key: break_up(item, pattern, marker) for key, item in value.items()}
+            return {key: _broken_up(item, pattern, marker) for key, item in value.items()}
         case list() | tuple():
-            return [break_up(item, pattern, marker) for item in value]
+            return [_broken_up(item, pattern, marker) for item in value]
     return value

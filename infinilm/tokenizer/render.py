@@ -23,6 +23,7 @@ import jinja2.sandbox
 CPU_SECONDS = 1
 MEMORY = 256 << 20
 MAX_ANSWER = 16 << 20  # bytes: four times what a million tokens are written with
+MAX_OWN_TEXT = 1 << 20  # bytes that a template may add to four times what it was given: all has to be encoded
 MAX_MESSAGE = 2000  # characters of an error
 
 
@@ -74,7 +75,10 @@ def answer(request: bytes) -> bytes:
         return _error("nests or calls itself too deeply")
     except Exception as error:
         return _error(str(error)[:MAX_MESSAGE] or type(error).__name__)
-    return line if len(line) < MAX_ANSWER else _error(f"writes more than {MAX_ANSWER >> 20} MB of text")
+    limit = min(MAX_ANSWER, MAX_OWN_TEXT + 4 * len(request))
+    if len(line) >= limit:
+        return _error(f"writes {len(line)} bytes, but for this conversation {limit} is the limit")
+    return line
 
 
 def _error(message: str) -> bytes:
