@@ -103,7 +103,8 @@ class _Process:
             self._process.wait(WALL_SECONDS)
         if self._process.returncode == -signal.SIGPROF:
             return "takes more than 1 second of CPU time"
-        return f"the process that renders it, {PROGRAM}, ended with status {self._process.returncode}"
+        status = self._process.returncode
+        return f"the process that renders it ended with status {status}; `python {PROGRAM}` may tell why"
 
     def abandon(self) -> None:
         """In a forked child: close what is the parent's without ending it."""
