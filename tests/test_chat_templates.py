@@ -216,9 +216,7 @@ def test_a_process_that_sleeps_is_ended(monkeypatch):
 
 def test_a_process_that_cannot_start_is_an_error(monkeypatch):
     monkeypatch.setattr(chat, "PROGRAM", "/no/such/render.py")
-    assert "the process that renders it, /no/such/render.py, ended with status 2" in error_of(
-        Renderer(HONEST)
-    )
+    assert "ended with status 2; `python /no/such/render.py` may tell why" in error_of(Renderer(HONEST))
 
 
 def test_threads_take_turns():
