@@ -607,6 +607,14 @@ def test_a_token_given_twice_is_refused():
         Tokenizer.from_gguf(metadata)
 
 
+def test_a_chat_template_that_takes_too_much_is_an_error_and_the_tokenizer_lives_on():
+    template = "{% if messages | length == 1 %}{{ 'a' * 3 * 10**9 }}{% else %}two{% endif %}"
+    ours = Tokenizer.from_gguf(byte_level_metadata(["a b"]) | {"tokenizer.chat_template": template})
+    with pytest.raises(TokenizerError, match="chat template: needs more than 256 MB of memory"):
+        ours.encode_chat(MESSAGES[:1])
+    assert ours.decode(ours.encode_chat(MESSAGES[:2])) == "two"
+
+
 def test_a_chat_template_that_is_no_text_is_refused():
     metadata = byte_level_metadata(["a b"]) | {"tokenizer.chat_template": 3}
     with pytest.raises(TokenizerError, match="tokenizer.chat_template is '3', but must be text"):

@@ -14,13 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-import jinja2
-import jinja2.ext
-import jinja2.sandbox
 import tokenizers
 from tokenizers import AddedToken
 
-from infinilm.tokenizer.chat import break_up, chat_environment, check_messages, unused_character
+from infinilm.tokenizer.bounds import check_bounds
+from infinilm.tokenizer.chat import Renderer, break_up, check_messages, unused_character
 from infinilm.tokenizer.error import BYTE_TOKEN, TokenizerError
 from infinilm.tokenizer.gguf import GgufVocabulary
 
@@ -118,9 +116,8 @@ class Tokenizer:
             raise TokenizerError("the model has no chat template; complete plain text or take a chat model")
         with _errors_of("chat template"):
             variables = {"tools": None, "documents": None, **self._roles, **template_variables}
-            # Through JSON, so that no object with methods of its own reaches the sandbox.
-            plain = json.loads(json.dumps({**variables, "messages": messages}))
-            return self._compiled_template.render(plain, add_generation_prompt=add_generation_prompt)
+            prompted = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+            return self._renderer.render({**variables, **prompted})
 
     def encode_chat(
         self,
@@ -156,8 +153,8 @@ class Tokenizer:
         return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
 
     @functools.cached_property
-    def _compiled_template(self) -> jinja2.Template:
-        return chat_environment().from_string(self.chat_template or "")
+    def _renderer(self) -> Renderer:
+        return Renderer(self.chat_template or "")
 
 
 class Detokenizer:
@@ -318,7 +315,9 @@ def _read_library(path: Path) -> tokenizers.Tokenizer:
     if not path.is_file():
         raise TokenizerError(f"{path} does not exist; transformers' tokenizer.save_pretrained writes one")
     with _errors_of(str(path)):
-        return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        check_bounds(json.loads(text))
+        return tokenizers.Tokenizer.from_str(text)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

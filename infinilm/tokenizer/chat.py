@@ -1,46 +1,151 @@
-"""Chat templates in jinja2's immutable sandbox, rendered as transformers renders them."""
+"""Chat templates: conversations checked, and rendered by a process of its own that can be ended.
+
+What a template asks for (loops in loops, powers of powers, strings that double) cannot be told from honest
+work beforehand, nor interrupted from within Python. So `render.py` is a program, started at the first render
+and kept. The kernel bounds its CPU time and memory. If it ends, that is an error; the next starts another.
+"""
 
 import json
+import os
 import re
-from datetime import datetime
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
-
-import jinja2
-import jinja2.ext
-import jinja2.sandbox
 
 from infinilm.tokenizer.error import TokenizerError
 
-
-class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's words for training; here only what stands in it counts."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line_number = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body, lineno=line_number)
+PROGRAM = str(Path(__file__).with_name("render.py"))
+WALL_SECONDS = 60  # for what takes no CPU time; wide, since a second of it can take long on a busy machine
+MAX_TEMPLATE = 1 << 20  # characters
+MAX_LINE = 16 << 20  # bytes, of a request and of an answer
 
 
-def chat_environment() -> jinja2.Environment:
-    """The one place a template environment is made: templates come with the model and are not trusted."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_template_error
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
+class Renderer:
+    """One template, rendered as transformers renders it, by one process that threads take in turns."""
+
+    def __init__(self, template: str) -> None:
+        if len(template) > MAX_TEMPLATE:
+            found = f"has {len(template)} characters, but at most {MAX_TEMPLATE} are taken"
+            raise TokenizerError(f"chat template: {found}")
+        self._template = template
+        self._lock = threading.Lock()
+        self._process: _Process | None = None
+        _RENDERERS.add(self)
+
+    def __reduce__(self) -> tuple[type["Renderer"], tuple[str]]:
+        return Renderer, (self._template,)
+
+    def render(self, variables: dict[str, Any]) -> str:
+        """The text that the template writes, its variables carried over as JSON."""
+        request = _line({"template": self._template, "variables": variables})
+        with self._lock:
+            answer = json.loads(self._ask(request))
+        if "error" in answer:
+            raise TokenizerError(f"chat template: {answer['error']}")
+        return str(answer["text"])
+
+    def let_go(self) -> None:
+        """In a forked child: leave the process to the parent, and a lock that no thread here will open."""
+        if self._process:
+            self._process.abandon()
+        self._lock, self._process = threading.Lock(), None
+
+    def _ask(self, request: bytes) -> bytes:
+        if self._process is None or not self._process.is_running():
+            self._process = _Process()
+        return self._process.ask(request)
 
 
-def _to_json(value: object, ensure_ascii: bool = False, **options: Any) -> str:
-    # jinja's own filter escapes <, >, & and ' for HTML, which no model was trained on.
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+class _Process:
+    """render.py, running: ended with this object, and by itself when the process that started it is gone."""
+
+    def __init__(self) -> None:
+        self._socket, its_end = socket.socketpair()
+        self._socket.settimeout(WALL_SECONDS)
+        self._answers = self._socket.makefile("rb")
+        with its_end:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", PROGRAM, *map(str, sys.path)],
+                stdin=its_end.fileno(),
+                stdout=its_end.fileno(),
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the program at the terminal
+            )
+        self._end = weakref.finalize(self, _end, os.getpid(), self._process, self._socket, self._answers)
+
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def ask(self, request: bytes) -> bytes:
+        """The line it answers with. Without a whole one, also for an interrupt here, it has to end."""
+        line = b""
+        try:
+            with suppress(ConnectionError):  # it ended: then there is no line either
+                self._socket.sendall(request)
+                line = self._answers.readline(MAX_LINE)
+            if not line.endswith(b"\n"):
+                raise TokenizerError(f"chat template: {self._how_it_ended()}")
+        except TimeoutError:
+            raise TokenizerError(f"chat template: takes more than {WALL_SECONDS} seconds") from None
+        finally:
+            if not line.endswith(b"\n"):
+                self._end()
+        return line
+
+    def _how_it_ended(self) -> str:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(WALL_SECONDS)
+        if self._process.returncode == -signal.SIGPROF:
+            return "takes more than 1 second of CPU time"
+        status = self._process.returncode
+        return f"the process that renders it ended with status {status}; `python {PROGRAM}` may tell why"
+
+    def abandon(self) -> None:
+        """In a forked child: close what is the parent's without ending it."""
+        self._process.returncode = 0  # no child of this process, so nothing to wait for or to warn about
+        if self._end.alive:
+            os.close(self._socket.detach())
 
 
-def _raise_template_error(message: str) -> None:
-    raise jinja2.TemplateError(message)
+def _end(owner: int, process: subprocess.Popen[bytes], *streams: Any) -> None:
+    if os.getpid() != owner:
+        return
+    process.kill()
+    process.wait()
+    for stream in streams:
+        stream.close()
+
+
+# A forked child has to let go of all: with its copies of the sockets, processes would outlive the parent.
+_RENDERERS: weakref.WeakSet[Renderer] = weakref.WeakSet()
+
+
+def _let_go_of_all() -> None:
+    for renderer in list(_RENDERERS):
+        renderer.let_go()
+
+
+os.register_at_fork(after_in_child=_let_go_of_all)
+
+
+def _line(request: object) -> bytes:
+    text = json.dumps(request, ensure_ascii=False, default=_refuse)
+    line = text.encode("utf-8", "surrogatepass") + b"\n"
+    if len(line) > MAX_LINE:
+        rule = f"a conversation has at most {MAX_LINE >> 20} MB as JSON"
+        raise TokenizerError(f"{rule}, but this one has {len(line) >> 20} MB")
+    return line
+
+
+def _refuse(value: object) -> None:
+    found = type(value).__name__
+    raise TokenizerError(f"messages and template variables must be what JSON can hold, but one is a {found}")
 
 
 def check_messages(messages: object) -> None:
@@ -59,16 +164,26 @@ def check_messages(messages: object) -> None:
 
 def unused_character(text: str) -> str:
     used = set(text)
-    return next(chr(code) for code in range(0xE000, 0x110000) if chr(code) not in used)
+    for code in range(0xE000, 0x110000):
+        if chr(code) not in used:
+            return chr(code)
+    raise TokenizerError("the conversation has every character there is, and leaves none to mark words with")
 
 
 def break_up(value: Any, pattern: re.Pattern[str], marker: str) -> Any:
     """The same data with a marker inside every match of pattern, so that nothing matches any more."""
+    try:
+        return _broken_up(value, pattern, marker)
+    except RecursionError:
+        raise TokenizerError("messages must not be nested as deeply as this one") from None
+
+
+def _broken_up(value: Any, pattern: re.Pattern[str], marker: str) -> Any:
     match value:
         case str():
             return pattern.sub(lambda match: match[0][0] + marker + match[0][1:], value)
         case dict():
-            return {key: break_up(item, pattern, marker) for key, item in value.items()}
+            return {key: _broken_up(item, pattern, marker) for key, item in value.items()}
         case list() | tuple():
-            return [break_up(item, pattern, marker) for item in value]
+            return [_broken_up(item, pattern, marker) for item in value]
     return value
