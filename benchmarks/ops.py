@@ -20,6 +20,7 @@ import infinicore
 from benchmarks.timing import race
 from infinicore import _native, ops
 from infinicore.nn import functional as F
+from infinicore.ops.reference import pair_samples, row_samples
 from infinilm.bench import Measured
 
 HIDDEN_SIZE = 2048
@@ -155,11 +156,24 @@ def lookup_rows(num_rows: int, dtype: torch.dtype) -> Iterator[Row]:
         )
 
 
+def plain_rows(x: Tensor, other: Tensor, named: set[str]) -> Iterator[Row]:
+    """Ops on rows that have no row of their own above, against their references"""
+    for op in ops.OPS.values():
+        args = {row_samples: (x,), pair_samples: (x, other)}.get(op.samples)
+        if args and op.name not in named:
+            function = getattr(F, op.name, op)
+            yield Row(op.name, resolved(op, *args), partial(function, *args), partial(op.reference, *args))
+
+
 def rows(num_rows: int, dtype: torch.dtype) -> Iterator[Row]:
     x, other = (torch.randn(num_rows, HIDDEN_SIZE).to(dtype) for _ in range(2))
-    yield from elementwise_rows(x, other)
-    yield from row_rows(x, other, torch.randn(HIDDEN_SIZE).to(dtype))
-    yield from lookup_rows(num_rows, dtype)
+    named = [
+        *elementwise_rows(x, other),
+        *row_rows(x, other, torch.randn(HIDDEN_SIZE).to(dtype)),
+        *lookup_rows(num_rows, dtype),
+    ]
+    yield from named
+    yield from plain_rows(x, other, {row.op for row in named})
 
 
 def report(shape: str, dtype: torch.dtype, row: Row, num_rounds: int) -> None:

@@ -86,12 +86,13 @@ nb::dict block_sizes() {
     return sizes;
 }
 
-nb::list op_names() {
-    nb::list names;
-#define X(name, Args) names.append(#name);
+// {name: whether the output may be the first input}
+nb::dict ops() {
+    nb::dict ops;
+#define X(name, Args) ops[#name] = (Args::kRoles.overwritten >> Args::kRoles.outputs & 1) != 0;
     INFINI_OPS(X)
 #undef X
-    return names;
+    return ops;
 }
 
 // The wrapped sum of every word, so that none of the reads can be left out; each asks for what lies `ahead`
@@ -144,7 +145,7 @@ NB_MODULE(_native, m) {
 #define X(name, Args) define<Args>(m, #name, &Kernels::name, &Binding<Args>::read);
     INFINI_OPS(X)
 #undef X
-    m.def("op_names", &op_names);
+    m.def("ops", &ops);
 
     m.def("pack_rows", [](nb::handle packed, nb::handle blocks, int type) {
         move_rows(&Kernels::pack_rows, packed, blocks, type);

@@ -401,21 +401,28 @@ struct Q6_K {
     }
 };
 
+// A type's struct, whose blocks have the size that is known of the type
+template <BlockType type, class Block>
+constexpr Block struct_of() {
+    static_assert(Block::kElements == block_size(type).elements && Block::kBytes == block_size(type).bytes);
+    return {};
+}
+
 // Calls body with a value of the type's struct
 template <class Body>
 inline void with_block(BlockType type, Body&& body) {
     switch (type) {
-        case BlockType::q4_0: return body(Q4_0{});
-        case BlockType::q4_1: return body(Q4_1{});
-        case BlockType::q5_0: return body(Q5_0{});
-        case BlockType::q5_1: return body(Q5_1{});
-        case BlockType::q8_0: return body(Q8_0{});
-        case BlockType::q2_k: return body(Q2_K{});
-        case BlockType::q3_k: return body(Q3_K{});
-        case BlockType::q4_k: return body(Q4_K{});
-        case BlockType::q5_k: return body(Q5_K{});
-        case BlockType::q6_k: return body(Q6_K{});
-        case BlockType::iq4_nl: return body(IQ4_NL{});
+        case BlockType::q4_0: return body(struct_of<BlockType::q4_0, Q4_0>());
+        case BlockType::q4_1: return body(struct_of<BlockType::q4_1, Q4_1>());
+        case BlockType::q5_0: return body(struct_of<BlockType::q5_0, Q5_0>());
+        case BlockType::q5_1: return body(struct_of<BlockType::q5_1, Q5_1>());
+        case BlockType::q8_0: return body(struct_of<BlockType::q8_0, Q8_0>());
+        case BlockType::q2_k: return body(struct_of<BlockType::q2_k, Q2_K>());
+        case BlockType::q3_k: return body(struct_of<BlockType::q3_k, Q3_K>());
+        case BlockType::q4_k: return body(struct_of<BlockType::q4_k, Q4_K>());
+        case BlockType::q5_k: return body(struct_of<BlockType::q5_k, Q5_K>());
+        case BlockType::q6_k: return body(struct_of<BlockType::q6_k, Q6_K>());
+        case BlockType::iq4_nl: return body(struct_of<BlockType::iq4_nl, IQ4_NL>());
         default: return;
     }
 }

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import subprocess
 from collections.abc import Iterator
 from importlib.util import resolve_name
 from pathlib import Path
@@ -123,3 +124,19 @@ def test_nothing_is_unpickled(path: Path) -> None:
     assert not used & {"torch.load", "torch.jit.load", "torch.serialization.load"}
     assert not libraries(path) & UNSAFE_MODULES
     assert "allow_pickle" not in {node.arg for node in nodes(path) if isinstance(node, ast.keyword)}
+
+
+def shared_symbols(objects: Path, level: str) -> list[str]:
+    """What the linker may take from this level for another: it keeps one of all weak definitions of a name."""
+    files = sorted(objects.rglob("*.o"))
+    listing = subprocess.run(["nm", "-C", *files], capture_output=True, text=True, check=True).stdout
+    weak = [line.split(maxsplit=2)[2] for line in listing.splitlines() if re.match(r"\w+ [WVu] ", line)]
+    return [name for name in weak if f"infini::{level}::" not in name and "__gxx_personality" not in name]
+
+
+def test_no_code_compiled_for_one_instruction_set_is_linked_into_another() -> None:
+    folders = [path for path in (ROOT / "build").rglob("kernels_*.dir") if any(path.rglob("*.o"))]
+    assert folders, "no compiled kernels under build/: run make setup"
+    for folder in folders:
+        level = folder.name.removeprefix("kernels_").removesuffix(".dir")
+        assert not shared_symbols(folder, level), folder

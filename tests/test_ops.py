@@ -160,7 +160,7 @@ def test_every_op_has_samples_and_tolerances_and_every_sample_runs() -> None:
 
 def test_every_native_function_belongs_to_an_op() -> None:
     bound = {name.removeprefix("bind_") for name in dir(_native) if name.startswith("bind_")}
-    assert bound == set(_native.op_names()) == {op.name for op in NATIVE_OPS}
+    assert bound == set(_native.ops()) == {op.name for op in NATIVE_OPS}
 
 
 def test_kernels_without_a_fast_tensor_exchange_read_attributes_instead() -> None:

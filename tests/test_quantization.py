@@ -141,3 +141,8 @@ def test_a_format_that_cannot_be_written_is_refused_with_those_that_can():
 def test_blocks_that_do_not_fit_the_shape_are_refused(blocks):
     with pytest.raises(ValueError, match=r"Q8_0 \(2, 32\) needs torch.uint8 blocks \(2, 34\)"):
         QuantizedTensor(blocks, BlockType.Q8_0, (2, 32))
+
+
+def test_block_sizes_are_those_of_the_native_core() -> None:
+    found = {type.ggml_id: (type.elements_per_block, type.bytes_per_block) for type in BlockType}
+    assert found == _native.block_sizes()

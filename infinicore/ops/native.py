@@ -32,7 +32,7 @@ def store_kv(out: Any, keys: Tensor, values: Tensor, *args: Any) -> tuple[Tensor
     return _native.store_kv(out, keys, values, *args)  # type: ignore[no-any-return]
 
 
-for name in _native.op_names():
+for name in _native.ops():
     accepts, run, bind = (getattr(_native, prefix + name) for prefix in ("accepts_", "", "bind_"))
     OPS[name].register(Kernel("native", accepts, store_kv if name == "store_kv" else run, bind))
 
