@@ -127,7 +127,7 @@ def test_nothing_is_unpickled(path: Path) -> None:
 
 
 def shared_symbols(objects: Path, level: str) -> list[str]:
-    """What the linker may take from this level for another: it keeps one of all weak definitions of a name."""
+    """What the linker may take from this level for another: of weak definitions it keeps one for all."""
     files = sorted(objects.rglob("*.o"))
     listing = subprocess.run(["nm", "-C", *files], capture_output=True, text=True, check=True).stdout
     weak = [line.split(maxsplit=2)[2] for line in listing.splitlines() if re.match(r"\w+ [WVu] ", line)]
