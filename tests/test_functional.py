@@ -70,8 +70,10 @@ def test_add_rms_norm_returns_the_norm_and_the_sum() -> None:
     out = (torch.empty_like(x), residual)  # the residual stream updated where it lies
     assert F.add_rms_norm(x, residual, [40], weight, out=out) == out
     assert torch.equal(residual, total) and torch.equal(out[0], y)
-    both = (x, x)  # one tensor for two results cannot hold both; the second is what stays
-    F.add_rms_norm(x.clone(), residual, [40], weight, out=both)
+    for dtype in (torch.float32, torch.float64):  # by the kernel and by the reference
+        both = torch.empty(3, 40, dtype=dtype)
+        with pytest.raises(ValueError, match="two of the outputs overlap"):
+            F.add_rms_norm(*(t.to(dtype) for t in (x, residual)), [40], weight.to(dtype), out=(both, both))
 
 
 @pytest.mark.parametrize("shape", [(4, 4), (2, 3, 5), (2, 3, 4, 9)])
