@@ -35,12 +35,12 @@ class Graph(Generic[Result]):
     def record(cls, function: Callable[[], Result]) -> Graph[Result]:
         """Run the function and keep its ops."""
         calls: list[Callable[[], None]] = []
-        RECORDING.append(calls)
+        RECORDING.stack.append(calls)
         try:
             with torch.inference_mode(), OnlyViews():
                 result = function()
         finally:
-            RECORDING.pop()
+            RECORDING.stack.pop()
         return cls(calls, result)
 
     def replay(self) -> Result:

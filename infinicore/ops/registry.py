@@ -7,6 +7,7 @@ picks once and returns a call that runs on the same tensors again and again.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
@@ -25,8 +26,15 @@ ACCELERATOR_DEVICES = ("cuda", "musa")
 
 OPS: dict[str, Op[Any]] = {}
 
-# The calls of the graph being recorded (infinicore.graph), innermost last; empty outside of a recording.
-RECORDING: list[list[Callable[[], None]]] = []
+
+class Recordings(threading.local):
+    """The calls of the graphs this thread is recording (infinicore.graph), innermost last."""
+
+    def __init__(self) -> None:
+        self.stack: list[list[Callable[[], None]]] = []
+
+
+RECORDING = Recordings()
 
 
 @dataclass(frozen=True)
@@ -72,7 +80,7 @@ class Op(Generic[Result]):
 
     def attempt(self, out: Any, *args: Any) -> Result | None:
         """What the first kernel that accepts these arguments makes of them; None if there is none."""
-        if not RECORDING:
+        if not RECORDING.stack:
             return self._attempt(out, *args)
         # Graph.record watches what torch is asked for between kernels, which takes longer than to ask it. A
         # kernel's own questions need no watch: its call is kept whole.
@@ -84,8 +92,8 @@ class Op(Generic[Result]):
             if kernel.is_whole or kernel.accepts(out, *args):
                 result: Result | None = kernel.run(out, *args)
                 if result is not None:
-                    if RECORDING:
-                        RECORDING[-1].append(kernel.bind(result, *args))
+                    if recording := RECORDING.stack:
+                        recording[-1].append(kernel.bind(result, *args))
                     return result
         return None
 
