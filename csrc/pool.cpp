@@ -4,7 +4,6 @@
 #include <sched.h>
 
 #include <atomic>
-#include <cstdlib>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -95,7 +94,6 @@ private:
 };
 
 int default_num_threads() {
-    if (const char* text = getenv("INFINICORE_NUM_THREADS"); text && atoi(text) > 0) return atoi(text);
 #if defined(__linux__)
     cpu_set_t allowed;
     if (sched_getaffinity(0, sizeof allowed, &allowed) == 0) return CPU_COUNT(&allowed);

@@ -1,10 +1,11 @@
-"""Several threads may run one model, or one each, and a forked process may go on: all get what they get alone."""
+"""Several threads may run one model, or one each, and get what they get alone."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,21 +41,23 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def in_threads(tasks: list[Callable[[], Any]]) -> list[Any]:
-    """What each task returns, all begun at the same moment"""
-    gate = threading.Barrier(len(tasks))
+def in_threads(task: Callable[[int], Any]) -> list[Any]:
+    """What the task makes of each thread's number, all begun at the same moment"""
+    gate = threading.Barrier(NUM_THREADS)
 
-    def run(task: Callable[[], Any]) -> Any:
+    def run(i: int) -> Any:
         gate.wait()
-        return task()
+        return task(i)
 
-    with ThreadPoolExecutor(len(tasks)) as pool:
-        return list(pool.map(run, tasks))
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        return list(pool.map(run, range(NUM_THREADS)))
 
 
-def tiny_requests(model: LlamaForCausalLM, first: int) -> list[list[int]]:
-    """Tokens of prompts of several lengths: some beyond the first rope tables, some beyond the cache's room"""
-    prompts = [[(7 * first + i * j) % 64 for j in range(length)] for i, length in enumerate((5, 600, 30, 11))]
+def tiny_requests(model: LlamaForCausalLM, thread: int) -> list[list[int]]:
+    """Tokens of prompts of several lengths, one of them beyond the first rope tables"""
+    prompts = [
+        [(7 * thread + i * j) % 64 for j in range(length)] for i, length in enumerate((5, 600, 30, 11))
+    ]
     return [model.generate([ids], max_new_tokens=12)[0].tolist() for ids in prompts]
 
 
@@ -63,16 +66,14 @@ def test_threads_that_share_a_model_get_the_tokens_they_get_alone(kind: str) -> 
     wanted = [tiny_requests(tiny_model(**MODELS[kind]), i) for i in range(NUM_THREADS)]
     for _ in range(3):
         model = tiny_model(**MODELS[kind])  # a new one, whose tables have yet to grow
-        found = in_threads([lambda i=i: tiny_requests(model, i) for i in range(NUM_THREADS)])  # type: ignore[misc]
-        assert found == wanted
+        assert in_threads(partial(tiny_requests, model)) == wanted
 
 
 def test_threads_with_a_model_each_get_the_tokens_they_get_alone() -> None:
     models = [tiny_model() for _ in range(NUM_THREADS)]
     wanted = [tiny_requests(model, i) for i, model in enumerate(models)]
-    tasks = [lambda i=i: tiny_requests(models[i], i) for i in range(NUM_THREADS)]  # type: ignore[misc]
     for _ in range(3):
-        assert in_threads(tasks) == wanted
+        assert in_threads(lambda i: tiny_requests(models[i], i)) == wanted
 
 
 @pytest.mark.parametrize("num_llms", [1, 2])
@@ -82,12 +83,12 @@ def test_threads_with_the_default_model_get_the_tokens_they_get_alone(
     llms = [LLM(default_model_path) for _ in range(num_llms)]
 
     def ask(i: int) -> list[Any]:
-        params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-        prompts = [f"Thread {i} counts: {j}," for j in range(3)]
+        params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+        prompts = [f"Thread {i} counts: {j}," for j in range(2)]
         return [out.outputs for out in llms[i % num_llms].generate(prompts, params)]
 
     wanted = [ask(i) for i in range(NUM_THREADS)]
-    assert in_threads([lambda i=i: ask(i) for i in range(NUM_THREADS)]) == wanted  # type: ignore[misc]
+    assert in_threads(ask) == wanted
 
 
 def test_what_another_thread_runs_is_not_recorded() -> None:
