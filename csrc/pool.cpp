@@ -4,7 +4,6 @@
 #include <sched.h>
 
 #include <atomic>
-#include <cstdlib>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -97,7 +96,6 @@ private:
 };
 
 int default_num_threads() {
-    if (const char* text = getenv("INFINICORE_NUM_THREADS"); text && atoi(text) > 0) return atoi(text);
 #if defined(__linux__)
     cpu_set_t allowed;
     if (sched_getaffinity(0, sizeof allowed, &allowed) == 0) return CPU_COUNT(&allowed);
@@ -125,25 +123,18 @@ private:
     int64_t size_ = 0;
 };
 
-// Never destroyed: workers may outlive static destructors. A forked child has no workers and takes a new
-// pool.
-Pool* g_pool = nullptr;
-
-Pool& pool() {
-    static const bool created = [] {
-        g_pool = new Pool(default_num_threads());
-        pthread_atfork(nullptr, nullptr, [] { g_pool = new Pool(g_pool->size()); });
-        return true;
-    }();
-    static_cast<void>(created);
-    return *g_pool;
-}
+// Made when the core is loaded, so that no fork can come in the midst of it, and never destroyed: workers may
+// outlive static destructors. A forked child has no workers and takes a new pool.
+Pool* g_pool = [] {
+    pthread_atfork(nullptr, nullptr, [] { g_pool = new Pool(g_pool->size()); });
+    return new Pool(default_num_threads());
+}();
 
 }  // namespace
 
-int num_threads() { return pool().size(); }
+int num_threads() { return g_pool->size(); }
 
-void set_num_threads(int count) { pool().resize(count); }
+void set_num_threads(int count) { g_pool->resize(count); }
 
 void* scratch(Scratch use, int64_t bytes) {
     static thread_local Buffer buffers[2];
@@ -154,7 +145,7 @@ void parallel_run(int64_t count, int64_t grain, void (*body)(void*, int64_t, int
     if (count <= 0) return;
     const int64_t most = count / (grain > 0 ? grain : 1);
     if (most <= 1) return body(context, 0, count);
-    pool().run({body, context, count, 1}, most);
+    g_pool->run({body, context, count, 1}, most);
 }
 
 }  // namespace infini

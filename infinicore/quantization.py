@@ -152,7 +152,7 @@ def precise_activation_bits(type: BlockType) -> int:
     return 12 if _native.isa() == "amx" and type in FOUR_BITS else 16
 
 
-PACKED_ROWS: int = _native.PACKED_ROWS
+PACKED_ROWS = 16
 CACHE_LINE = 64
 
 

@@ -57,14 +57,17 @@ class Workload:
 
 
 def measure_latency(
-    model: str | None, dtype: str | None, activations: str | None, quantize: str | None, workload: Workload
+    workload: Workload, model: str | None = None, **options: str | None
 ) -> dict[str, Measured]:
-    """Random prompts in, end-of-text ignored. A first round, which is not counted, warms everything up."""
+    """Random prompts in, end-of-text ignored. A first round, which is not counted, warms everything up.
+
+    The model is loaded with the options, which are load_model's.
+    """
     loads = []
 
     def load() -> LlamaForCausalLM:
         start = time.perf_counter()
-        loaded, _ = load_model(model, dtype=dtype, activations=activations, quantize=quantize)
+        loaded, _ = load_model(model, **options)  # type: ignore[arg-type]
         loads.append(time.perf_counter() - start)
         return loaded
 
@@ -112,7 +115,7 @@ class Round:
 def run_once(model: LlamaForCausalLM, workload: Workload, seed: int) -> Round:
     generator = torch.Generator().manual_seed(seed)
     shape = (workload.batch_size, workload.prompt_length)
-    token_ids = torch.randint(0, model.config.vocab_size, shape, generator=generator)
+    token_ids = torch.randint(0, model.config.vocab_size, shape, generator=generator).to(model.device)
     params = SamplingParams(max_tokens=workload.output_length, temperature=0.0, ignore_eos=True)
     start = time.perf_counter()
     cache = DynamicCache()

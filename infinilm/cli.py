@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import os
+import select
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -17,23 +20,57 @@ if TYPE_CHECKING:
     from infinilm.sampling import SamplingParams
 
 CHAT_HELP = (
-    "/reset forgets the conversation, /system TEXT sets its first message, /save FILE writes it, /exit leaves"
+    "/reset forgets the conversation, /system TEXT sets its first message, /save FILE writes it, "
+    "//TEXT says /TEXT, /exit leaves"
 )
+# Lines of a paste that reach the terminal less than this after one another are one message.
+PASTE_GAP = 0.03
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    prepare_streams()
     options = parser().parse_args(arguments)
     try:
+        check_output()
         options.run(options)
+        sys.stdout.flush()  # what cannot be written is to be told here, not while Python ends
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
         sys.stderr.close()
         return 141
-    except (ValueError, OSError, IndexError, TypeError, MemoryError) as error:
+    except (ValueError, OSError, IndexError, TypeError, MemoryError, ImportError) as error:
         print(f"infinilm: error: {one_line(error)}", file=sys.stderr)
         return 1
     return 0
+
+
+def prepare_streams() -> None:
+    """Text that the terminal cannot show is written with backslashes; what was closed takes no complaint."""
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  until the process ends
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="strict")
+
+
+def check_output() -> None:
+    if sys.stdout is None:
+        raise ValueError("standard output is closed, so that nothing could be printed")
+
+
+def check_input() -> None:
+    if sys.stdin is None:
+        raise ValueError("standard input is closed, so that nothing can be read from it")
+
+
+@contextmanager
+def reading_input() -> Iterator[None]:
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise ValueError(f"standard input is not {error.encoding}: {error.reason}") from error
 
 
 def one_line(error: BaseException) -> str:
@@ -60,9 +97,7 @@ def parser() -> argparse.ArgumentParser:
     chat.set_defaults(run=run_chat)
     bench = commands.add_parser("bench", help="measure speed").add_subparsers(required=True, metavar="WHAT")
     latency = bench.add_parser("latency", help="prefill and decode tokens per second")
-    latency.add_argument("--model", help="a path or a Hugging Face id; the built-in model if left out")
-    latency.add_argument("--dtype", help="float32, bfloat16 or float16; as stored if left out")
-    add_quantization(latency)
+    add_model_options(latency)
     latency.add_argument("--prompt-length", type=int, default=512)
     latency.add_argument("--output-length", type=int, default=64)
     latency.add_argument("--batch-size", type=int, default=1)
@@ -78,12 +113,7 @@ def parser() -> argparse.ArgumentParser:
 def add_model_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--model", help="a path or a Hugging Face id; the built-in model if left out")
     command.add_argument("--dtype", help="float32, bfloat16 or float16; as stored if left out")
-    add_quantization(command)
     command.add_argument("--device", help="cpu (the default), cuda, cuda:1 ...")
-    command.add_argument("--stats", action="store_true", help="print tokens per second at the end")
-
-
-def add_quantization(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--quantize",
         choices=("q8_0", "q4_0"),
@@ -104,6 +134,11 @@ def add_sampling_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--min-p", type=float, default=0.0)
     command.add_argument("--repetition-penalty", type=float, default=1.0)
     command.add_argument("--seed", type=int)
+    command.add_argument("--stats", action="store_true", help="print tokens per second at the end")
+
+
+def model_options(options: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in ("device", "dtype", "activations", "quantize")}
 
 
 def sampling_params(options: argparse.Namespace) -> SamplingParams:
@@ -124,14 +159,7 @@ def load(options: argparse.Namespace) -> LLM:
     with open_checkpoint(path) as checkpoint:
         num_bytes = checkpoint.num_bytes
     with progress("loading", num_bytes) as report:
-        return LLM(
-            path,
-            device=options.device,
-            dtype=options.dtype,
-            activations=options.activations,
-            quantize=options.quantize,
-            report=report,
-        )
+        return LLM(path, **model_options(options), report=report)
 
 
 @contextmanager
@@ -189,7 +217,7 @@ def answer(llm: LLM, token_ids: list[int], options: argparse.Namespace) -> str:
 
 def run_generate(options: argparse.Namespace) -> None:
     sampling_params(options)  # a wrong option is reported before the model is loaded
-    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    prompt = read_prompt() if options.prompt == "-" else options.prompt
     llm = load(options)
     if options.raw or llm.tokenizer.chat_template is None:
         answer(llm, llm.tokenizer.encode(prompt), options)
@@ -198,25 +226,54 @@ def run_generate(options: argparse.Namespace) -> None:
     answer(llm, llm.tokenizer.encode_chat([*messages, {"role": "user", "content": prompt}]), options)
 
 
+def read_prompt() -> str:
+    check_input()
+    with reading_input():
+        return sys.stdin.read()
+
+
 def run_chat(options: argparse.Namespace) -> None:
-    with suppress(ImportError):
-        import readline  # noqa: F401  gives input() a history and line editing
+    check_input()
+    edit_lines()
     sampling_params(options)
     llm, chat = load(options), Chat(options.system)
     print(CHAT_HELP, file=sys.stderr)
-    while (line := ask()) is not None:
-        if line.startswith("/"):
-            if not chat.obey(line):
+    while (text := ask()) is not None:
+        if is_command(text):
+            if not chat.obey(text):
                 return
-        elif line.strip():
-            chat.turn(llm, line, options)
+        elif text.strip():
+            chat.turn(llm, text.removeprefix("/") if text.startswith("//") else text, options)
+
+
+def edit_lines() -> None:
+    """Give input() a history and line editing, and have it take a paste as a whole, where it can."""
+    with suppress(ImportError):
+        import readline
+
+        if "libedit" not in (readline.__doc__ or ""):
+            readline.parse_and_bind("set enable-bracketed-paste on")
+
+
+def is_command(text: str) -> bool:
+    return text.startswith("/") and not text.startswith("//")
 
 
 def ask() -> str | None:
-    try:
-        return input("> ")
-    except EOFError:
-        return None
+    """What the user says next, None at the end: a line, and those pasted along with it."""
+    lines: list[str] = []
+    with reading_input(), suppress(EOFError):
+        lines.append(input("> "))
+        while not is_command(lines[0]) and is_more_pasted():
+            lines.append(input())
+    if lines:
+        return "\n".join(lines)
+    print()  # the shell goes on below the prompt
+    return None
+
+
+def is_more_pasted() -> bool:
+    return sys.stdin.isatty() and bool(select.select([sys.stdin], [], [], PASTE_GAP)[0])
 
 
 class Chat:
@@ -253,23 +310,26 @@ class Chat:
             self.system = argument or None
             self.reset()
         elif command == "/save" and argument:
-            self.save(Path(argument))
+            self.save(argument.strip())
         else:
             print(CHAT_HELP, file=sys.stderr)
         return True
 
-    def save(self, path: Path) -> None:
+    def save(self, path: str) -> None:
+        text = json.dumps(self.messages, indent=2, ensure_ascii=False) + "\n"
         try:
-            path.write_text(json.dumps(self.messages, indent=2, ensure_ascii=False) + "\n")
-        except OSError as error:
-            print(f"infinilm: cannot write {path}: {error.strerror}", file=sys.stderr)
+            # What UTF-8 cannot write, half a surrogate pair, becomes an escape that JSON knows.
+            Path(path).expanduser().write_text(text, encoding="utf-8", errors="backslashreplace")
+        except (OSError, ValueError, RuntimeError) as error:  # of a disk, a NUL in the name, no such home
+            reason = error.strerror if isinstance(error, OSError) else error
+            print(f"infinilm: cannot write {path}: {reason}", file=sys.stderr)
 
 
 def run_latency(options: argparse.Namespace) -> None:
     from infinilm.bench import Workload, measure_latency
 
     workload = Workload(options.prompt_length, options.output_length, options.batch_size, options.rounds)
-    measured = measure_latency(options.model, options.dtype, options.activations, options.quantize, workload)
+    measured = measure_latency(workload, options.model, **model_options(options))
     if options.json:
         values = {name: value.median for name, value in measured.items()}
         spreads = {f"{name}_spread": value.spread for name, value in measured.items()}

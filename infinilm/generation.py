@@ -139,7 +139,6 @@ class DecodeStep:
     def __init__(self, model: Any, cache: DynamicCache) -> None:
         self.model = model
         self.cache = cache
-        self.rope = model.model.rope_instance
         self.graph: Graph[Tensor] | None = None
         is_float32 = model.model.norm.weight.dtype == torch.float32
         self.can_record = is_float32 and cache.key_mask is None and not model.config.rope.is_dynamic
@@ -158,7 +157,7 @@ class DecodeStep:
 
     def is_good_for(self, position: int) -> bool:
         """Whether what was recorded is right at this position: the keys have room, the rope its angles."""
-        is_same_rope: bool = self.rope.rope_parameters.regime(position + 1) == self.regime
+        is_same_rope: bool = self.rope.rope_parameters.regime(position + 1) == self.rope.regime
         return is_same_rope and position < self.end
 
     def replay(self, graph: Graph[Tensor]) -> None:
@@ -167,8 +166,8 @@ class DecodeStep:
     @torch.inference_mode()
     def record(self, tokens: Sequence[int], position: int) -> Sequence[Tensor]:
         self.cache.make_room(1)
-        self.rope.prepare(position + 1, self.model.model.norm.weight)
-        self.regime, self.end = self.rope.regime, min(self.rope.max_seq_len, self.cache.num_slots)
+        self.rope = self.model.model.rope_reaching(position + 1)
+        self.end = min(self.rope.max_seq_len, self.cache.num_slots)
         self.tokens = array("q", tokens)
         self.token_ids = torch.frombuffer(self.tokens, dtype=torch.int64)[:, None]
         self.positions = self.cache.slots[:, None]  # the same where there is no padding
@@ -182,7 +181,7 @@ class DecodeStep:
         return self.rows
 
     def compute(self) -> Tensor:
-        hidden_states = self.model.model.run_layers(self.token_ids, self.positions, self.cache)
+        hidden_states = self.model.model.run_layers(self.token_ids, self.positions, self.cache, self.rope)
         logits: Tensor = self.model.lm_head(self.model.model.norm(hidden_states))
         return logits
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import UnionType
+from typing import Any
 
 import torch
 
+from infinicore.checks import integer
 from infinilm.cache import DynamicCache
 from infinilm.checkpoint import Checkpoint, open_checkpoint
 from infinilm.hub import resolve
@@ -47,11 +51,42 @@ def load_model(
     report: Callable[[int], None] = lambda num_bytes: None,
 ) -> tuple[LlamaForCausalLM, Tokenizer]:
     """A model and its tokenizer: a path, a Hugging Face id, or None for the built-in default."""
+    check_arguments(model, device)
     path = resolve(None if model is None else str(model))
     with open_checkpoint(path) as checkpoint:
         tokenizer = tokenizer_of(checkpoint)
         llama = LlamaForCausalLM.from_checkpoint(checkpoint, device, dtype, activations, quantize, report)
         return llama, tokenizer
+
+
+def check_arguments(model: str | Path | None, device: torch.device | str | None) -> None:
+    """What would only fail, and less clearly, when half a model has been read."""
+    if not isinstance(model, str | Path | None) or model == "":
+        raise ValueError(
+            f"model must be a path, a Hugging Face id such as 'org/name', or None, not {model!r}"
+        )
+    try:
+        torch.zeros(1, device=device or "cpu").item()
+    except (RuntimeError, AssertionError, TypeError, ValueError, ImportError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"device {device!r} cannot be used here: {reason}; take 'cpu', or 'cuda' on a GPU"
+        ) from error
+
+
+def items_of(name: str, wanted: str, value: Any, kind: type | UnionType) -> list[Any]:
+    """The items of whatever can be iterated over, all of one kind."""
+    is_list = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
+    items = list(value) if is_list else []
+    if not is_list or not all(isinstance(item, kind) for item in items):
+        raise TypeError(f"{name} must be {wanted}, but are {reprlib.repr(value)}")
+    return items
+
+
+def checked(params: SamplingParams) -> SamplingParams:
+    if not isinstance(params, SamplingParams):
+        raise TypeError(f"sampling_params must be one SamplingParams, but are {reprlib.repr(params)}")
+    return params
 
 
 def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer:
@@ -81,22 +116,26 @@ class LLM:
         self, prompts: str | Sequence[str], sampling_params: SamplingParams | None = None
     ) -> list[RequestOutput]:
         """Continue each prompt."""
-        texts = [prompts] if isinstance(prompts, str) else list(prompts)
-        params = sampling_params or SamplingParams()
+        given = [prompts] if isinstance(prompts, str) else prompts
+        texts = items_of("prompts", "a string or a list of strings", given, str)
+        params = checked(sampling_params or SamplingParams())
         return [self._complete(self.tokenizer.encode(text), params, text) for text in texts]
 
     def chat(
         self, messages: Messages | Sequence[Messages], sampling_params: SamplingParams | None = None
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several."""
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        params = sampling_params or SamplingParams()
-        return [self._complete(self.tokenizer.encode_chat(m), params, None) for m in conversations]  # type: ignore[arg-type]
+        wanted = "a list of {'role': ..., 'content': ...}, or of such lists"
+        given = items_of("messages", wanted, messages, Mapping | list | tuple)
+        conversations = [given] if given and isinstance(given[0], Mapping) else given
+        params = checked(sampling_params or SamplingParams())
+        return [self._complete(self.tokenizer.encode_chat(m), params, None) for m in conversations]
 
     def stream(self, token_ids: Sequence[int], params: SamplingParams) -> Iterator[tuple[int, str]]:
         """(token, the text it completes) as they come; an end-of-text token has no text of its own."""
-        params = self._with_stops(params, len(token_ids))
-        prompt = torch.tensor([list(token_ids)], device=self.model.device)
+        ids = [integer("stream", "a token id", token_id) for token_id in token_ids]
+        params = self._with_stops(checked(params), len(ids))
+        prompt = torch.tensor([ids], device=self.model.device)
         detokenizer = Detokenizer(self.tokenizer)
         for step, (token,) in enumerate(self.model.steps(prompt, params, DynamicCache()), start=1):
             if token is None:

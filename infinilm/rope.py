@@ -84,23 +84,26 @@ class RopeParameters:
 
 
 class LlamaRoPE(nn.RoPE):
-    """nn.RoPE whose tables follow rope_scaling and grow with the positions asked for."""
+    """nn.RoPE whose tables follow rope_scaling. One that reaches further takes its place: none ever changes,
+    so that threads may rotate by other tables, each by its own."""
 
     def __init__(self, parameters: RopeParameters) -> None:
         super().__init__(parameters.head_dim, 1, parameters.theta, RopeAlgo.GPT_NEOX)
         self.rope_parameters = parameters
         self.regime: int | None = None
 
-    def prepare(self, num_positions: int, like: Tensor) -> None:
-        """Have tables for positions below num_positions, with the dtype and device of `like`."""
+    def reaching(self, num_positions: int, like: Tensor) -> LlamaRoPE:
+        """This one, or one for positions below num_positions, with the dtype and device of `like`."""
         regime = self.rope_parameters.regime(num_positions)
         has_place = self.sin_table.device == like.device and self.sin_table.dtype == like.dtype
         if has_place and regime == self.regime and num_positions <= self.max_seq_len:
-            return
+            return self
         num_rows = max(INITIAL_LENGTH, 1 << (num_positions - 1).bit_length())
         sin, cos = self.rope_parameters.tables(num_positions, num_rows)
-        self.set_tables(sin, cos, like.dtype, like.device)
-        self.max_seq_len, self.regime = num_rows, regime
+        rope = LlamaRoPE(self.rope_parameters)
+        rope.set_tables(sin, cos, like.dtype, like.device)
+        rope.max_seq_len, rope.regime = num_rows, regime
+        return rope
 
 
 # ---- frequencies, as the models were trained with them: float32 throughout ----

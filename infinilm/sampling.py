@@ -36,6 +36,12 @@ class SamplingParams:
         check_range("repetition_penalty", self.repetition_penalty, 1e-6, 1e6)
         if self.seed is not None:
             check_range("seed", self.seed, 0, (1 << 63) - 1)
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(f"ignore_eos must be true or false, but is {self.ignore_eos!r}")
+        if not isinstance(self.stop_token_ids, tuple | list):
+            raise ValueError(f"stop_token_ids must be a tuple of token ids, but is {self.stop_token_ids!r}")
+        for token_id in self.stop_token_ids:
+            check_range("a stop token id", token_id, 0, 1 << 31)
 
 
 def check_range(name: str, value: float, low: float, high: float) -> None:

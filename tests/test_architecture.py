@@ -14,7 +14,8 @@ SOURCES = sorted(path for package in ("infinicore", "infinilm") for path in (ROO
 
 # The parts of infinilm, from the top down; a part imports only parts of later rows.
 LAYERS = (
-    ("__init__", "__main__", "cli"),
+    ("__init__", "__main__"),
+    ("cli",),
     ("bench",),
     ("llm", "server"),
     ("engine",),

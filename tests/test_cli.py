@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
+import pty
+import select
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from infinilm import hub
+from infinilm.cli import main
 
-def infinilm(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-c",
-        "import sys; from infinilm.cli import main; sys.exit(main())",
-        *arguments,
-    ]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=120, env=environment)
+
+def infinilm(*arguments: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "infinilm", *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", **environment},
+    )
 
 
 def test_help_and_version_answer_without_torch() -> None:
@@ -78,6 +87,8 @@ def test_info_tells_architecture_sizes_and_memory(default_model_path: Path) -> N
         (("generate", "x", "--dtype", "int3"), "dtype"),
         (("generate", "x", "--dtype", "bfloat16", "--activations", "int8"), "int8"),
         (("generate", "", "--raw"), "prompt"),
+        (("generate", "x", "--device", "gpu"), "device 'gpu' cannot be used here"),
+        (("bench", "latency", "--device", "meta"), "device 'meta' cannot be used here"),
     ],
 )
 def test_a_users_error_is_one_line_and_a_failing_exit(
@@ -105,3 +116,198 @@ def test_bench_latency_prints_every_quantity_with_its_spread(default_model_path:
 
 def test_unknown_commands_are_a_usage_error() -> None:
     assert infinilm("fly").returncode == 2
+
+
+def test_nonsense_in_the_environment_is_one_line() -> None:
+    result = infinilm("info", INFINICORE_NUM_THREADS="many")
+    assert result.returncode == 1
+    assert result.stderr.startswith("infinilm: error: INFINICORE_NUM_THREADS must be a whole number")
+
+
+@pytest.mark.parametrize(
+    "arguments, closed, expected",
+    [
+        (("chat",), "<&-", "standard input is closed"),
+        (("generate", "-"), "<&-", "standard input is closed"),
+        (("info",), ">&-", "standard output is closed"),
+    ],
+)
+def test_a_closed_stream_is_one_line(arguments: tuple[str, ...], closed: str, expected: str) -> None:
+    command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-m", "infinilm", *arguments]
+    result = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=120)
+    (line,) = result.stderr.splitlines()
+    assert result.returncode == 1 and line.startswith(f"infinilm: error: {expected}")
+
+
+def test_a_reader_that_went_away_ends_the_command_quietly(default_model_path: Path) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    result = subprocess.run(
+        [sys.executable, "-m", "infinilm", "info"], stdout=write_end, stderr=subprocess.PIPE, timeout=120
+    )
+    os.close(write_end)
+    assert (result.returncode, result.stderr) == (141, b"")
+
+
+# ---- in this process, with streams of ours ----
+
+
+def text_stream(content: bytes = b"", **options: str) -> io.TextIOWrapper:
+    return io.TextIOWrapper(io.BytesIO(content), **options)  # type: ignore[arg-type]
+
+
+class FullStream(io.StringIO):
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_an_output_that_is_full_is_one_line(
+    default_model_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdout", FullStream())
+    assert main(["info"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("infinilm: error:") and "No space left" in line
+
+
+def test_what_a_terminal_cannot_show_is_written_with_backslashes(
+    default_model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = {}
+    for encoding in ("utf-8", "ascii"):
+        monkeypatch.setattr(sys, "stdout", out := text_stream(encoding=encoding))
+        assert main(["generate", "é, é, é, é, é,", "--raw", "--max-tokens", "8"]) == 0
+        shown[encoding] = out.buffer.getvalue()  # type: ignore[attr-defined]
+    assert not shown["utf-8"].isascii()
+    assert shown["ascii"] == shown["utf-8"].decode().encode("ascii", "backslashreplace")
+
+
+@pytest.mark.parametrize("command", [["generate", "-"], ["chat"]])
+def test_input_that_is_not_text_is_one_line(
+    command: list[str],
+    default_model_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "stdin", text_stream(b"a\xff\n", encoding="utf-8", errors="surrogateescape"))
+    assert main(command) == 1
+    assert "infinilm: error: standard input is not utf-8" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_closed_standard_error_changes_nothing(
+    default_model_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(["generate", "Hello", "--max-tokens", "3", "--stats"]) == 0
+    sys.stderr.close()
+    assert capsys.readouterr().out.strip()
+
+
+def test_a_model_that_may_not_be_read_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "secret.gguf"
+    path.write_bytes(b"GGUF")
+    path.chmod(0)
+    if os.access(path, os.R_OK):
+        pytest.skip("this user may read everything")
+    assert main(["info", str(path)]) == 1
+    assert "secret.gguf" in capsys.readouterr().err
+
+
+def test_what_cannot_be_saved_is_told_and_the_chat_goes_on(
+    default_model_path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lines = [f"/save {tmp_path}", "/save ~no.such.user/x", f"/save {tmp_path / 'chat.json'}"]
+    monkeypatch.setattr(sys, "stdin", text_stream("\n".join(lines).encode()))
+    assert main(["chat"]) == 0
+    told = capsys.readouterr().err
+    assert f"cannot write {tmp_path}: Is a directory" in told and "cannot write ~no.such.user/x" in told
+    assert (tmp_path / "chat.json").read_text() == "[]\n"
+
+
+# ---- on a terminal ----
+
+
+class Terminal:
+    """`infinilm chat` on a terminal of its own: `type` presses keys, `read_to` waits for what it shows."""
+
+    CODE = (
+        "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+        "from infinilm.cli import main; sys.exit(main())"
+    )
+
+    def __init__(self, kind: str, *arguments: str, home: Path | None = None) -> None:
+        self.screen, end = pty.openpty()
+        environment = {**os.environ, "TERM": kind, "INPUTRC": os.devnull}
+        if home is not None:
+            environment |= {"INFINILM_CACHE": str(hub.cache_folder()), "HOME": str(home)}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", self.CODE, "chat", *arguments],
+            stdin=end,
+            stdout=end,
+            stderr=end,
+            env=environment,
+            start_new_session=True,
+        )
+        os.close(end)
+        self.shown = b""
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.screen)
+
+    def read_to(self, text: str) -> str:
+        deadline = time.monotonic() + 120
+        while text.encode() not in self.shown:
+            assert select.select([self.screen], [], [], deadline - time.monotonic())[0], self.shown
+            self.shown += os.read(self.screen, 4096)
+        before, _, self.shown = self.shown.partition(text.encode())
+        return before.decode()
+
+    def type(self, keys: str) -> None:
+        os.write(self.screen, keys.encode())
+
+    def leave(self, keys: str) -> int:
+        self.type(keys)
+        with suppress(OSError):  # how the end of a terminal reads on Linux
+            while os.read(self.screen, 4096):
+                pass
+        return self.process.wait(timeout=120)
+
+
+@pytest.mark.parametrize("kind, paste", [("xterm", "\x1b[200~{}\x1b[201~"), ("dumb", "{}")])
+def test_pasted_lines_are_one_message_and_control_d_leaves(
+    kind: str, paste: str, default_model_path: Path, tmp_path: Path
+) -> None:
+    with Terminal(kind, "--max-tokens", "3", home=tmp_path) as terminal:
+        terminal.read_to("> ")
+        terminal.type(paste.format("One,\rtwo,\r/three") + "\r")
+        terminal.read_to("/three")
+        terminal.read_to("> ")
+        terminal.type("//four\r")
+        terminal.read_to("//four")
+        terminal.read_to("> ")
+        terminal.type("/save ~/saved.json\r")
+        terminal.read_to("saved.json")
+        terminal.read_to("> ")
+        asked = json.loads((tmp_path / "saved.json").read_text())[::2]
+        assert [message["content"] for message in asked] == ["One,\ntwo,\n/three", "/four"]
+        assert terminal.leave("\x04") == 0
+
+
+def test_control_c_stops_an_answer_and_at_the_prompt_the_chat(default_model_path: Path) -> None:
+    with Terminal("dumb", "--max-tokens", "4000") as terminal:
+        terminal.read_to("> ")
+        terminal.type("List one hundred animals.\r")
+        terminal.read_to("animals.")
+        terminal.read_to("e")  # the answer has begun
+        terminal.type("\x03")
+        terminal.read_to("stopped; the turn is forgotten")
+        terminal.read_to("> ")
+        assert terminal.leave("\x03") == 130

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from infinicore import _native
-from infinicore.quantization import QUANTIZERS, BlockType, QuantizedTensor, quantize
+from infinicore.quantization import PACKED_ROWS, QUANTIZERS, BlockType, QuantizedTensor, quantize
 
 BLOCK_TYPES = pytest.mark.parametrize("block_type", list(BlockType), ids=lambda block_type: block_type.name)
 QUANTIZABLE = pytest.mark.parametrize("block_type", [BlockType.Q8_0, BlockType.Q4_0], ids=["Q8_0", "Q4_0"])
@@ -145,4 +145,4 @@ def test_blocks_that_do_not_fit_the_shape_are_refused(blocks):
 
 def test_block_sizes_are_those_of_the_native_core() -> None:
     found = {type.ggml_id: (type.elements_per_block, type.bytes_per_block) for type in BlockType}
-    assert found == _native.block_sizes()
+    assert found == _native.block_sizes() and PACKED_ROWS == _native.PACKED_ROWS

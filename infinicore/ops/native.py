@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from infinicore import _native
+try:
+    from infinicore import _native
+except ImportError as error:
+    raise ImportError(f"the native core of infinicore is not there: {error}; run `make setup`") from error
+
+from infinicore.checks import integer
 from infinicore.ops import reference as _references  # noqa: F401  fills OPS
 from infinicore.ops.registry import OPS, Kernel
 
@@ -18,10 +24,46 @@ DTYPES = (
     *(torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
 )
+MAX_THREADS = 1024
 
+
+def missing_from_core(name: str) -> Any:
+    """Asked where the core lacks a name, as one does that is older than the Python sources."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    raise ImportError(f"the native core of infinicore has no {name!r}, so it is older; run `make setup`")
+
+
+def get_num_threads() -> int:
+    """How many threads the native core uses."""
+    return _native.num_threads()
+
+
+def set_num_threads(count: int) -> None:
+    """Use this many threads from now on; results do not depend on it."""
+    found = integer("set_num_threads", "count", count)
+    if not 1 <= found <= MAX_THREADS:
+        raise ValueError(f"set_num_threads: count must be from 1 to {MAX_THREADS}, but is {found}")
+    _native.set_num_threads(found)
+
+
+def use_environment() -> None:
+    if level := os.environ.get("INFINICORE_ISA"):
+        _native.set_isa(level)
+    if count := os.environ.get("INFINICORE_NUM_THREADS"):
+        if not re.fullmatch("[0-9]{1,4}", count) or not 1 <= int(count) <= MAX_THREADS:
+            raise ValueError(
+                f"INFINICORE_NUM_THREADS must be a whole number from 1 to {MAX_THREADS}, but is {count!r}"
+            )
+        set_num_threads(int(count))
+
+
+_native.__getattr__ = missing_from_core
 _native.use_torch(torch, DTYPES, True)
-if level := os.environ.get("INFINICORE_ISA"):
-    _native.set_isa(level)
+use_environment()
+# A forked child has none of the threads that torch knows of, and would wait for them for ever. Our own pool
+# begins anew there (csrc/pool.cpp).
+os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
 
 def store_kv(out: Any, keys: Tensor, values: Tensor, *args: Any) -> tuple[Tensor, Tensor] | None:
@@ -43,13 +85,3 @@ def read_all(buffer: Tensor, ahead: int = 0) -> int:
     Bytes are asked for `ahead` of their use; how far is best differs from CPU to CPU.
     """
     return _native.read_all(buffer, ahead)
-
-
-def get_num_threads() -> int:
-    """How many threads the native core uses."""
-    return _native.num_threads()
-
-
-def set_num_threads(count: int) -> None:
-    """Use this many threads from now on; results do not depend on it."""
-    _native.set_num_threads(count)

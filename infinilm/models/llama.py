@@ -182,16 +182,25 @@ class LlamaModel(nn.Module):
         cache.begin(batch_size, num_new, attention_mask)
         if position_ids is None:
             position_ids = positions(input_ids, cache)
-        self.rope_instance.prepare(int(position_ids.max()) + 1, self.norm.weight)
-        hidden_states = self.run_layers(input_ids, position_ids, cache)  # [B, S, E]
+        rope = self.rope_reaching(int(position_ids.max()) + 1)
+        hidden_states = self.run_layers(input_ids, position_ids, cache, rope)  # [B, S, E]
         normed: Tensor = self.norm(kept(hidden_states, attention_mask, logits_to_keep))
         return normed
 
-    def run_layers(self, input_ids: Tensor, position_ids: Tensor, cache: DynamicCache) -> Tensor:
+    def rope_reaching(self, num_positions: int) -> LlamaRoPE:
+        """Angles of positions below num_positions, for the caller to keep: another thread may want others."""
+        rope = self.rope_instance
+        if (longer := rope.reaching(num_positions, self.norm.weight)) is not rope:
+            self.rope_instance = longer
+        return longer
+
+    def run_layers(
+        self, input_ids: Tensor, position_ids: Tensor, cache: DynamicCache, rope: LlamaRoPE
+    ) -> Tensor:
         """The layers alone, on tensors alone: for one token a stream this can be recorded."""
         hidden_states: Tensor = self.embed_tokens(input_ids, self.norm.weight.dtype)  # [B, S, E]
         for layer in self.layers:
-            hidden_states = layer(hidden_states, cache, self.rope_instance, position_ids=position_ids)
+            hidden_states = layer(hidden_states, cache, rope, position_ids=position_ids)
         return hidden_states
 
 
