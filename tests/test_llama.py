@@ -177,7 +177,7 @@ def test_a_prompt_longer_than_chunk_and_training_equals_transformers(rope_type: 
         ({"rope_type": "ntk"}, "unknown"),
         ({"type": "cubic", "factor": 2.0}, "unknown"),
         ({"rope_type": "linear"}, "factor"),
-        ({"rope_type": "linear", "factor": 0.5}, "at least 1"),
+        ({"rope_type": "linear", "factor": 0.5}, "factor must be a number from 1.0 to"),
         ({"rope_type": "linear", "factor": float("nan")}, "factor"),
         ({"rope_type": "linear", "factor": "2"}, "factor"),
         ({"rope_type": "linear", "factor": 2.0, "beta": 1}, "beta"),
