@@ -254,7 +254,8 @@ def check_keys(rope_type: str, given: set[str]) -> None:
     # Keys of other types do nothing beside "default"; others would, such as a scaling for each type of layer.
     known = EVERY_KEY if rope_type == "default" else required | optional
     if unknown := given - known:
-        raise ValueError(f"rope_scaling: type {rope_type!r} does not know {short(sorted(unknown))}")
+        names = [key[:99] for key in sorted(unknown)[:9]]
+        raise ValueError(f"rope_scaling: type {rope_type!r} does not know {names}")
 
 
 def checked_value(name: str, key: str, value: Any, head_dim: int) -> Any:

@@ -1,13 +1,12 @@
 """A model's files as an attacker writes them: each is refused by name, in little time and memory.
 
-What could take much of either is loaded in forks of one process, this file run as a program, and measured there.
+What could take much of either is loaded in forks of one process, this file run as a program, and measured.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import resource
 import shutil
@@ -21,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import gguf
 import gguf_files
 import pytest
 import tokenizers
+import torch
 from gguf_files import BOOL, CONFIG, FLOAT32, STRING, array, integer, real, string, strings, text, u32, u64
 from tokenizers import decoders, models
 
@@ -42,7 +41,7 @@ UINT16, UINT8 = 2, 0
 
 @dataclass(frozen=True)
 class Row:
-    """What is done to a good folder, the error it has to end in (None: it loads), and what may be spent on it.
+    """What is done to a good folder, the error it has to end in (None: it loads), and what it may cost.
 
     Without a limit in megabytes a row is loaded right here, which is much faster.
     """
@@ -622,6 +621,21 @@ def check_outcome(name: str, outcome: str | None) -> None:
         assert outcome is None
     else:
         assert re.search(f"^(Checkpoint|Tokenizer)Error: .*({error})", str(outcome))
+
+
+# A vocabulary smaller than the embeddings
+
+
+def test_rows_beyond_the_tokens_may_win_and_have_no_text(tmp_path: Path) -> None:
+    """Qwen pads its embeddings. Here one of two such rows always has the largest logit."""
+    folder = good_folder(tmp_path / "model")
+    (folder / "tokenizer.json").write_text(json.dumps(tiny_tokenizer(LETTERS[:30])))
+    head = torch.zeros(gguf_files.VOCAB_SIZE, gguf_files.HIDDEN_SIZE)
+    head[35], head[36] = 1.0, -1.0
+    weights = gguf_files.llama_weights() | {"lm_head.weight": head}
+    gguf_files.write_folder(folder, weights, tie_word_embeddings=False)
+    (answer,) = LLM(folder).generate("abc", SamplingParams(max_tokens=4, temperature=0.0))
+    assert set(answer.outputs[0].token_ids) <= {35, 36} and answer.outputs[0].text == ""
 
 
 if __name__ == "__main__":
