@@ -5,8 +5,10 @@ What could take much of either is loaded in forks of one process, this file run 
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import random
 import re
 import resource
 import shutil
@@ -608,6 +610,7 @@ def test_a_hostile_file_is_refused_by_name(name: str, tmp_path: Path) -> None:
     assert time.process_time() - start < ROWS[name].seconds
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems count memory in other ways")
 @pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.megabytes is not None])
 def test_a_large_hostile_file_is_refused_for_little(name: str, load: Any) -> None:
     found = load(name)
@@ -636,6 +639,119 @@ def test_rows_beyond_the_tokens_may_win_and_have_no_text(tmp_path: Path) -> None
     gguf_files.write_folder(folder, weights, tie_word_embeddings=False)
     (answer,) = LLM(folder).generate("abc", SamplingParams(max_tokens=4, temperature=0.0))
     assert set(answer.outputs[0].token_ids) <= {35, 36} and answer.outputs[0].text == ""
+
+
+# Mutations: whatever the files say, loading them ends in a model that answers, or in an error of ours
+
+VALUES: list[Any] = [
+    *(
+        None,
+        True,
+        False,
+        -1,
+        0,
+        1,
+        2,
+        16,
+        64,
+        2**28,
+        2**31,
+        2**63,
+        2**64,
+        10**30,
+        10**400,
+        0.5,
+        1.0,
+        1e-300,
+        1e300,
+    ),
+    *(
+        float("nan"),
+        float("inf"),
+        "",
+        "x",
+        "a",
+        "silu",
+        "qwen2",
+        "qwen3",
+        "mistral",
+        "yarn",
+        "dynamic",
+        "\ud800",
+    ),
+    *(
+        [],
+        [0],
+        [1.0] * 8,
+        ["full_attention"] * 2,
+        ["sliding_attention"] * 2,
+        [[]],
+        {},
+        YARN,
+        LONGROPE,
+        LLAMA3,
+    ),
+    *({"content": "a"}, {"rope_type": "dynamic", "factor": 1e6}, {"type": "ByteLevel"}, {"type": "Sequence"}),
+]
+KEYS = [*LIMITS, *FLAGS, *UNSUPPORTED, "rope_scaling", "rope_theta", "sliding_window", "layer_types", "dtype"]
+KEYS += [
+    "bos_token",
+    "eos_token",
+    "eos_token_id",
+    "chat_template",
+    "added_tokens",
+    "decoder",
+    "post_processor",
+]
+BASES: dict[str, Any] = {
+    "config.json": CONFIG | {"rope_scaling": YARN, "eos_token_id": [1, 2]},
+    "generation_config.json": {"eos_token_id": [2, 3]},
+    "tokenizer_config.json": {"bos_token": "a", "chat_template": [{"name": "default", "template": "x"}]},
+    "tokenizer.json": tiny_tokenizer(),
+}
+
+
+def mutated(rng: random.Random, content: Any) -> bytes:
+    content = copy.deepcopy(content)
+    for _ in range(rng.randint(1, 3)):
+        mutate(rng, content)
+    raw = bytearray(json.dumps(content).encode())
+    if rng.random() < 0.2:
+        position = rng.randrange(len(raw))
+        raw[position : position + rng.randrange(3)] = rng.choice(
+            [b'"', b"[", b"9" * 5000, b",", b"\xff", b"e999"]
+        )
+    return bytes(raw)
+
+
+def mutate(rng: random.Random, node: Any) -> None:
+    """Walk to some value and change it, take it away, or put one beside it."""
+    while True:
+        keys = list(node) if isinstance(node, dict) else list(range(len(node)))
+        key = rng.choice(keys or KEYS[:1])
+        if rng.random() < 0.5 or not keys or not isinstance(node[key], dict | list):
+            break
+        node = node[key]
+    value, kind = copy.deepcopy(rng.choice(VALUES)), rng.random()
+    if isinstance(node, list):
+        node[:] = [*node[:-1], value]
+    elif kind < 0.9 or not keys:
+        node[key if kind < 0.6 else rng.choice(KEYS)] = value
+    else:
+        del node[key]
+
+
+def test_mutated_folders_are_loaded_or_refused(tmp_path: Path) -> None:
+    rng, folder, num_loaded = random.Random(1), good_folder(tmp_path / "model"), 0
+    for _ in range(500):
+        name = rng.choice(["config.json", "config.json", *BASES])
+        good = (folder / name).read_bytes()
+        (folder / name).write_bytes(mutated(rng, BASES[name]))
+        outcome = outcome_of(folder)
+        assert outcome is None or re.match("(Checkpoint|Tokenizer)Error: ", outcome)
+        num_loaded += outcome is None
+        (folder / name).write_bytes(good)
+    assert 0 < num_loaded < 500
 
 
 if __name__ == "__main__":

@@ -760,3 +760,10 @@ def test_a_token_so_long_that_cutting_it_would_never_end_is_refused():
     metadata["tokenizer.ggml.tokens"][-1] = "a" * 10**6
     with pytest.raises(TokenizerError, match="at most 512 characters"):
         Tokenizer.from_gguf(metadata)
+
+
+def test_a_vocabulary_of_more_places_to_cut_than_any_is_refused():
+    tokens = [f"{index:0500}" for index in range(17_000)]
+    metadata = sentencepiece_metadata(tokens=tokens, scores=[0.0] * 17_000, token_type=[NORMAL] * 17_000)
+    with pytest.raises(TokenizerError, match="ggml.tokens has 8500000 characters, but at most 8388608"):
+        Tokenizer.from_gguf(metadata)

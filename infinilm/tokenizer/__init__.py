@@ -30,9 +30,9 @@ __all__ = ["Detokenizer", "Tokenizer", "TokenizerError"]
 
 # Far above any vocabulary in use: nothing of ours is to be sized by an id of four thousand million.
 MAX_VOCAB_SIZE = 1 << 24
-# Twice the largest there are: 33 MB, and a million and a half of values for 260,000 tokens and their merges.
+# Above the largest there are: 33 MB, and 1.4 million values for 260,000 tokens and their merges.
 MAX_TOKENIZER_BYTES = 1 << 26
-MAX_TOKENIZER_VALUES = 3 << 20
+MAX_TOKENIZER_VALUES = 1 << 21
 MAX_NAMES_BYTES = 1 << 22
 MAX_TEMPLATE_BYTES = 1 << 20
 

@@ -62,6 +62,8 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 # Cutting a token in all places costs its length squared; no real sentencepiece token comes near this.
 MAX_PIECE_LENGTH = 512
+# Each character is a place to cut. The largest vocabularies have two million.
+MAX_PIECE_CHARACTERS = 1 << 23
 
 
 class GgufVocabulary:
@@ -141,6 +143,10 @@ class GgufVocabulary:
         """Sentencepiece joins the neighbours whose union scores best: each cut of each token, best first."""
         scores = self._per_token("ggml.scores", lambda v: type(v) is float and math.isfinite(v), "a float")
         pieces = {token: scores[index] for token, index in self._ids.items() if self._types[index] == NORMAL}
+        if (total := sum(map(len, pieces))) > MAX_PIECE_CHARACTERS:
+            raise TokenizerError(
+                f"tokenizer.ggml.tokens has {total} characters, but at most {MAX_PIECE_CHARACTERS}"
+            )
         ranked = []
         for piece, score in pieces.items():
             for cut in range(1, len(piece)):
