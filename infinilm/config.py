@@ -225,7 +225,7 @@ class LlamaConfig:
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even, but is {self.head_dim}")
         self._set(rope_theta=check_number("rope_theta", self.rope_theta, MAX_THETA))
-        self._set(rms_norm_eps=check_number("rms_norm_eps", self.rms_norm_eps, 1.0))
+        self._set(rms_norm_eps=check_number("rms_norm_eps", self.rms_norm_eps, 1.0, 1e-30))
         for name in FLAGS:
             check_flag(name, getattr(self, name))
         if self.hidden_act != "silu":
@@ -291,6 +291,8 @@ def window_keys(content: Mapping[str, Any]) -> dict[str, Any]:
     """Sliding windows, which Qwen configs give a size even where they are switched off"""
     model_type, types = content.get("model_type", "llama"), content.get("layer_types")
     window = content.get("sliding_window", None if model_type == "llama" else 4096)
+    if window is not None:  # also where it is switched off
+        check_whole("sliding_window", window, 1, MAX_POSITION)
     if model_type in ("qwen2", "qwen3"):
         flag = content.get("use_sliding_window")
         is_on = flag is not None and check_flag("use_sliding_window", flag)
