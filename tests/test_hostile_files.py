@@ -430,6 +430,15 @@ ROWS |= {
         ),
         "tokenizer.json: encodes to token id 999999, but its vocabulary ends at 39",
     ),
+    "a decoder that makes text longer": Row(
+        tokenizer(
+            decoder={
+                "type": "Sequence",
+                "decoders": [{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 9999}] * 9,
+            }
+        ),
+        "decoder step .*'Replace'.* is not known",
+    ),
     "index too large": Row(
         index(lambda: '{"weight_map": {"x": "' + "x" * 20_000_000 + '"}}'),
         f"{INDEX}: has 20000025 bytes, more than 16777216",

@@ -321,11 +321,14 @@ def _with_decoder_step(spelling: Spelling, step: dict[str, Any]) -> Spelling:
             return spelling
         case {"type": "Strip", "content": " ", "start": 1, "stop": 0}:
             return replace(spelling, drops_first_space=True)
-        case {"type": "Replace", "pattern": {"String": old}, "content": new}:
+        # Steps that make text longer would, one after the other, make terabytes of a token.
+        case {"type": "Replace", "pattern": {"String": old}, "content": new} if len(new) <= len(old):
             return replace(spelling, replacements=(*spelling.replacements, (old, new)))
         case {"type": "Metaspace", "replacement": mark, "prepend_scheme": scheme}:
             return replace(spelling, replacements=((mark, " "),), drops_first_space=scheme != "never")
-    raise TokenizerError(f"decoder step {step!r} is not known; byte-level and sentencepiece decoders are")
+    raise TokenizerError(
+        f"decoder step {short(step)} is not known; byte-level and sentencepiece decoders are"
+    )
 
 
 # --- A Hugging Face folder ----------------------------------------------------------------------------------
