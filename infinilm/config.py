@@ -2,43 +2,112 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field, fields
+from reprlib import repr as short
 from typing import Any, ClassVar
 
 import torch
 
-from infinilm.rope import RopeParameters, checked_scaling
+from infinilm.rope import (
+    MAX_POSITION,
+    MAX_THETA,
+    RopeParameters,
+    check_flag,
+    check_frequencies,
+    check_number,
+    check_whole,
+    checked_scaling,
+    rope_type_of,
+)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # What an architecture means where its config.json does not say it.
+QWEN: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {},
-    "qwen2": {"attention_bias": True, "attention_output_bias": False},
-    "qwen3": {"has_qk_norm": True},
+    "qwen2": {**QWEN, "attention_bias": True, "attention_output_bias": False},
+    "qwen3": {**QWEN, "has_qk_norm": True},
 }
+# Far above any model there is, and small enough that what is sized by them takes no time and little memory.
+LIMITS = {
+    "vocab_size": 1 << 24,
+    "hidden_size": 1 << 18,
+    "intermediate_size": 1 << 20,
+    "num_hidden_layers": 1 << 12,
+    "num_attention_heads": 1 << 12,
+    "num_key_value_heads": 1 << 12,
+    "head_dim": 1 << 12,
+    "max_position_embeddings": MAX_POSITION,
+}
+FLAGS = (
+    "attention_bias",
+    "attention_output_bias",
+    "mlp_bias",
+    "has_qk_norm",
+    "tie_word_embeddings",
+    "use_cache",
+)
+LAYER_TYPES = ("full_attention", "sliding_attention")
+MAX_TOKEN_ID = (1 << 31) - 1
+
 # Keys of config.json that would change the computation in ways unknown here, and their harmless values.
+OFF = (None, False)
+ONE = (None, 1)
+NONE = (None, 0)
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
-    "partial_rotary_factor": (None, 1.0),
-    "num_experts": (None, 0),
-    "num_local_experts": (None, 0),
-    "attn_logit_softcapping": (None,),
-    "final_logit_softcapping": (None,),
-    "pretraining_tp": (None, 1),
+    "pretraining_tp": ONE,
+    # rotation
+    "partial_rotary_factor": ONE,
+    "rotary_pct": ONE,
+    "rope_interleaved": OFF,
+    "no_rope_layers": (None, []),
+    "alibi": OFF,
+    # experts
+    "num_experts": NONE,
+    "num_local_experts": NONE,
+    "n_routed_experts": NONE,
+    "n_shared_experts": NONE,
+    # attention
+    "attn_logit_softcapping": NONE,
+    "query_pre_attn_scalar": (None,),
+    "attention_multiplier": (None,),
+    "attn_temperature_tuning": NONE,
+    "attention_chunk_size": (None,),
+    "clip_qkv": (None,),
+    "use_qk_norm": OFF,
+    "qk_norm": OFF,
+    "qk_layernorm": OFF,
+    "is_causal": (None, True),
+    "use_bidirectional_attention": OFF,
+    "add_cross_attention": OFF,
+    "is_encoder_decoder": OFF,
+    "pruned_heads": (None, {}),
+    # what is added up, and what comes out
+    "use_parallel_residual": OFF,
+    "parallel_attn": OFF,
+    "residual_multiplier": ONE,
+    "embedding_multiplier": ONE,
+    "scale_emb": ONE,
+    "scale_depth": (None,),
+    "logit_scale": ONE,
+    "logits_scaling": ONE,
+    "final_logit_softcapping": NONE,
+    # an activation by another name
+    "hidden_activation": (None, "silu"),
 }
 
 
 def parse_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
     """float32, bfloat16 or float16, by name or as torch's; None stays None."""
-    if value is None or value in DTYPES.values():
-        return value  # type: ignore[return-value]
-    name = str(value).removeprefix("torch.")
+    if value is None:
+        return None
+    name = str(value).removeprefix("torch.") if isinstance(value, str | torch.dtype) else ""
     if name not in DTYPES:
-        raise ValueError(f"dtype must be one of {sorted(DTYPES)}, but is {value!r}")
+        raise ValueError(f"dtype must be one of {sorted(DTYPES)}, but is {short(value)}")
     return DTYPES[name]
 
 
@@ -96,22 +165,24 @@ class LlamaConfig:
         self._check()
         scaling = checked_scaling(self.rope_scaling, self.head_dim)
         self._set(rope=RopeParameters(self.head_dim, self.rope_theta, self.max_position_embeddings, scaling))
+        check_frequencies(self.rope)
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> LlamaConfig:
         """The config that the content of a config.json describes; what this model cannot do is refused."""
         model_type = content.get("model_type", "llama")
-        if model_type not in ARCHITECTURES:
-            raise ValueError(f"model_type {model_type!r} is unknown; expected one of {sorted(ARCHITECTURES)}")
+        if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
+            known = sorted(ARCHITECTURES)
+            raise ValueError(f"model_type {short(model_type)} is unknown; expected one of {known}")
         for key, harmless in UNSUPPORTED.items():
             if content.get(key) not in harmless:
-                raise ValueError(f"{key} = {content[key]!r} is not supported")
-        known = {f.name for f in fields(cls) if f.init} | {"torch_dtype"}
+                raise ValueError(f"{key} = {short(content[key])} is not supported")
+        known_keys = {f.name for f in fields(cls) if f.init} | {"torch_dtype"}
         # null means "the default", except for the special tokens, which a model may not have
         given = {
             key: value
             for key, value in content.items()
-            if key in known and (value is not None or key.endswith("_token_id"))
+            if key in known_keys and (value is not None or key.endswith("_token_id"))
         }
         return cls(**{**ARCHITECTURES[model_type], **given, **rope_keys(content), **window_keys(content)})
 
@@ -135,7 +206,7 @@ class LlamaConfig:
             object.__setattr__(self, name, value)
 
     def _fill_in(self) -> None:
-        check_sizes(self, ("hidden_size", "num_attention_heads"))
+        self._check_sizes("hidden_size", "num_attention_heads")
         if self.num_key_value_heads is None:
             self._set(num_key_value_heads=self.num_attention_heads)
         if self.head_dim is None:
@@ -145,70 +216,94 @@ class LlamaConfig:
             self._set(head_dim=self.hidden_size // self.num_attention_heads)
         if self.attention_output_bias is None:
             self._set(attention_output_bias=self.attention_bias)
-        if isinstance(self.eos_token_id, list):
-            self._set(eos_token_id=tuple(self.eos_token_id))
 
     def _check(self) -> None:
-        check_sizes(self, SIZES)
+        self._check_sizes(*LIMITS)
         if self.num_attention_heads % self.num_key_value_heads:
             heads = f"num_attention_heads {self.num_attention_heads}"
             raise ValueError(f"{heads} is not a multiple of num_key_value_heads {self.num_key_value_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even, but is {self.head_dim}")
-        for name in ("rope_theta", "rms_norm_eps"):
-            value = getattr(self, name)
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, int | float)
-                or not math.isfinite(value)
-                or value <= 0
-            ):
-                raise ValueError(f"{name} must be a finite positive number, but is {value!r}")
+        self._set(rope_theta=check_number("rope_theta", self.rope_theta, MAX_THETA))
+        self._set(rms_norm_eps=check_number("rms_norm_eps", self.rms_norm_eps, 1.0, 1e-30))
+        for name in FLAGS:
+            check_flag(name, getattr(self, name))
         if self.hidden_act != "silu":
-            raise ValueError(f"hidden_act {self.hidden_act!r} is not supported; expected 'silu'")
-        if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
-            raise ValueError(
-                f"layer_types has {len(self.layer_types)} entries for {self.num_hidden_layers} layers"
-            )
+            raise ValueError(f"hidden_act {short(self.hidden_act)} is not supported; expected 'silu'")
+        self._check_windows()
+        for name in ("bos_token_id", "pad_token_id"):
+            self._set(**{name: token_id(name, getattr(self, name))})
+        self._set(eos_token_id=end_token_ids(self.eos_token_id))
+
+    def _check_sizes(self, *names: str) -> None:
+        for name in names:
+            check_whole(name, getattr(self, name), 1, LIMITS[name])
+
+    def _check_windows(self) -> None:
+        if self.sliding_window is not None:
+            check_whole("sliding_window", self.sliding_window, 1, MAX_POSITION)
+        types = self.layer_types
+        if types is None:
+            return
+        if not isinstance(types, list | tuple) or len(types) != self.num_hidden_layers:
+            raise ValueError(f"layer_types must name {self.num_hidden_layers} layers, but is {short(types)}")
+        if unknown := [kind for kind in types if kind not in LAYER_TYPES]:
+            raise ValueError(f"layer_types has {short(unknown[0])}; expected {' or '.join(LAYER_TYPES)}")
+        if "sliding_attention" in types and self.sliding_window is None:
+            raise ValueError("layer_types has 'sliding_attention', but sliding_window gives it no size")
+        self._set(layer_types=tuple(types))
 
 
-SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-)
-MAX_SIZE = 1 << 28  # beyond any model; keeps products of sizes far inside 64 bits
+def token_id(name: str, value: Any) -> int | None:
+    """-1 is how some files write that there is none."""
+    found = None if value is None else check_whole(name, value, -1, MAX_TOKEN_ID)
+    return None if found == -1 else found
 
 
-def check_sizes(config: LlamaConfig, names: tuple[str, ...]) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_SIZE:
-            raise ValueError(f"{name} must be a whole number from 1 to {MAX_SIZE}, but is {value!r}")
+def end_token_ids(value: Any) -> int | tuple[int, ...] | None:
+    if not isinstance(value, list | tuple):
+        return token_id("eos_token_id", value)
+    return tuple(check_whole("eos_token_id", each, 0, MAX_TOKEN_ID) for each in value)
 
 
 def rope_keys(content: Mapping[str, Any]) -> dict[str, Any]:
-    """rope_theta and rope_scaling, which newer files put together under rope_parameters"""
-    together = content.get("rope_parameters")
-    if together is None:
-        return {}
-    if not isinstance(together, Mapping):
-        raise ValueError(f"rope_parameters must be a mapping, but is {together!r}")
-    theta = together.get("rope_theta", content.get("rope_theta"))
-    return {"rope_scaling": together, **({} if theta is None else {"rope_theta": theta})}
+    """rope_scaling, or rope_parameters as newer files call it, where they also put rope_theta.
+
+    A length of training that stands outside is the one to take (Phi 3 writes it there).
+    """
+    theta, trained = content.get("rope_theta"), content.get("original_max_position_embeddings")
+    scaling = rope_mapping(content, "rope_scaling") or rope_mapping(content, "rope_parameters")
+    if scaling.get("rope_theta") is not None:
+        theta = scaling["rope_theta"]
+    if trained is not None and scaling and rope_type_of(scaling) in ("llama3", "longrope", "yarn"):
+        scaling = {**scaling, "original_max_position_embeddings": trained}
+    return {"rope_scaling": scaling or None, **({} if theta is None else {"rope_theta": theta})}
+
+
+def rope_mapping(content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    found = content.get(key)
+    if found is not None and not isinstance(found, Mapping):
+        raise ValueError(f"{key} must be a mapping, but is {short(found)}")
+    return found or {}
 
 
 def window_keys(content: Mapping[str, Any]) -> dict[str, Any]:
     """Sliding windows, which Qwen configs give a size even where they are switched off"""
-    if content.get("model_type") in ("qwen2", "qwen3") and not content.get("use_sliding_window"):
-        return {"sliding_window": None, "layer_types": None}
-    types = content.get("layer_types")
-    if types is None and content.get("use_sliding_window") and content.get("max_window_layers") is not None:
-        first, count = content["max_window_layers"], content.get("num_hidden_layers", 32)
-        types = ["full_attention" if i < first else "sliding_attention" for i in range(count)]
-    return {"layer_types": None if types is None else tuple(types)}
+    model_type, types = content.get("model_type", "llama"), content.get("layer_types")
+    window = content.get("sliding_window", None if model_type == "llama" else 4096)
+    if window is not None:  # also where it is switched off
+        check_whole("sliding_window", window, 1, MAX_POSITION)
+    if model_type in ("qwen2", "qwen3"):
+        flag = content.get("use_sliding_window")
+        is_on = flag is not None and check_flag("use_sliding_window", flag)
+        window = window if is_on else None
+        types = qwen_layer_types(content) if is_on and window is not None and types is None else types
+    return {"sliding_window": window, "layer_types": types}
+
+
+def qwen_layer_types(content: Mapping[str, Any]) -> list[str]:
+    """All but the first layers look through the window."""
+    first = check_whole("max_window_layers", content.get("max_window_layers", 28), 0, MAX_POSITION)
+    limit = LIMITS["num_hidden_layers"]
+    count = check_whole("num_hidden_layers", content.get("num_hidden_layers", 32), 1, limit)
+    return ["full_attention" if i < first else "sliding_attention" for i in range(count)]

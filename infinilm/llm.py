@@ -13,9 +13,10 @@ import torch
 
 from infinicore.checks import integer
 from infinilm.cache import DynamicCache
-from infinilm.checkpoint import Checkpoint, open_checkpoint
+from infinilm.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from infinilm.hub import resolve
 from infinilm.models.llama import LlamaForCausalLM
+from infinilm.models.weights import read_config
 from infinilm.sampling import SamplingParams
 from infinilm.tokenizer import Detokenizer, Tokenizer
 
@@ -55,6 +56,7 @@ def load_model(
     path = resolve(None if model is None else str(model))
     with open_checkpoint(path) as checkpoint:
         tokenizer = tokenizer_of(checkpoint)
+        check_vocabulary(checkpoint, tokenizer)
         llama = LlamaForCausalLM.from_checkpoint(checkpoint, device, dtype, activations, quantize, report)
         return llama, tokenizer
 
@@ -93,6 +95,16 @@ def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer:
     if checkpoint.metadata:
         return Tokenizer.from_gguf(checkpoint.metadata)
     return Tokenizer.from_folder(checkpoint.path)
+
+
+def check_vocabulary(checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
+    """Every token has its row. Rows beyond the last token are padding, as Qwen has it."""
+    num_rows = read_config(checkpoint).vocab_size
+    if tokenizer.vocab_size > num_rows:
+        raise CheckpointError(
+            f"{checkpoint.path}: the tokenizer has token ids up to {tokenizer.vocab_size - 1}, but the model "
+            f"{num_rows} rows of embeddings; take the tokenizer that belongs to this model"
+        )
 
 
 class LLM:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from reprlib import repr as short
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ KEYS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
 }
 # Keys that name the type, or repeat what the config itself says.
 COMMON_KEYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+EVERY_KEY = frozenset().union(*(required | optional for required, optional in KEYS.values()))
 INITIAL_LENGTH = 512
 
 
@@ -203,54 +205,88 @@ FREQUENCIES: dict[str, Callable[[RopeParameters, int], tuple[Tensor, float]]] = 
 
 # ---- checks ----
 
+MAX_POSITION = 1 << 28
+MAX_THETA = 1e15
+MAX_FACTOR = 1e6
+
+
+def check_whole(name: str, value: Any, low: int, high: int) -> int:
+    if type(value) is not int or not low <= value <= high:
+        raise ValueError(f"{name} must be a whole number from {low} to {high}, but is {short(value)}")
+    return value
+
+
+def check_number(name: str, value: Any, high: float, low: float = 0.0) -> float:
+    """The number as a float. It is compared first, since JSON has integers that no float can hold."""
+    if type(value) not in (int, float) or not low <= value <= high or value <= 0:
+        wanted = f"from {low} to {high}" if low else f"above 0, up to {high}"
+        raise ValueError(f"{name} must be a number {wanted}, but is {short(value)}")
+    return float(value)
+
 
 def checked_scaling(scaling: Mapping[str, Any] | None, head_dim: int) -> dict[str, Any]:
     """rope_scaling with its type under `rope_type`; every rule that is broken is a ValueError."""
     if scaling is None:
         return {"rope_type": "default"}
-    if not isinstance(scaling, Mapping):
-        raise ValueError(f"rope_scaling must be a mapping, but is {scaling!r}")
-    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
-    if rope_type not in KEYS:
-        raise ValueError(f"rope_scaling: type {rope_type!r} is unknown; expected one of {sorted(KEYS)}")
+    rope_type = rope_type_of(scaling)
     given = {key: value for key, value in scaling.items() if key not in COMMON_KEYS and value is not None}
     check_keys(rope_type, set(given))
-    for key, value in given.items():
-        check_value(key, value, head_dim)
-    if rope_type == "llama3" and not given["low_freq_factor"] < given["high_freq_factor"]:
+    checked = {
+        key: checked_value(f"rope_scaling: {key}", key, value, head_dim) for key, value in given.items()
+    }
+    if rope_type == "llama3" and not checked["low_freq_factor"] < checked["high_freq_factor"]:
         raise ValueError("rope_scaling: low_freq_factor must be below high_freq_factor")
     if scaling.get("partial_rotary_factor", 1.0) not in (1.0, None):
         raise ValueError("rope_scaling: partial_rotary_factor is not supported; expected 1.0")
-    return {"rope_type": rope_type, **given}
+    return {"rope_type": rope_type, **checked}
+
+
+def rope_type_of(scaling: Mapping[str, Any]) -> str:
+    if not isinstance(scaling, Mapping):
+        raise ValueError(f"rope_scaling must be a mapping, but is {short(scaling)}")
+    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
+    if not isinstance(rope_type, str) or rope_type not in KEYS:
+        raise ValueError(f"rope_scaling: type {short(rope_type)} is unknown; expected one of {sorted(KEYS)}")
+    return rope_type
 
 
 def check_keys(rope_type: str, given: set[str]) -> None:
     required, optional = KEYS[rope_type]
     if missing := required - given:
         raise ValueError(f"rope_scaling: type {rope_type!r} needs {sorted(missing)}")
-    if rope_type != "default" and (unknown := given - required - optional):
-        raise ValueError(f"rope_scaling: type {rope_type!r} does not know {sorted(unknown)}")
+    # Keys of other types do nothing beside "default"; others would, such as a scaling for each type of layer.
+    known = EVERY_KEY if rope_type == "default" else required | optional
+    if unknown := given - known:
+        names = [key[:99] for key in sorted(unknown)[:9]]
+        raise ValueError(f"rope_scaling: type {rope_type!r} does not know {names}")
 
 
-def check_value(key: str, value: Any, head_dim: int) -> None:
+def checked_value(name: str, key: str, value: Any, head_dim: int) -> Any:
     if key == "truncate":
-        is_right, wanted = isinstance(value, bool), "true or false"
-    elif key in ("short_factor", "long_factor"):
-        is_right = (
-            isinstance(value, list | tuple) and len(value) == head_dim // 2 and all(map(is_positive, value))
-        )
-        wanted = f"{head_dim // 2} positive numbers"
-    elif key == "factor":
-        is_right, wanted = is_positive(value) and value >= 1, "a number of at least 1"
-    elif key == "original_max_position_embeddings":
-        is_right, wanted = is_positive(value) and int(value) == value and value > 1, "a whole number above 1"
-    else:
-        is_right, wanted = is_positive(value), "a positive number"
-    if not is_right:
-        raise ValueError(f"rope_scaling: {key} must be {wanted}, but is {value!r}")
+        return check_flag(name, value)
+    if key in ("short_factor", "long_factor"):
+        if not isinstance(value, list | tuple) or len(value) != head_dim // 2:
+            raise ValueError(f"{name} must be {head_dim // 2} positive numbers, but is {short(value)}")
+        return [check_number(f"{name}[{i}]", factor, MAX_FACTOR) for i, factor in enumerate(value)]
+    if key == "original_max_position_embeddings":
+        is_whole_float = isinstance(value, float) and value.is_integer()
+        return check_whole(name, int(value) if is_whole_float else value, 2, MAX_POSITION)
+    return check_number(name, value, MAX_FACTOR, 1.0 if key == "factor" else 0.0)
 
 
-def is_positive(value: Any) -> bool:
-    return (
-        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
-    )
+def check_flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, but is {short(value)}")
+    return value
+
+
+def check_frequencies(rope: RopeParameters) -> None:
+    """Numbers that are each in range may still have no angle together, such as yarn's of a theta of 1."""
+    try:
+        found = [rope.frequencies(length) for length in (1, rope.max_position + 1, MAX_POSITION)]
+        is_finite = all(math.isfinite(factor) and bool(turns.isfinite().all()) for turns, factor in found)
+    except (ArithmeticError, ValueError):
+        is_finite = False
+    if not is_finite:
+        together = f"rope_theta {rope.theta}, head_dim {rope.head_dim}, rope_scaling {short(rope.scaling)}"
+        raise ValueError(f"{together}: these give no frequencies")

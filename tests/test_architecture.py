@@ -22,7 +22,7 @@ LAYERS = (
     ("models",),
     ("generation",),
     ("cache", "checkpoint", "hub", "sampling", "tokenizer"),
-    ("config",),
+    ("config", "folder"),
     ("rope",),
 )
 ROW = {part: row for row, parts in enumerate(LAYERS) for part in parts}

@@ -104,10 +104,10 @@ def test_the_config_is_the_one_hugging_face_would_write(path):
     }
 
 
-def test_metadata_are_plain_values(path):
+def test_metadata_are_plain_values_and_numbers_in_arrays(path):
     metadata = open_checkpoint(path).metadata
     assert metadata["tokenizer.ggml.tokens"][:2] == ["token0", "token1"]
-    assert metadata["tokenizer.ggml.scores"] == [0.5, -1.0, 2.0]
+    assert metadata["tokenizer.ggml.scores"].tolist() == [0.5, -1.0, 2.0]
     assert metadata["tokenizer.ggml.add_bos_token"] is True
     assert metadata["llama.block_count"] == 2
 
@@ -486,7 +486,7 @@ BAD_FILES: dict[str, tuple[Change, str]] = {
     ),
     "architecture a number": (
         value("general.architecture", integer(1)),
-        "'general.architecture' is a int, not a str",
+        "'general.architecture' is of type int, not str",
     ),
     "tensor unknown": (extra("v.patch.weight", [1], bytes(4)), "'v.patch.weight' has no place in a llama"),
     "experts": (extra("blk.0.ffn_gate_exps.weight", [1], bytes(4)), "'blk.0.ffn_gate_exps.weight' has no"),
@@ -516,12 +516,12 @@ BAD_FILES: dict[str, tuple[Change, str]] = {
     ),
     "hidden size a string": (
         llama("embedding_length", text("64")),
-        "'llama.embedding_length' is a str, not a int",
+        "'llama.embedding_length' is of type str, not int",
     ),
-    "hidden size a boolean": (llama("embedding_length", u32(BOOL) + b"\1"), "is a bool, not a int"),
+    "hidden size a boolean": (llama("embedding_length", u32(BOOL) + b"\1"), "is of type bool, not int"),
     "heads an array": (
         llama("attention.head_count", array(UINT32, 1, u32(4))),
-        "head_count' is a list, not a int",
+        "head_count' is of type array, not int",
     ),
     "heads more than width": (llama("attention.head_count", integer(65)), "key_length' is 0, not 2 to"),
     "heads that do not fit": (
@@ -544,7 +544,7 @@ BAD_FILES: dict[str, tuple[Change, str]] = {
     ),
     "theta an integer": (
         llama("rope.freq_base", integer(10000)),
-        "'llama.rope.freq_base' is a int, not a float",
+        "'llama.rope.freq_base' is of type int, not float",
     ),
     "vocabulary of another size": (llama("vocab_size", integer(41)), "vocab_size' is not the 40 rows"),
     "bos outside the vocabulary": (

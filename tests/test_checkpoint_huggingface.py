@@ -147,7 +147,7 @@ HEADERS: dict[str, tuple[bytes, str]] = {
     "not an object": (encoded(b"[1, 2]"), "its header starts with b'\\[1, 2\\]', not '{'"),
     "space before the object": (encoded(b" {}"), "not '{'"),
     "not UTF-8": (encoded(b'{"\xff": 1}'), "not valid JSON: 'utf-8' codec"),
-    "NaN": (encoded(b'{"x": NaN}'), "NaN is not a JSON number"),
+    "NaN": (encoded(b'{"x": NaN}'), "key 'x' is nan, but JSON has finite numbers alone"),
     "nested without end": (encoded(b'{"x": ' + b"[" * 100_000), "not valid JSON"),
     "number of 5000 digits": (encoded(b'{"x": ' + b"9" * 5000 + b"}"), "not valid JSON"),
     "name twice": (encoded(b'{"x": {}, "x": {}}'), "key 'x' appears twice"),
@@ -215,8 +215,8 @@ def test_tensors_that_do_not_follow_each_other_are_refused(begin, fault):
 
 
 def test_a_header_over_the_limit_is_refused_before_it_is_read():
-    with pytest.raises(CheckpointError, match="would have 100000001 bytes, not 2 to 100000000"):
-        read_header(io.BytesIO(struct.pack("<Q", 100_000_001)), 2**40, "tiny.safetensors")
+    with pytest.raises(CheckpointError, match=f"would have {2**24 + 1} bytes, not 2 to {2**24}"):
+        read_header(io.BytesIO(struct.pack("<Q", 2**24 + 1)), 2**40, "tiny.safetensors")
 
 
 @pytest.mark.parametrize("kind", ["tensors", "metadata"])
@@ -408,7 +408,7 @@ def test_a_link_out_of_a_hub_cache_is_refused(folder, tmp_path_factory):
 def test_a_pipe_is_not_waited_for(folder):
     (folder / "model.safetensors").unlink()
     os.mkfifo(folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match="model.safetensors: no such file"):
+    with pytest.raises(CheckpointError, match="model.safetensors: is neither a file nor a link to one"):
         open_checkpoint(folder)
 
 

@@ -177,7 +177,7 @@ def test_a_prompt_longer_than_chunk_and_training_equals_transformers(rope_type: 
         ({"rope_type": "ntk"}, "unknown"),
         ({"type": "cubic", "factor": 2.0}, "unknown"),
         ({"rope_type": "linear"}, "factor"),
-        ({"rope_type": "linear", "factor": 0.5}, "at least 1"),
+        ({"rope_type": "linear", "factor": 0.5}, "factor must be a number from 1.0 to"),
         ({"rope_type": "linear", "factor": float("nan")}, "factor"),
         ({"rope_type": "linear", "factor": "2"}, "factor"),
         ({"rope_type": "linear", "factor": 2.0, "beta": 1}, "beta"),
@@ -193,6 +193,51 @@ def test_a_wrong_rope_scaling_is_an_error_and_never_no_scaling(scaling: Any, rea
 
 def test_type_is_an_alias_of_rope_type() -> None:
     assert LlamaConfig(rope_scaling={"type": "linear", "factor": 2.0}).rope.scaling["rope_type"] == "linear"
+
+
+PLACES: dict[str, dict[str, Any]] = {
+    "trained length outside": {"original_max_position_embeddings": 16},
+    "trained length in both places": {"rope_scaling": {"original_max_position_embeddings": 48}}
+    | {"original_max_position_embeddings": 16},
+    "trained length nowhere": {},
+    "theta within": {"rope_scaling": {"rope_theta": 700.0}, "rope_theta": 900.0},
+    "theta outside": {"rope_theta": 900.0},
+    "two scalings": {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 700.0}},
+}
+
+
+@pytest.mark.parametrize("rope_type", ["default", "dynamic", "yarn", "longrope"])
+@pytest.mark.parametrize("place", PLACES)
+def test_rope_keys_are_read_where_transformers_reads_them(place: str, rope_type: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    rope_utils = pytest.importorskip("transformers.modeling_rope_utils")
+    scaling = {key: value for key, value in ROPES[rope_type].items() if not key.startswith("original")}
+    changes = PLACES[place]
+    content = {"model_type": "llama", **SIZES, **changes} | {
+        "rope_scaling": {**scaling, **changes.get("rope_scaling", {})}
+    }
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    theirs, ours = transformers.AutoConfig.from_pretrained(tmp_path), LlamaConfig.from_dict(content)
+    for length in (10, 20, 40, 60, 100):
+        found, factor = ours.rope.frequencies(length)
+        if rope_type == "default":
+            wanted = 1.0 / theirs.rope_parameters["rope_theta"] ** (torch.arange(0, 16, 2) / 16), 1.0
+        else:
+            wanted = rope_utils.ROPE_INIT_FUNCTIONS[rope_type](theirs, "cpu", seq_len=length)
+        assert torch.equal(found, wanted[0]) and factor == wanted[1]
+
+
+@pytest.mark.parametrize("kind", ["Mistral", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize(
+    "given", [{}, {"sliding_window": None}, {"sliding_window": 9}, {"use_sliding_window": True}]
+)
+def test_windows_are_those_of_transformers_where_the_config_is_silent(kind: str, given: Any) -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = getattr(transformers, kind + "Config")(**SIZES, **given)
+    ours = LlamaConfig.from_dict({"model_type": kind.lower(), **SIZES, **given})
+    types = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 2
+    wanted = [getattr(theirs, "sliding_window", None) if "sliding" in kind else None for kind in types]
+    assert [ours.window_of(layer) for layer in range(2)] == wanted
 
 
 # ---- the config ----

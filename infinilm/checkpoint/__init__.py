@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from infinicore.quantization import BlockType, QuantizedTensor, quantize
+from infinilm.folder import Folder
 
 __all__ = [
     "BlockType",
@@ -122,7 +123,9 @@ def _open(path: Path) -> Checkpoint:
     from infinilm.checkpoint.huggingface import open_folder
 
     if path.is_dir():
-        return open_folder(path) if (path / "config.json").exists() else open_gguf(_only_gguf(path))
+        folder = Folder(path, CheckpointError)
+        has_config = folder.find("config.json") is not None
+        return open_folder(folder) if has_config else open_gguf(_only_gguf(folder))
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file or folder")
     if path.suffix.lower() != ".gguf":
@@ -132,11 +135,13 @@ def _open(path: Path) -> Checkpoint:
     return open_gguf(path)
 
 
-def _only_gguf(folder: Path) -> Path:
-    found = sorted(entry for entry in folder.iterdir() if entry.suffix.lower() == ".gguf" and entry.is_file())
+def _only_gguf(folder: Folder) -> Path:
+    found = sorted(entry.name for entry in folder.path.iterdir() if entry.suffix.lower() == ".gguf")
     if not found:
-        raise CheckpointError(f"{folder}: holds neither config.json nor a .gguf file")
+        raise CheckpointError(f"{folder.path}: holds neither config.json nor a .gguf file")
     if len(found) > 1:
-        names = ", ".join(entry.name for entry in found[:5])
-        raise CheckpointError(f"{folder}: holds {len(found)} .gguf files ({names}); give the path of one")
-    return found[0]
+        names = ", ".join(found[:5])
+        raise CheckpointError(
+            f"{folder.path}: holds {len(found)} .gguf files ({names}); give the path of one"
+        )
+    return folder.file(found[0])

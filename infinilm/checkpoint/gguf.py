@@ -38,16 +38,47 @@ LAYER_MODULES = {
 TENSOR_NAME = re.compile(r"(?:blk\.(0|[1-9][0-9]{0,5})\.)?(\w+)\.(weight|bias)")
 ROPE_FACTORS = "rope_freqs.weight"
 
-# Any other key below "rope." would change the rotation in a way we do not know.
-ROPE_KEYS = {
-    "dimension_count",
-    "freq_base",
-    "scaling.type",
-    "scaling.factor",
-    "scaling.original_context_length",
-    "scaling.finetuned",
-    "scaling.yarn_beta_fast",
-    "scaling.yarn_beta_slow",
+# What is read of an architecture's keys, and what says nothing about the computation. Any other key may
+# change it in a way we do not know, unless its value leaves it off.
+KNOWN_KEYS = {
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.layer_norm_epsilon",  # beside the one of RMS norms, which these models have
+    "attention.layer_norm_rms_epsilon",
+    "attention.sliding_window",
+    "attention.value_length",
+    "block_count",
+    "context_length",
+    "embedding_length",
+    "feed_forward_length",
+    "pooling_type",  # of embeddings, not of text
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.scaling.factor",
+    "rope.scaling.finetuned",
+    "rope.scaling.original_context_length",
+    "rope.scaling.type",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
+    "tensor_data_layout",
+    "vocab_size",
+}
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attention.scale": (0,),
+    "attn_logit_softcapping": (0,),
+    "embedding_scale": (0, 1),
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "final_logit_softcapping": (0,),
+    "leading_dense_block_count": (0,),
+    "logit_scale": (0, 1),
+    "nextn_predict_layers": (0,),
+    "residual_scale": (0, 1),
+    "use_parallel_residual": (False,),
 }
 MAX_INTEGER = 2**31 - 1
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
@@ -111,6 +142,16 @@ class _Fields:
             raise self.error(f"architecture {short(self.architecture)} is not supported; known are {known}")
         if self.integer("split.count", 1, minimum=0) > 1:
             raise self.error("is one part of a split model; join the parts first (llama-gguf-split --merge)")
+        self.check_keys()
+
+    def check_keys(self) -> None:
+        """Nothing that may change the answer is ignored."""
+        for key, value in self.metadata.items():
+            prefix, _, name = key.partition(".")
+            if prefix != self.architecture or name in KNOWN_KEYS:
+                continue
+            if not isinstance(value, bool | int | float) or value not in HARMLESS.get(name, ()):
+                raise self.error(f"metadata key {key!r} is not supported; its value is {short(value)}")
 
     def error(self, rule: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {rule}")
@@ -123,7 +164,8 @@ class _Fields:
         if found is None:
             raise self.error(f"metadata key {key!r} is missing")
         if type(found) is not kind:
-            raise self.error(f"metadata key {key!r} is a {type(found).__name__}, not a {kind.__name__}")
+            name = "array" if isinstance(found, list | np.ndarray) else type(found).__name__
+            raise self.error(f"metadata key {key!r} is of type {name}, not {kind.__name__}")
         return found
 
     def integer(
@@ -216,8 +258,7 @@ def _config(fields: _Fields, tensors: Mapping[str, TensorInfo]) -> dict[str, Any
         "rms_norm_eps": fields.number(key("attention.layer_norm_rms_epsilon")),
         "rope_theta": fields.number(key("rope.freq_base"), 10000.0),
         "rope_scaling": _rope_scaling(fields),
-        # 0 is how llama.cpp writes that there is none.
-        "sliding_window": fields.integer(key("attention.sliding_window"), 0, minimum=0) or None,
+        "sliding_window": _sliding_window(fields),
         "attention_bias": "model.layers.0.self_attn.q_proj.bias" in tensors,
         "mlp_bias": "model.layers.0.mlp.gate_proj.bias" in tensors,
         "tie_word_embeddings": "lm_head.weight" not in tensors,
@@ -260,6 +301,17 @@ def _head_dim(fields: _Fields, num_heads: int) -> int:
     return head_dim
 
 
+def _sliding_window(fields: _Fields) -> int | None:
+    """0 is how llama.cpp writes that there is none; in Qwen's files nothing says which layers have one."""
+    key = fields.key("attention.sliding_window")
+    window = fields.integer(key, 0, minimum=0) or None
+    if fields.architecture == "llama" or window is None:
+        return window
+    if window < fields.integer(fields.key("context_length")):
+        raise fields.error(f"metadata key {key!r} is not supported; its value is {window}")
+    return None
+
+
 def _token_id(fields: _Fields, role: str, vocab_size: int) -> int | None:
     key = f"tokenizer.ggml.{role}_token_id"
     return fields.integer(key, minimum=0, maximum=vocab_size - 1) if key in fields.metadata else None
@@ -267,9 +319,6 @@ def _token_id(fields: _Fields, role: str, vocab_size: int) -> int | None:
 
 def _rope_scaling(fields: _Fields) -> dict[str, Any] | None:
     prefix = fields.key("rope.")
-    for key in fields.metadata:
-        if key.startswith(prefix) and key.removeprefix(prefix) not in ROPE_KEYS:
-            raise fields.error(f"metadata key {key!r} is not supported")
     # As llama.cpp reads it, a factor without a type is linear.
     default = "linear" if prefix + "scaling.factor" in fields.metadata else "none"
     kind = fields.value(prefix + "scaling.type", str, default)

@@ -20,7 +20,10 @@ from infinilm.checkpoint import CheckpointError, TensorInfo
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-MAX_HEADER_BYTES = 100_000_000
+# The largest vocabularies there are take 30 MB and have less than a million strings, merges included.
+MAX_HEADER_BYTES = 1 << 26
+MAX_STRINGS = 1 << 21
+MAX_TEXT_BYTES = 1 << 24
 MAX_TENSORS = 65_536
 MAX_VALUES = 65_536
 MAX_KEY_BYTES = 65_535
@@ -42,7 +45,10 @@ ELEMENT_TYPES: dict[int, torch.dtype | BlockType] = {
 
 @dataclass(frozen=True)
 class Header:
-    """Metadata values by key, arrays as lists; tensors by GGUF name, offsets from the start of the file."""
+    """Metadata by key and tensors by GGUF name, their offsets from the start of the file.
+
+    Arrays of strings are lists, those of numbers numpy's: as Python's they would take 20 times the memory.
+    """
 
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
@@ -67,6 +73,7 @@ class _Cursor:
         self.source = source
         self.position = 0
         self.end = min(len(view), MAX_HEADER_BYTES)
+        self.num_strings = 0  # of all arrays
 
     def error(self, rule: str) -> CheckpointError:
         return CheckpointError(f"{self.source}: {rule}")
@@ -90,7 +97,7 @@ class _Cursor:
             raise self.error(f"{what} is {found}, not {minimum} to {maximum}")
         return found
 
-    def text(self, what: str, max_bytes: int = MAX_HEADER_BYTES, min_bytes: int = 0) -> str:
+    def text(self, what: str, max_bytes: int = MAX_TEXT_BYTES, min_bytes: int = 0) -> str:
         length = self.count(f"the length of {what}", max_bytes, min_bytes)
         start = self.take(length, what)
         return self.decode(start, start + length, what)
@@ -142,10 +149,10 @@ def _read_value(cursor: _Cursor, value_type: int, what: str) -> Any:
         return cursor.text(what)
     if value_type == ARRAY:
         return _read_array(cursor, what)
-    return _read_scalars(cursor, value_type, 1, what)[0]
+    return _read_scalars(cursor, value_type, 1, what).item()
 
 
-def _read_array(cursor: _Cursor, what: str) -> list[Any]:
+def _read_array(cursor: _Cursor, what: str) -> "list[str] | np.ndarray[Any, Any]":
     element_type = cursor.number("I", f"the element type of {what}")
     count = cursor.number("Q", f"the length of {what}")
     if element_type == ARRAY:
@@ -155,7 +162,8 @@ def _read_array(cursor: _Cursor, what: str) -> list[Any]:
     return _read_scalars(cursor, element_type, count, what)
 
 
-def _read_scalars(cursor: _Cursor, value_type: int, count: int, what: str) -> list[Any]:
+def _read_scalars(cursor: _Cursor, value_type: int, count: int, what: str) -> "np.ndarray[Any, Any]":
+    """A copy, since what is mapped may change or be cut short."""
     if value_type not in SCALARS:
         raise cursor.error(f"{what} has unknown value type {value_type}")
     code = SCALARS[value_type]
@@ -163,14 +171,16 @@ def _read_scalars(cursor: _Cursor, value_type: int, count: int, what: str) -> li
     values = np.frombuffer(cursor.view[start : cursor.position], f"<{code}")
     if value_type == BOOL and values.max(initial=0) > 1:
         raise cursor.error(f"{what} is a boolean with value {values.max()}, not 0 or 1")
-    found: list[Any] = (values == 1 if value_type == BOOL else values).tolist()
-    return found
+    return values == 1 if value_type == BOOL else values.copy()
 
 
 def _read_strings(cursor: _Cursor, count: int, what: str) -> list[str]:
     """The strings of an array. A vocabulary has 100,000, so this loop spells out what `text` does."""
     if count * 8 > cursor.end - cursor.position:
         raise cursor.error(f"{what} claims {count} strings, more than the file has bytes for")
+    cursor.num_strings += count
+    if cursor.num_strings > MAX_STRINGS:
+        raise cursor.error(f"{what} makes it {cursor.num_strings} strings, more than {MAX_STRINGS}")
     view, end, unpack = cursor.view, cursor.end, struct.Struct("<Q").unpack_from
     position, strings = cursor.position, []
     for index in range(count):

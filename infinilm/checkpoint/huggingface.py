@@ -3,7 +3,6 @@
 No pickle is loaded and no code of the folder is run: `.bin` and `.pt` are refused, `auto_map` is ignored.
 """
 
-import json
 import os
 import struct
 from collections.abc import Iterable, Mapping
@@ -17,13 +16,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from infinilm.checkpoint import Checkpoint, CheckpointError, TensorInfo
+from infinilm.folder import MAX_NAME_LENGTH, Folder, parse_object, quoted
 
-MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
+MAX_HEADER_BYTES = 1 << 24  # of a file or an index: twice what as many tensors as these take
 MAX_TENSORS = 65_536
-MAX_NAME_LENGTH = 1024
 MAX_DIMS = 8
-# A tensor takes about six JSON values. Without this cap 100 MB of brackets would become gigabytes of lists.
-MAX_JSON_VALUES = 8 * MAX_TENSORS
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -43,11 +40,11 @@ DTYPES = {
 }
 
 
-def open_folder(folder: Path) -> "HuggingFaceCheckpoint":
-    config = _read_json(_inside(folder, "config.json"))
+def open_folder(folder: Folder) -> "HuggingFaceCheckpoint":
+    config = folder.read_object("config.json") or {}
     if config.get("quantization_config") is not None:
         raise CheckpointError(
-            f"{folder / 'config.json'}: 'quantization_config' is not supported; "
+            f"{folder.path / 'config.json'}: 'quantization_config' is not supported; "
             "give the unquantised model, or a GGUF file for quantised weights"
         )
     return HuggingFaceCheckpoint(folder, config)
@@ -56,14 +53,14 @@ def open_folder(folder: Path) -> "HuggingFaceCheckpoint":
 class HuggingFaceCheckpoint(Checkpoint):
     """The tensors of a folder's safetensors files."""
 
-    def __init__(self, folder: Path, config: dict[str, Any]) -> None:
+    def __init__(self, folder: Folder, config: dict[str, Any]) -> None:
         index = _read_index(folder)
         files = [SINGLE_FILE] if index is None else sorted(set(index.values()))
-        self._shards = _by_tensor([_Shard(_inside(folder, file)) for file in files])
+        self._shards = _by_tensor([_Shard(folder.file(file)) for file in files])
         if index is not None:
-            _check_index(folder / INDEX_FILE, index, self._shards)
+            _check_index(folder.path / INDEX_FILE, index, self._shards)
         super().__init__(
-            folder, config, {}, {name: shard.tensors[name] for name, shard in self._shards.items()}
+            folder.path, config, {}, {name: shard.tensors[name] for name, shard in self._shards.items()}
         )
 
     def _read(self, name: str, info: TensorInfo) -> Tensor:
@@ -108,42 +105,20 @@ def _by_tensor(shards: Iterable[_Shard]) -> dict[str, _Shard]:
 # The files of a folder
 
 
-def _inside(folder: Path, name: str) -> Path:
-    """The file of this name, if it is one and no symlink leads out of the folder.
-
-    One way out is allowed: the hub's cache keeps a snapshot's files as links into its repository's `blobs`.
-    """
-    path = folder / name
-    if not path.is_file():
-        raise CheckpointError(f"{path}: no such file")
-    root, target = folder.resolve(), path.resolve()
-    blobs = [
-        parent.parent.parent / "blobs"
-        for parent in (root, *root.parents)
-        if parent.parent.name == "snapshots"
-    ]
-    if not any(target.is_relative_to(allowed) for allowed in (root, *blobs)):
-        raise CheckpointError(
-            f"{path}: is a link out of its folder, to {target}; copy the file into the folder"
-        )
-    return path
-
-
-def _read_index(folder: Path) -> dict[str, str] | None:
+def _read_index(folder: Folder) -> dict[str, str] | None:
     """Which file each tensor is in; None if there is one file for all."""
-    if (folder / SINGLE_FILE).exists():
+    if folder.find(SINGLE_FILE) is not None:
         return None
-    if not (folder / INDEX_FILE).exists():
-        raise CheckpointError(f"{folder}: {_why_no_weights(folder)}")
-    weight_map = _read_json(_inside(folder, INDEX_FILE)).get("weight_map")
+    path, index = folder.path / INDEX_FILE, folder.read_object(INDEX_FILE, MAX_HEADER_BYTES)
+    if index is None:
+        raise CheckpointError(f"{folder.path}: {_why_no_weights(folder.path)}")
+    weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(
-            f"{folder / INDEX_FILE}: 'weight_map' is {short(weight_map)}, not a map of names to files"
-        )
+        raise CheckpointError(f"{path}: 'weight_map' is {short(weight_map)}, not a map of names to files")
     for name, file in weight_map.items():
         if not _is_plain_name(file):
             raise CheckpointError(
-                f"{folder / INDEX_FILE}: tensor {short(name)} is in {short(file)}, "
+                f"{path}: tensor {quoted(name)} is in {short(file)}, "
                 "which is not the plain name of a .safetensors file"
             )
     return weight_map
@@ -174,44 +149,10 @@ def _why_no_weights(folder: Path) -> str:
 def _check_index(path: Path, index: Mapping[str, str], shards: Mapping[str, _Shard]) -> None:
     for name, file in index.items():
         if name not in shards or shards[name].path.name != file:
-            raise CheckpointError(f"{path}: tensor {short(name)} is not in {file}, where the index has it")
+            raise CheckpointError(f"{path}: tensor {quoted(name)} is not in {file}, where the index has it")
     for name, shard in shards.items():
         if name not in index:
             raise CheckpointError(f"{shard.path}: tensor {name!r} is not in {path.name}")
-
-
-# JSON from strangers
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if path.stat().st_size > MAX_HEADER_BYTES:
-        raise CheckpointError(f"{path}: has {path.stat().st_size} bytes, more than {MAX_HEADER_BYTES}")
-    return parse_object(path.read_bytes(), path)
-
-
-def parse_object(raw: bytes, source: object) -> dict[str, Any]:
-    if raw.count(b",") > MAX_JSON_VALUES:
-        raise CheckpointError(f"{source}: its JSON has more than {MAX_JSON_VALUES} values")
-    try:
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{source}: not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{source}: its JSON is a {type(value).__name__}, not an object")
-    return value
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"key {short(key)} appears twice")
-        found[key] = value
-    return found
-
-
-def _refuse_constant(constant: str) -> None:
-    raise ValueError(f"{constant} is not a JSON number")
 
 
 # The safetensors header: length | JSON {name: {dtype, shape, data_offsets}} | data, in one gapless run
@@ -247,7 +188,7 @@ def _read_header_object(file: BinaryIO, num_bytes: int, source: object) -> dict[
         raise CheckpointError(
             f"{source}: not a safetensors file: its header starts with {raw[:8]!r}, not '{{'"
         )
-    return parse_object(raw, source)
+    return parse_object(raw, source, CheckpointError)
 
 
 def _check_annotations(annotations: object, source: object) -> None:

@@ -12,11 +12,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any, Self
 
 import tokenizers
 from tokenizers import AddedToken
 
+from infinilm.folder import Folder
 from infinilm.tokenizer.bounds import check_bounds
 from infinilm.tokenizer.chat import Renderer, break_up, check_messages, unused_character
 from infinilm.tokenizer.error import BYTE_TOKEN, TokenizerError
@@ -26,6 +28,11 @@ __all__ = ["Detokenizer", "Tokenizer", "TokenizerError"]
 
 # Far above any vocabulary in use: nothing of ours is to be sized by an id of four thousand million.
 MAX_VOCAB_SIZE = 1 << 24
+# Above the largest there are: 33 MB, and 1.4 million values for 260,000 tokens and their merges.
+MAX_TOKENIZER_BYTES = 1 << 26
+MAX_TOKENIZER_VALUES = 1 << 21
+MAX_NAMES_BYTES = 1 << 22
+MAX_TEMPLATE_BYTES = 1 << 20
 
 # The special tokens that have a role, under the names configuration files and chat templates give them.
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -54,22 +61,24 @@ class Tokenizer:
     @classmethod
     def from_folder(cls, path: str | Path) -> Self:
         """Load tokenizer.json, which says all about encoding, and the names in the files beside it."""
-        folder = Path(path)
-        library = _read_library(folder / "tokenizer.json")
-        config = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
-        roles = _roles_in(config)
-        _mark_special(library, roles.values())
-        _try_out(library, str(folder / "tokenizer.json"))
-        return cls(library, roles, _eos_ids_in(folder, library, roles), _template_in(folder, config))
+        folder = Folder(Path(path), TokenizerError)
+        with _errors_of(str(path)):
+            library = _read_library(folder)
+            names = folder.read_object("special_tokens_map.json", MAX_NAMES_BYTES) or {}
+            config = names | (folder.read_object("tokenizer_config.json", MAX_NAMES_BYTES) or {})
+            roles = _roles_in(config)
+            _mark_special(library, roles.values())
+            _try_out(library, str(folder.path / "tokenizer.json"))
+            return cls(library, roles, _eos_ids_in(folder, library, roles), _template_in(folder, config))
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, object]) -> Self:
         """Build from the `tokenizer.*` entries of a GGUF file's metadata, each of them checked."""
-        vocabulary = GgufVocabulary(metadata)
         with _errors_of("GGUF tokenizer"):
+            vocabulary = GgufVocabulary(metadata)
             library = vocabulary.build_library()
-        _try_out(library, "GGUF tokenizer")
-        return cls(library, vocabulary.roles, vocabulary.eos_token_ids, vocabulary.chat_template)
+            _try_out(library, "GGUF tokenizer")
+            return cls(library, vocabulary.roles, vocabulary.eos_token_ids, vocabulary.chat_template)
 
     @property
     def bos_token_id(self) -> int | None:
@@ -92,11 +101,14 @@ class Tokenizer:
         return "".join(map(detokenizer.add, token_ids)) + detokenizer.finish()
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes one token stands for, which may be only a part of a character."""
-        if not 0 <= token_id < self.vocab_size:
-            raise TokenizerError(f"token id {token_id} is outside the vocabulary of {self.vocab_size} tokens")
-        token = self._library.id_to_token(token_id)
-        if token is None:  # a hole: added tokens may leave ids unused
+        """The bytes one token stands for, which may be only a part of a character.
+
+        An id that is no token stands for none: added tokens leave holes, and models have rows of padding.
+        """
+        if token_id < 0:
+            raise TokenizerError(f"token id {token_id} is negative")
+        token = self._library.id_to_token(token_id) if token_id < self.vocab_size else None
+        if token is None:
             return b""
         return self._spelling.to_bytes(token, is_added=token_id in self._added_tokens)
 
@@ -215,7 +227,12 @@ def _try_out(library: tokenizers.Tokenizer, source: str) -> None:
     library.no_truncation()
     library.no_padding()
     with _errors_of(source):
-        library.encode("try out")
+        found = library.encode("try out").ids
+    size = _vocab_size(library)
+    if any(token_id >= size for token_id in found):  # a post-processor names its ids itself
+        raise TokenizerError(
+            f"{source}: encodes to token id {max(found)}, but its vocabulary ends at {size - 1}"
+        )
 
 
 def _vocab_size(library: tokenizers.Tokenizer) -> int:
@@ -305,30 +322,24 @@ def _with_decoder_step(spelling: Spelling, step: dict[str, Any]) -> Spelling:
             return replace(spelling, replacements=(*spelling.replacements, (old, new)))
         case {"type": "Metaspace", "replacement": mark, "prepend_scheme": scheme}:
             return replace(spelling, replacements=((mark, " "),), drops_first_space=scheme != "never")
-    raise TokenizerError(f"decoder step {step!r} is not known; byte-level and sentencepiece decoders are")
+    raise TokenizerError(
+        f"decoder step {short(step)} is not known; byte-level and sentencepiece decoders are"
+    )
 
 
 # --- A Hugging Face folder ----------------------------------------------------------------------------------
 
 
-def _read_library(path: Path) -> tokenizers.Tokenizer:
-    if not path.is_file():
+def _read_library(folder: Folder) -> tokenizers.Tokenizer:
+    path, raw = folder.path / "tokenizer.json", folder.read("tokenizer.json", MAX_TOKENIZER_BYTES)
+    if raw is None:
         raise TokenizerError(f"{path} does not exist; transformers' tokenizer.save_pretrained writes one")
+    if raw.count(b",") > MAX_TOKENIZER_VALUES:
+        raise TokenizerError(f"{path}: its JSON has more than {MAX_TOKENIZER_VALUES} values")
     with _errors_of(str(path)):
-        text = path.read_text(encoding="utf-8")
+        text = raw.decode("utf-8")
         check_bounds(json.loads(text))
         return tokenizers.Tokenizer.from_str(text)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in an optional file."""
-    if not path.is_file():
-        return {}
-    with _errors_of(str(path)):
-        content = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(content, dict):
-        raise TokenizerError(f"{path} must hold an object, but holds a {type(content).__name__}")
-    return content
 
 
 def _roles_in(config: Mapping[str, Any]) -> dict[str, str]:
@@ -338,30 +349,35 @@ def _roles_in(config: Mapping[str, Any]) -> dict[str, str]:
         value = config.get(role)
         text = value.get("content") if isinstance(value, dict) else value
         if text is not None and not isinstance(text, str):
-            raise TokenizerError(f"tokenizer_config.json: {role!r} must be a string, but is {text!r}")
+            raise TokenizerError(f"tokenizer_config.json: {role!r} must be a string, but is {short(text)}")
         if text:
             roles[role] = text
     return roles
 
 
-def _eos_ids_in(folder: Path, library: tokenizers.Tokenizer, roles: Mapping[str, str]) -> tuple[int, ...]:
+def _eos_ids_in(folder: Folder, library: tokenizers.Tokenizer, roles: Mapping[str, str]) -> tuple[int, ...]:
     """The tokenizer's EOS first, then those that the generation settings, or else the model's, name."""
     own = library.token_to_id(roles["eos_token"]) if "eos_token" in roles else None
     if own is None and "eos_token" in roles:
-        raise TokenizerError(f"{folder}: 'eos_token' {roles['eos_token']!r} is not in tokenizer.json")
-    settings = _read_json(folder / "config.json") | _read_json(folder / "generation_config.json")
-    named = settings.get("eos_token_id")
+        raise TokenizerError(
+            f"{folder.path}: 'eos_token' {short(roles['eos_token'])} is not in tokenizer.json"
+        )
+    model, generation = (folder.read_object(f"{name}config.json") or {} for name in ("", "generation_"))
+    named = (model | generation).get("eos_token_id")
     ids = [own, *(named if isinstance(named, list) else [named])]
     for token_id in ids:
-        if token_id is not None and (type(token_id) is not int or token_id < 0):
-            raise TokenizerError(f"{folder}: 'eos_token_id' must be token ids, but has {token_id!r}")
+        if token_id is not None and (type(token_id) is not int or not 0 <= token_id < MAX_VOCAB_SIZE):
+            raise TokenizerError(
+                f"{folder.path}: 'eos_token_id' must be token ids below {MAX_VOCAB_SIZE}, "
+                f"but has {short(token_id)}"
+            )
     return tuple(dict.fromkeys(token_id for token_id in ids if token_id is not None))
 
 
-def _template_in(folder: Path, config: Mapping[str, Any]) -> str | None:
-    path = folder / "chat_template.jinja"
-    with _errors_of(f"{folder}: 'chat_template'"):
-        template = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
+def _template_in(folder: Folder, config: Mapping[str, Any]) -> str | None:
+    with _errors_of(f"{folder.path}: 'chat_template'"):
+        raw = folder.read("chat_template.jinja", MAX_TEMPLATE_BYTES)
+        template = config.get("chat_template") if raw is None else raw.decode("utf-8")
         if isinstance(template, list):  # several, each with a name
             template = {entry["name"]: entry["template"] for entry in template}.get("default")
         if not isinstance(template, str | None):

@@ -3,8 +3,10 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from reprlib import repr as short
 from typing import Any
 
+import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -60,6 +62,8 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 # Cutting a token in all places costs its length squared; no real sentencepiece token comes near this.
 MAX_PIECE_LENGTH = 512
+# Each character is a place to cut. The largest vocabularies have two million.
+MAX_PIECE_CHARACTERS = 1 << 23
 
 
 class GgufVocabulary:
@@ -139,6 +143,10 @@ class GgufVocabulary:
         """Sentencepiece joins the neighbours whose union scores best: each cut of each token, best first."""
         scores = self._per_token("ggml.scores", lambda v: type(v) is float and math.isfinite(v), "a float")
         pieces = {token: scores[index] for token, index in self._ids.items() if self._types[index] == NORMAL}
+        if (total := sum(map(len, pieces))) > MAX_PIECE_CHARACTERS:
+            raise TokenizerError(
+                f"tokenizer.ggml.tokens has {total} characters, but at most {MAX_PIECE_CHARACTERS}"
+            )
         ranked = []
         for piece, score in pieces.items():
             for cut in range(1, len(piece)):
@@ -163,7 +171,7 @@ class GgufVocabulary:
                 raise self._token_error(index, f"but a token has at most {MAX_PIECE_LENGTH} characters")
 
     def _token_error(self, index: int, rule: str) -> TokenizerError:
-        return TokenizerError(f"tokenizer.ggml.tokens[{index}] is {self._tokens[index][:60]!r}, {rule}")
+        return TokenizerError(f"tokenizer.ggml.tokens[{index}] is {short(self._tokens[index])}, {rule}")
 
     def _find_roles(self) -> dict[str, str]:
         names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
@@ -181,26 +189,33 @@ class GgufVocabulary:
         return TEXT_SPLITS[self._one_of("ggml.pre", list(TEXT_SPLITS), default="default")]
 
     def _one_of(self, name: str, known: list[str], default: str | None = None) -> str:
-        return str(self._entry(name, lambda v: v in known, f"one of {', '.join(known)}", default))
+        return str(
+            self._entry(
+                name, lambda v: isinstance(v, str) and v in known, f"one of {', '.join(known)}", default
+            )
+        )
 
     def _flag(self, name: str, default: bool) -> bool:
         return bool(self._entry(f"ggml.{name}", lambda v: isinstance(v, bool), "true or false", default))
 
     def _per_token(self, name: str, is_valid: Callable[[Any], object], rule: str) -> list[Any]:
-        values = self._array(name, is_valid, rule)
-        if len(values) != len(self._tokens):
-            raise TokenizerError(f"tokenizer.{name} has {len(values)} entries for {len(self._tokens)} tokens")
-        return values
+        found, size = self._metadata.get(f"tokenizer.{name}"), len(self._tokens)
+        if isinstance(found, list | tuple | np.ndarray) and len(found) != size:  # before it is made a list
+            raise TokenizerError(f"tokenizer.{name} has {len(found)} entries for {size} tokens")
+        return self._array(name, is_valid, rule)
 
     def _array(self, name: str, is_valid: Callable[[Any], object], rule: str) -> list[Any]:
-        values = self._entry(name, lambda v: isinstance(v, list | tuple) and v, "a non-empty array")
+        found = self._entry(
+            name, lambda v: isinstance(v, list | tuple | np.ndarray) and len(v), "a non-empty array"
+        )
+        values = found.tolist() if isinstance(found, np.ndarray) else list(found)
         for index, value in enumerate(values):
             if not is_valid(value):
-                raise TokenizerError(f"tokenizer.{name}[{index}] is {value!r}, but must be {rule}")
-        return list(values)
+                raise TokenizerError(f"tokenizer.{name}[{index}] is {short(value)}, but must be {rule}")
+        return values
 
     def _entry(self, name: str, is_valid: Callable[[Any], object], rule: str, default: object = None) -> Any:
         value = self._metadata.get(f"tokenizer.{name}", default)
         if not is_valid(value):
-            raise TokenizerError(f"tokenizer.{name} is {str(value)[:60]!r}, but must be {rule}")
+            raise TokenizerError(f"tokenizer.{name} is {short(value)}, but must be {rule}")
         return value
