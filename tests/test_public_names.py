@@ -1,7 +1,10 @@
 """The names and signatures that callers type. A change here is a change of the public contract."""
 
 import inspect
+import re
 from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -9,6 +12,7 @@ import pytest
 import torch
 
 import infinicore
+import infinilm
 from infinicore import distributed, nn, ops
 from infinicore.nn import functional as F
 from infinicore.nn.functional import RopeAlgo
@@ -27,6 +31,8 @@ FUNCTIONAL = """
     RopeAlgo add_rms_norm causal_softmax embedding gelu layer_norm linear random_sample rms_norm rope silu
     softmax swiglu
 """
+
+INFINILM = "CompletionOutput DynamicCache LLM RequestOutput SamplingParams load_model"
 
 PLACE = "dtype=None, device=None"
 LINEAR = f"in_features, out_features, bias=True, {PLACE}"
@@ -96,6 +102,27 @@ def parameters(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
 def test_public_names_are_these_and_each_can_be_imported(module: ModuleType, names: str) -> None:
     assert module.__all__ == names.split() == sorted(names.split())
     assert all(hasattr(module, name) for name in names.split())
+
+
+def test_infinilm_shows_its_public_names_though_each_is_imported_when_it_is_used() -> None:
+    assert sorted(infinilm.__all__) == INFINILM.split()
+    assert dir(infinilm) == sorted([*INFINILM.split(), "__version__"])
+    assert all(inspect.getdoc(getattr(infinilm, name)) for name in INFINILM.split())
+
+
+def test_a_name_that_infinilm_does_not_have_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'infinilm' has no attribute 'LMM'"):
+        infinilm.LMM  # noqa: B018
+
+
+def test_both_packages_tell_the_version_of_the_one_build() -> None:
+    assert infinicore.__version__ == infinilm.__version__ == version("infinilm")
+    assert re.fullmatch(r"\d+\.\d+\.\d+", infinilm.__version__)
+
+
+@pytest.mark.parametrize("package", [infinicore, infinilm], ids=lambda package: package.__name__)
+def test_type_checkers_are_told_that_the_annotations_are_meant_for_them(package: ModuleType) -> None:
+    assert (Path(inspect.getfile(package)).parent / "py.typed").is_file()
 
 
 @pytest.mark.parametrize("function", SIGNATURES, ids=lambda function: function.__qualname__)
