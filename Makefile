@@ -68,7 +68,7 @@ test-asan: setup
 # randomised address, nor see the order in torch's own threads.
 test-tsan: setup
 	$(call pytest_with,thread,tsan,OMP_NUM_THREADS=1 setarch --addr-no-randomize) tests/test_graph.py \
-	    tests/test_ops.py tests/test_attention.py tests/test_matmul.py $(wildcard tests/test_threads.py) \
+	    tests/test_ops.py tests/test_attention.py tests/test_matmul.py tests/test_threads.py \
 	    -k "(graph or thread) and not default_model and not streams"
 
 lint: setup
