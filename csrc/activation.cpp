@@ -22,7 +22,10 @@ inline vf erf(vf x) {
     return z * p * reciprocal(q);
 }
 
-inline vf normal_cdf(vf x) { return fma(splat(0.5f), erf(x * 0.70710678f), splat(0.5f)); }
+inline vf normal_cdf(vf x) {
+    const vf cdf = fma(splat(0.5f), erf(x * 0.70710678f), splat(0.5f));
+    return select(x < splat(-6.0f), vf{}, cdf);  // below 1e-9
+}
 
 struct Flat {
     bool is_contiguous;

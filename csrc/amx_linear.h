@@ -166,10 +166,26 @@ void add_alone(float* total, const T* row, const TileWeight& weight, int64_t n, 
     }
 }
 
+// An infinite weight makes NaN of a value in two parts, of which one may be zero: what is NaN is summed again
+// with values that are whole.
+template <class T>
+void sum_whole(float* sums, const T* row, const TileWeight& weight, int64_t n, int64_t count) {
+    if constexpr (kPlanes<T> == 1) return;
+    for (int64_t i = 0; i < count; ++i) {
+        if (sums[i] == sums[i]) continue;
+        const auto* w = reinterpret_cast<const bf16*>(weight.data + (n + i) * weight.row_bytes);
+        vf s{};
+        for (int64_t k = 0; k < weight.row_length; k += W) s = fma(load(row + k), load(w + k), s);
+        sums[i] = sum(s);
+    }
+}
+
 template <class T>
 void multiply_alone(const Linear& a, const TileWeight& weight, int64_t n, int64_t count) {
     alignas(64) float total[kTileStripOutputs] = {};
-    add_alone(total, Rows{a.x}.at<const T>(0), weight, n, count);
+    const T* row = Rows{a.x}.at<const T>(0);
+    add_alone(total, row, weight, n, count);
+    sum_whole(total, row, weight, n, count);
     write_sums(Rows{a.y}.at<T>(0) + n, total, a.bias.data ? static_cast<const T*>(a.bias.data) + n : nullptr,
                count);
 }
@@ -295,15 +311,17 @@ struct TilePart {
         }
     }
 
-    void write() const {
+    void write() {
         const T* bias = a.bias.data ? static_cast<const T*>(a.bias.data) + n : nullptr;
         for (int64_t r = 0; r < num_rows; ++r)
             for (int64_t c = 0; c < count; c += kSide) {
                 T* y = Rows{a.y}.at<T>(m + r) + n + c;
                 const int64_t tile =
                     (c / kColumns * num_blocks + r / kSide) * kTogether + c / kSide % kTogether;
-                const float* sums = total + tile * kTotalSize + r % kSide * kSide;
-                write_sums(y, sums, bias ? bias + c : nullptr, smaller(kSide, count - c));
+                float* sums = total + tile * kTotalSize + r % kSide * kSide;
+                const int64_t width = smaller(kSide, count - c);
+                sum_whole(sums, Rows{a.x}.at<const T>(m + r), weight, n + c, width);
+                write_sums(y, sums, bias ? bias + c : nullptr, width);
             }
     }
 

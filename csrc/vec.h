@@ -290,6 +290,7 @@ inline vf reciprocal(vf x) {
 #endif
 }
 
-inline vf sigmoid(vf x) { return reciprocal(1.0f + exp_saturated(-x)); }
+// Zero below -87, so that x * sigmoid(x) of minus infinity is NaN, as it is in torch
+inline vf sigmoid(vf x) { return select(x < splat(-87.0f), vf{}, reciprocal(1.0f + exp_saturated(-x))); }
 
 }  // namespace infini::INFINI_LEVEL
