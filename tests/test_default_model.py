@@ -1,4 +1,4 @@
-"""The built-in SmolLM2: its answers are those of transformers on the same file, and it loads in little memory."""
+"""The built-in SmolLM2: its answers are those of transformers on the same file; it loads in little memory."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The process around a model: it hears Ctrl-C at once, and at rest it uses no CPU.
 
-What is soon is said in CPU time beside that of other work in the same process: a busy machine changes neither.
+What is soon is said in CPU time, beside that of other work in the same process.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def test_an_interrupt_is_heard_in_the_midst_of_a_chunk_of_a_long_prompt(default_
 def test_no_call_of_attention_does_more_than_its_share_of_a_long_prompt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Between two calls an interrupt is heard; the last chunk of a long prompt is where a call could be long."""
+    """Interrupts are heard between two calls, which could be long in the last chunk of a long prompt."""
     done = []
 
     def attention(q: torch.Tensor, keys: torch.Tensor, *rest: object, out: torch.Tensor) -> torch.Tensor:
