@@ -28,6 +28,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_activations_and_softmax_match_torch(dtype: torch.dtype, level: str) -> None:
     x, y = random(3, 50, dtype=dtype), random(3, 50, dtype=dtype, seed=1)
+    small = x * 2**-8  # eps counts
     for found, wanted in (
         (F.silu(x), torch.nn.functional.silu(x)),
         (F.swiglu(x, y), torch.nn.functional.silu(x.double()).mul(y.double()).to(dtype)),
@@ -36,8 +37,8 @@ def test_activations_and_softmax_match_torch(dtype: torch.dtype, level: str) -> 
         (F.gelu(x, "fast"), (x.double() * torch.sigmoid(1.702 * x.double())).to(dtype)),
         (F.softmax(x), torch.softmax(x, -1)),
         (F.softmax(x, 0), torch.softmax(x, 0)),
-        (F.layer_norm(x, [50]), torch.nn.functional.layer_norm(x, [50])),
-        (F.rms_norm(x, [50], y[0], eps=1e-5), torch.nn.functional.rms_norm(x, [50], y[0], eps=1e-5)),
+        (F.layer_norm(small, [50]), torch.nn.functional.layer_norm(small, [50])),
+        (F.rms_norm(small, [50], y[0], eps=1e-5), torch.nn.functional.rms_norm(small, [50], y[0], eps=1e-5)),
     ):
         torch.testing.assert_close(found, wanted, **TOLERANCE[dtype])
 
@@ -219,7 +220,7 @@ def test_sampling_refuses_what_has_no_meaning(level: str) -> None:
                 for options in ({}, {"temperature": 0.0}, {"topk": 2}):
                     with pytest.raises(ValueError, match="random_sample: logit"):
                         draw(logits.to(dtype), **options)
-    with pytest.raises(ValueError, match="random_sample: logit"):
+    with pytest.raises(ValueError, match="every logit is -inf"):
         draw(torch.full((3,), -math.inf))
     for shape in ((0,), (), (2, 3)):
         with pytest.raises(ValueError):

@@ -24,7 +24,7 @@ INT8 = [f"int8 {block_type.name}" for block_type in BlockType]
 INT12 = [f"int12 {block_type.name}" for block_type in BlockType]
 INT16 = [f"int16 {block_type.name}" for block_type in BlockType]
 KINDS = pytest.mark.parametrize("kind", EXACT + INT8 + INT12 + INT16)
-BARS = {"int8": 5e-4, "int12": 1e-6, "int16": 1e-8}
+BARS = {"int8": 5e-4, "int12": 3e-6, "int16": 1e-8}  # about three times the largest error
 
 
 BIG = random_blocks(BlockType.Q8_0, 64, 2)
@@ -65,17 +65,17 @@ def test_native_values_are_those_of_dequantize_bit_for_bit(block_type: BlockType
     assert torch.equal(found.view(torch.int32)[~is_nan], wanted.view(torch.int32)[~is_nan])
 
 
+def bar_of_rounding(kind: str, level: str, length: int) -> float:
+    """A few times what rounding changes: AMX tiles keep 16 bits of x, and take rows that fill lines."""
+    return 3e-11 if (kind, level) == ("bfloat16", "amx") and length % 32 == 0 else 1e-13
+
+
 @pytest.mark.parametrize("kind", EXACT)
 def test_product_is_that_of_float64_but_for_float32_rounding(kind: str, level: str) -> None:
     weight = weight_of(kind, 100)
     for num_rows in (1, 9):
         x = rows(num_rows, 768)
-        assert nmse(F.linear(x, weight), product(x, weight)) <= 1e-10
-
-
-def dense_bar(kind: str, level: str, length: int) -> float:
-    """What rounding may change: AMX tiles keep 16 bits of x, and take rows that fill lines."""
-    return 1e-11 if (kind, level) == ("bfloat16", "amx") and length % 32 == 0 else 1e-12
+        assert nmse(F.linear(x, weight), product(x, weight)) <= bar_of_rounding(kind, level, 768)
 
 
 @pytest.mark.parametrize("kind", DENSE)
@@ -84,7 +84,7 @@ def test_rows_of_any_length_are_summed_alike_for_few_and_for_many(kind: str, len
     """Whole panels of 16 outputs and the rest, read in place and widened: one order for all."""
     weight, x = rows(37, length).to(getattr(torch, kind)), rows(21, length)
     whole = F.linear(x, weight)
-    assert nmse(whole, product(x, weight)) <= dense_bar(kind, level, length)
+    assert nmse(whole, product(x, weight)) <= bar_of_rounding(kind, level, length)
     for inputs in (x, x.to(weight.dtype)):
         whole = F.linear(inputs, weight)
         for num_rows in (1, 2, 3, 4, 5, 17):
@@ -97,7 +97,7 @@ def test_more_rows_and_outputs_than_are_kept_at_once_are_those_of_few(kind: str,
     weight, x = rows(1100, 544).to(getattr(torch, kind)), rows(300, 544)
     bias = rows(1, 1100)[0]
     whole = F.linear(x, weight, bias)
-    assert nmse(whole, product(x, weight) + bias) <= dense_bar(kind, level, 544)
+    assert nmse(whole, product(x, weight) + bias) <= bar_of_rounding(kind, level, 544)
     for few in (slice(0, 1), slice(255, 257), slice(290, 300)):
         assert torch.equal(F.linear(x[few], weight, bias), whole[few])
 

@@ -75,8 +75,15 @@ def pair_samples(dtype: torch.dtype) -> Samples:
         yield x, x.flip(0)
 
 
+def small_rows(dtype: torch.dtype) -> Tensor:
+    """Rows whose mean square is near eps, and one of zeros: without eps a norm of them is another."""
+    x = random(4, 40, dtype=dtype, scale=2.0**-8)
+    x[2] = 0
+    return x
+
+
 def rms_norm_samples(dtype: torch.dtype) -> Samples:
-    for (x,) in row_samples(dtype):
+    for (x,) in (*row_samples(dtype), (small_rows(dtype),)):
         yield x, random(x.shape[-1], dtype=dtype), 1e-5
     for (x,) in not_finite_samples(dtype):
         yield random(*x.shape, dtype=dtype), x[9], 1e-5
@@ -94,7 +101,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm_samples(dtype: torch.dtype) -> Samples:
-    for x, residual in pair_samples(dtype):
+    for x, residual in (*pair_samples(dtype), (small_rows(dtype), small_rows(dtype))):
         yield x, residual, random(x.shape[-1], dtype=dtype), 1e-6
 
 
@@ -106,7 +113,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def layer_norm_samples(dtype: torch.dtype) -> Samples:
-    for (x,) in row_samples(dtype):
+    for (x,) in (*row_samples(dtype), (small_rows(dtype),)):
         size = x.shape[-1]
         yield x + 10, random(size, dtype=dtype), random(size, dtype=dtype).flip(0), 1e-5
         yield x, None, None, 1e-5
