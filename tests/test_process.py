@@ -28,6 +28,7 @@ INTERRUPTED = """
 import signal, sys, threading, time
 from infinilm import LLM, SamplingParams
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits that it is ignored
 llm, params = LLM(sys.argv[1]), SamplingParams(max_tokens=1)
 next(llm.stream([1000], params))
 start = time.process_time()
@@ -81,7 +82,7 @@ def test_no_call_of_attention_does_more_than_its_share_of_a_long_prompt(
 
 # Says when it begins to read the prompt.
 ANNOUNCED = """
-import sys
+import signal, sys
 from infinilm.cli import main
 from infinilm.models.llama import LlamaForCausalLM
 
@@ -92,6 +93,7 @@ def announced_prefill(*args):
     return prefill(*args)
 
 LlamaForCausalLM.prefill = announced_prefill
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits that it is ignored
 sys.exit(main())
 """
 
