@@ -1,11 +1,60 @@
-"""What several test files share: the default model, fetched once and kept in the user's cache."""
+"""What several test files share: the levels of the native core, its threads, and the default model."""
 
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from infinilm import hub
+
+# What CMakeLists.txt compiles, from the plainest to the fastest; a CPU may lack the last ones.
+LEVELS = {
+    "x86_64": ("portable", "avx2", "avx512", "amx"),
+    "aarch64": ("portable", "neon"),
+    "arm64": ("portable", "neon"),
+}.get(platform.machine(), ("portable",))
+
+
+@contextmanager
+def at_level(name: str) -> Iterator[None]:
+    from infinicore import _native  # with torch, which not every test needs
+
+    if name not in _native.isa_levels():
+        pytest.skip(f"this CPU has no {name}")
+    before = _native.isa()
+    _native.set_isa(name)
+    try:
+        yield
+    finally:
+        _native.set_isa(before)
+
+
+@pytest.fixture(params=LEVELS)
+def level(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The test runs once at each level of the build."""
+    with at_level(request.param):
+        yield request.param
+
+
+@pytest.fixture
+def is_best(level: str) -> bool:
+    """Whether this is the level that callers get here; what is costly need not run at the others too."""
+    from infinicore import _native
+
+    return level == _native.isa_levels()[-1]
+
+
+@pytest.fixture
+def keep_threads() -> Iterator[None]:
+    """The test may change the number of threads."""
+    import infinicore
+
+    before = infinicore.get_num_threads()
+    yield
+    infinicore.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
@@ -15,6 +64,6 @@ def default_model_path() -> Path:
 
 @pytest.fixture(scope="session")
 def default_model_metadata(default_model_path: Path) -> dict[str, Any]:
-    from infinilm.checkpoint import open_checkpoint  # imports torch, which not every test needs
+    from infinilm.checkpoint import open_checkpoint
 
     return open_checkpoint(default_model_path).metadata

@@ -34,9 +34,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 def run_python(code: str) -> str:
     """What a fresh interpreter prints: it may fork, where one that has run parallel torch code may not."""
     command = [sys.executable, "-c", code]
-    return subprocess.run(
-        command, cwd=EXAMPLES, check=True, capture_output=True, text=True, timeout=120
-    ).stdout
+    return subprocess.run(command, cwd=EXAMPLES, check=True, capture_output=True, text=True).stdout
 
 
 def rotate_half(x: Tensor, positions: Tensor) -> Tensor:
@@ -145,7 +143,7 @@ def test_self_attention_equals_torchs_with_rotated_heads(example: Example) -> No
 
 
 def test_rms_norm_class_equals_torchs(example: Example) -> None:
-    norm, x = example("rms_norm_class").RMSNorm(16), random(2, 3, 16)
+    norm, x = example("rms_norm_class").RMSNorm(16), random(2, 3, 16) / 100  # eps counts
     norm.weight = random(16, seed=1)
     torch.testing.assert_close(norm.forward(x), torch.nn.functional.rms_norm(x, [16], norm.weight, eps=1e-5))
 

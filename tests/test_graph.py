@@ -8,9 +8,11 @@ import torch
 from infinicore import nn, ops
 from infinicore.graph import Graph, RecordError
 from infinicore.nn import functional as F
+from infinicore.ops.reference import random_blocks
+from infinicore.quantization import BlockType
 
 
-def test_a_replay_gives_the_bits_of_a_plain_run_on_new_values() -> None:
+def test_a_replay_gives_the_bits_of_a_plain_run_on_new_values(level: str) -> None:
     norm = nn.RMSNorm(64)
     norm.weight.load(torch.randn(64))
     x, residual = torch.randn(3, 64), torch.randn(3, 64)
@@ -24,6 +26,28 @@ def test_a_replay_gives_the_bits_of_a_plain_run_on_new_values() -> None:
         x.normal_(), residual.normal_()
         assert torch.equal(graph.replay(), step())
     assert len(graph) == 5
+
+
+def test_a_replay_calls_the_same_products_attention_and_cache_on_new_values(level: str) -> None:
+    """What a decode step is made of: dense and packed products, rope, a cache that grows, attention."""
+    dense, packed = torch.randn(64, 64), random_blocks(BlockType.Q4_0, 64, 2).pack()
+    keys, values = torch.zeros(2, 1, 4, 300, 16)
+    x, stream, position = torch.randn(1, 64), torch.tensor([0]), torch.tensor([260])
+    sin, cos = torch.rand(2, 300, 8)
+
+    def step() -> torch.Tensor:
+        q = F.rope(F.linear(x, dense).view(1, 4, 16), position, sin, cos)
+        k = F.linear(x, packed).view(1, 4, 16)
+        ops.store_kv(keys, values, k, q, stream, position, out=(keys, values))
+        return ops.attention(q, keys, values, stream, position, 0.25, 0)
+
+    graph = Graph.record(step)
+    for new_position in (261, 262, 3):
+        x.normal_()
+        position.fill_(new_position)
+        replayed = graph.replay().clone()
+        assert keys[0, :, new_position].any() and values[0, :, new_position].any()
+        assert torch.equal(replayed, step()) and replayed.any()
 
 
 def test_what_a_replay_would_leave_out_is_refused() -> None:

@@ -41,7 +41,7 @@ def row(rank: int, size: int, **options) -> RowParallelLinear:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(5,), (2, 5), (2, 3, 5), (0, 5)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_linear_is_torchs_linear(dtype, shape, bias):
+def test_linear_is_torchs_linear(dtype, shape, bias, level):
     ours, theirs = Linear(5, 3, bias, dtype=dtype), torch.nn.Linear(5, 3, bias, dtype=dtype)
     ours.load_state_dict(theirs.state_dict(), strict=True)
     x = torch.randn(shape, dtype=dtype)

@@ -6,10 +6,12 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
+from conftest import LEVELS
 from torch import Tensor
 
 import infinicore
@@ -26,28 +28,22 @@ DTYPES = {
     "packed_embedding": (torch.float32,),
 }
 NATIVE_OPS = [op for op in OPS.values() if any(kernel.name == "native" for kernel in op.kernels)]
-# The outputs of these have the layout of an input, so they may be written over it.
-ELEMENTWISE = ("rms_norm", "layer_norm", "rope", "silu", "gelu", "swiglu", "softmax", "causal_softmax")
-
-
-@pytest.fixture(params=_native.isa_levels())
-def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = _native.isa()
-    _native.set_isa(request.param)
-    yield request.param
-    _native.set_isa(before)
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before = infinicore.get_num_threads()
-    infinicore.set_num_threads(2)
-    yield
-    infinicore.set_num_threads(before)
+# Of these there is nothing to differentiate by.
+WITHOUT_GRADIENT = ("random_sample", "quantized_embedding", "packed_embedding")
+# The output of these may be written over the first input; add_rms_norm has two.
+ELEMENTWISE = [
+    name for name, may_be_input in _native.ops().items() if may_be_input and name != "add_rms_norm"
+]
 
 
 def cases() -> list[tuple[Op, torch.dtype]]:
     return [(op, dtype) for op in NATIVE_OPS for dtype in DTYPES.get(op.name, HALF_AND_SINGLE)]
+
+
+@cache
+def samples(name: str, dtype: torch.dtype) -> list[tuple[tuple[Any, ...], Any]]:
+    """Each of an op's samples with what its reference makes of it, worked out once for all levels"""
+    return [(args, OPS[name].reference(*args)) for args in OPS[name].samples(dtype)]
 
 
 def case_id(value: object) -> str:
@@ -75,20 +71,23 @@ def assert_close(op: Op, found: Tensor | tuple[Tensor, ...], wanted: Tensor | tu
 
 
 def assert_same_bits(found: Tensor | tuple[Tensor, ...], wanted: Tensor | tuple[Tensor, ...]) -> None:
+    """NaN for NaN, whatever its bits; 0.0 and -0.0 differ."""
     for f, w in zip(as_tuple(found), as_tuple(wanted), strict=True):
-        assert torch.equal(f, w)
+        assert f.dtype == w.dtype and f.shape == w.shape and torch.equal(f.isnan(), w.isnan())
+        bits = [t.masked_fill(t.isnan(), 0)[..., None].view(torch.uint8) for t in (f, w)]
+        assert torch.equal(*bits)
 
 
 @pytest.mark.parametrize("op, dtype", cases(), ids=case_id)
 def test_native_kernel_matches_the_reference(op: Op, dtype: torch.dtype, level: str) -> None:
-    for args in op.samples(dtype):
+    for args, wanted in samples(op.name, dtype):
         assert op.pick(*args) is not None, f"the kernel refuses {args}"
-        assert_close(op, op(*args), op.reference(*args))
+        assert_close(op, op(*args), wanted)
 
 
 @pytest.mark.parametrize("op, dtype", cases(), ids=case_id)
 def test_strided_inputs_give_the_bits_of_contiguous_ones(op: Op, dtype: torch.dtype, level: str) -> None:
-    for args in op.samples(dtype):
+    for args, _ in samples(op.name, dtype):
         num_strided = 1 if op.name == "rope" else len(args)  # the tables of rope must be contiguous
         strided = (*map(padded, args[:num_strided]), *args[num_strided:])
         assert op.pick(*strided) is not None
@@ -96,66 +95,140 @@ def test_strided_inputs_give_the_bits_of_contiguous_ones(op: Op, dtype: torch.dt
 
 
 @pytest.mark.parametrize("op, dtype", cases(), ids=case_id)
-def test_one_and_two_threads_give_the_same_bits(op: Op, dtype: torch.dtype, two_threads: None) -> None:
-    for args in op.samples(dtype):
-        on_two = op(*args)
-        infinicore.set_num_threads(1)
-        on_one = op(*args)
-        infinicore.set_num_threads(2)
-        assert_same_bits(on_two, on_one)
+def test_one_and_two_threads_give_the_same_bits(
+    op: Op, dtype: torch.dtype, level: str, keep_threads: None
+) -> None:
+    infinicore.set_num_threads(1)
+    on_one = [op(*args) for args, _ in samples(op.name, dtype)]
+    infinicore.set_num_threads(2)
+    for (args, _), wanted in zip(samples(op.name, dtype), on_one, strict=True):
+        assert_same_bits(op(*args), wanted)
 
 
 @pytest.mark.parametrize("op, dtype", [c for c in cases() if c[0].name in ELEMENTWISE], ids=case_id)
 def test_output_may_be_the_input(op: Op, dtype: torch.dtype, level: str) -> None:
-    for args in op.samples(dtype):
+    for args, _ in samples(op.name, dtype):
         x = args[0].clone()
+        assert op.pick(x, *args[1:], out=x) is not None
         result = op(x, *args[1:], out=x)
         assert result is x
         assert_same_bits(x, op(*args))
 
 
 @pytest.mark.parametrize("op, dtype", [c for c in cases() if c[0].name in ELEMENTWISE], ids=case_id)
-def test_output_may_overlap_the_input_in_part(op: Op, dtype: torch.dtype) -> None:
-    for args in op.samples(dtype):
+def test_output_may_overlap_the_input_in_part(op: Op, dtype: torch.dtype, level: str) -> None:
+    num_tested = 0
+    for args, wanted in samples(op.name, dtype):
         if args[0].numel() == 0 or args[0].dim() > 3:
             continue
         shape = args[0].shape
         memory = torch.zeros(args[0].numel() + shape[-1], dtype=dtype)
         x, out = memory[: -shape[-1]].view(shape), memory[shape[-1] :].view(shape)
         x.copy_(args[0])
-        assert_close(op, op(x, *args[1:], out=out), op.reference(*args))
+        assert_close(op, op(x, *args[1:], out=out), wanted)
+        num_tested += 1
+    assert num_tested > 5
+
+
+SQUARE, OTHER = torch.randn(2, 130, 130, generator=torch.Generator().manual_seed(0))
+HEADS = SQUARE[:, :128].reshape(130, 4, 32)
+IDS = torch.arange(130).flip(0)
+VECTOR = SQUARE[0].clone()
+
+
+@pytest.mark.parametrize(
+    "op, args, index",
+    [
+        (ops.embedding, (IDS, SQUARE), 1),
+        (ops.linear, (SQUARE, OTHER, None), 0),
+        (ops.linear, (SQUARE, OTHER, None), 1),
+        (ops.linear, (VECTOR, OTHER, SQUARE[1]), 2),
+        (ops.rms_norm, (VECTOR, SQUARE[1], 1e-5), 1),
+        (ops.layer_norm, (VECTOR, SQUARE[1], SQUARE[2], 1e-5), 2),
+        (ops.swiglu, (SQUARE, OTHER), 1),
+        (ops.attention, (HEADS, HEADS[None, :, :130], HEADS[None], IDS * 0, IDS % 4, 0.2, 0), 0),
+    ],
+    ids=case_id,
+)
+def test_an_output_that_is_any_argument_gets_the_right_result(
+    op: Op, args: tuple[Any, ...], index: int, level: str
+) -> None:
+    wanted = op.reference(*args)
+    for is_resolved in (False, True):
+        given = [a.clone() if isinstance(a, Tensor) else a for a in args]
+        out = given[index]
+        op.resolve(*given, out=out)() if is_resolved else op(*given, out=out)
+        assert_close(op, out, wanted)
+
+
+def test_two_outputs_may_be_the_inputs_but_not_each_other(level: str) -> None:
+    wanted = ops.add_rms_norm.reference(SQUARE, OTHER, VECTOR, 1e-5)
+    for y, total in ((0, 1), (1, 0)):
+        given = [SQUARE.clone(), OTHER.clone()]
+        ops.add_rms_norm(*given, VECTOR, 1e-5, out=(given[y], given[total]))
+        assert_close(ops.add_rms_norm, (given[y], given[total]), wanted)
+    rows = torch.empty(131, 130)
+    for out in ((rows[1:], rows[1:]), (rows[:-1], rows[1:])):
+        with pytest.raises(ValueError, match="two of the outputs overlap"):
+            ops.add_rms_norm(SQUARE, OTHER, VECTOR, 1e-5, out=out)
+        with pytest.raises(ValueError, match="two of the outputs overlap"):
+            ops.add_rms_norm.resolve(SQUARE, OTHER, VECTOR, 1e-5, out=out)()
+
+
+def test_a_prepared_call_refuses_tensors_that_overlap_where_its_own_did_not(level: str) -> None:
+    call = ops.linear.resolve(SQUARE, OTHER, None, out=torch.empty(130, 130))
+    with pytest.raises(ValueError, match="overlaps an input"):
+        call(SQUARE, SQUARE, OTHER, None)
+    pair = ops.add_rms_norm.resolve(
+        SQUARE, OTHER, VECTOR, 1e-5, out=(torch.empty(130, 130), torch.empty(130, 130))
+    )
+    both = torch.empty(130, 130)
+    with pytest.raises(ValueError, match="two outputs overlap"):
+        pair(both, both, SQUARE, OTHER, VECTOR)
 
 
 @pytest.mark.parametrize("op, dtype", cases(), ids=case_id)
-def test_a_resolved_call_gives_the_bits_of_a_plain_one(op: Op, dtype: torch.dtype) -> None:
-    for args in op.samples(dtype):
+def test_a_resolved_call_gives_the_bits_of_a_plain_one(op: Op, dtype: torch.dtype, level: str) -> None:
+    for args, _ in samples(op.name, dtype):
         wanted = op(*args)
         out = tuple(torch.full_like(w, 3) for w in as_tuple(wanted))
+        if op.name == "store_kv":  # of which a call that can be repeated writes in place
+            args = (*(cache.clone() for cache in args[:2]), *args[2:])
+            out = args[:2]
         call = op.resolve(*args, out=out if isinstance(wanted, tuple) else out[0])
+        assert isinstance(call, _native.Call) or out[0].numel() == 0
         for _ in range(2):
             call()
             assert_same_bits(out, wanted)
 
 
-@pytest.mark.parametrize("op", NATIVE_OPS, ids=case_id)
+@pytest.mark.parametrize("op", [op for op in NATIVE_OPS if op.name not in WITHOUT_GRADIENT], ids=case_id)
 def test_inputs_that_need_a_gradient_take_the_differentiable_reference(op: Op) -> None:
     args = [
-        a.requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() else a
-        for a in next(iter(op.samples(torch.float32)))
+        a.clone().requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() else a
+        for a in samples(op.name, torch.float32)[2][0]
     ]
-    if op.name in ("random_sample", "quantized_embedding", "packed_embedding"):  # nothing to differentiate by
-        return
-    result = as_tuple(op(*args))[0]
-    assert result.requires_grad
+    assert op.pick(*args) is None
+    sum(result.square().sum() for result in as_tuple(op(*args))).backward()
+    for a in args:
+        assert not isinstance(a, Tensor) or not a.requires_grad or (a.grad is not None and a.grad.any())
     with torch.no_grad():
         assert not as_tuple(op(*args))[0].requires_grad
 
 
-def test_every_op_has_samples_and_tolerances_and_every_sample_runs() -> None:
-    for op in OPS.values():
-        dtypes = DTYPES.get(op.name, HALF_AND_SINGLE)
-        assert all(dtype in op.tolerances for dtype in dtypes), op.name
-        assert all(list(op.samples(dtype)) for dtype in dtypes), op.name
+@pytest.mark.parametrize("op", OPS.values(), ids=case_id)
+def test_every_op_has_a_tolerance_and_samples_for_each_of_its_dtypes(op: Op) -> None:
+    for dtype in DTYPES.get(op.name, HALF_AND_SINGLE):
+        assert dtype in op.tolerances and len(samples(op.name, dtype)) > 2
+
+
+# Blocks are tested with any bytes in test_matmul.py, and what is not finite is refused as a logit.
+@pytest.mark.parametrize("op", [op for op in NATIVE_OPS if op.name not in WITHOUT_GRADIENT], ids=case_id)
+def test_samples_hold_every_value_that_is_not_finite(op: Op) -> None:
+    """So that a kernel which loses one of them differs from its reference."""
+    tensors = [a for args, _ in samples(op.name, torch.float32) for a in args if isinstance(a, Tensor)]
+    values = torch.cat([t.flatten() for t in tensors if t.is_floating_point()])
+    assert values.isnan().any() and values.isposinf().any() and values.isneginf().any()
 
 
 def test_every_native_function_belongs_to_an_op() -> None:
@@ -236,6 +309,13 @@ def test_rounding_to_half_precision_is_to_nearest_even(level: str) -> None:
         torch.testing.assert_close(total, wanted, rtol=0, atol=0, equal_nan=True)
 
 
+def test_levels_of_the_cpu_are_among_those_of_the_build_and_the_best_is_taken() -> None:
+    levels = _native.isa_levels()
+    assert levels == [name for name in LEVELS if name in levels] and levels[0] == "portable"
+    if "INFINICORE_ISA" not in os.environ:
+        assert _native.isa() == levels[-1]
+
+
 def test_an_unknown_level_is_refused_with_those_there_are() -> None:
     levels = re.escape(repr(_native.isa_levels()))
     with pytest.raises(ValueError, match=f"one of {levels}, but found 'sse9'"):
@@ -270,7 +350,7 @@ def test_use_ntops_switches_accelerators_and_changes_no_result(monkeypatch: pyte
     assert_same_bits(twice(x), accelerated)
 
 
-def test_layer_norm_keeps_a_small_variance_under_a_large_mean() -> None:
+def test_layer_norm_keeps_a_small_variance_under_a_large_mean(level: str) -> None:
     x = 1e4 + torch.randn(4, 4096, generator=torch.Generator().manual_seed(0)) * 1e-2
     wanted = torch.nn.functional.layer_norm(x.double(), (4096,), eps=1e-12).float()
     torch.testing.assert_close(ops.layer_norm(x, None, None, 1e-12), wanted, rtol=1e-5, atol=1e-5)

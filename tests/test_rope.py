@@ -34,7 +34,7 @@ def rotate_every_two(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("algo", RopeAlgo)
 @pytest.mark.parametrize("data_type, position_type", list(itertools.product(DATA_TYPES, POSITION_TYPES)))
 def test_every_pair_of_types_equals_the_formulation_of_the_models(
-    algo: RopeAlgo, data_type: torch.dtype, position_type: torch.dtype
+    algo: RopeAlgo, data_type: torch.dtype, position_type: torch.dtype, level: str
 ) -> None:
     """GPT-NeoX and LLaMA rotate halves, GPT-J rotates neighbours; angles are repeated to match."""
     x = torch.randn(2, 5, 3, 10, generator=torch.Generator().manual_seed(0)).to(data_type)
@@ -51,12 +51,13 @@ def test_every_pair_of_types_equals_the_formulation_of_the_models(
         )
     s, c = full_sin.double()[positions][:, :, None], full_cos.double()[positions][:, :, None]
     wanted = (x.double() * c + rotate(x.double()) * s).to(data_type)
-    tolerance = TOLERANCE[data_type]
-    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(found, wanted, rtol=TOLERANCE[data_type], atol=1e-6)
 
 
 @pytest.mark.parametrize("algo", RopeAlgo)
-def test_three_dimensions_are_a_batch_of_one_and_shared_positions_serve_every_batch(algo: RopeAlgo) -> None:
+def test_three_dimensions_are_a_batch_of_one_and_shared_positions_serve_every_batch(
+    algo: RopeAlgo, level: str
+) -> None:
     x, positions, (sin, cos) = torch.randn(4, 6, 2, 8), torch.tensor([5, 0, 1, 9, 3, 3]), tables(10, 4)
     batched = F.rope(x, positions, sin, cos, algo)
     for b in range(4):
@@ -82,7 +83,7 @@ def test_rotation_keeps_length_and_depends_on_distance_alone(algo: RopeAlgo) -> 
 
 
 @pytest.mark.parametrize("algo", RopeAlgo)
-def test_strided_heads_of_a_fused_projection_rotate_in_place(algo: RopeAlgo) -> None:
+def test_strided_heads_of_a_fused_projection_rotate_in_place(algo: RopeAlgo, level: str) -> None:
     qkv, positions, (sin, cos) = torch.randn(2, 5, 3 * 4 * 8), torch.arange(5), tables(8, 4)
     q, k, v = (part.unflatten(-1, (4, 8)) for part in qkv.chunk(3, dim=-1))
     wanted_q, before_k, before_v = F.rope(q.contiguous(), positions, sin, cos, algo), k.clone(), v.clone()
@@ -91,7 +92,9 @@ def test_strided_heads_of_a_fused_projection_rotate_in_place(algo: RopeAlgo) -> 
 
 
 @pytest.mark.parametrize("position", [-1, 10, 2**31, 2**62])
-def test_a_position_outside_the_tables_is_refused_before_anything_is_written(position: int) -> None:
+def test_a_position_outside_the_tables_is_refused_before_anything_is_written(
+    position: int, level: str
+) -> None:
     x, (sin, cos) = torch.randn(3, 2, 8), tables(10, 4)
     before = x.clone()
     for call in (
@@ -103,7 +106,7 @@ def test_a_position_outside_the_tables_is_refused_before_anything_is_written(pos
     assert torch.equal(x, before)
 
 
-def test_unsigned_positions_do_not_wrap_around() -> None:
+def test_unsigned_positions_do_not_wrap_around(level: str) -> None:
     x, (sin, cos) = torch.randn(1, 2, 8), tables(10, 4)
     for dtype, value in ((torch.uint8, 255), (torch.uint16, 65535), (torch.uint64, 2**64 - 1)):
         with pytest.raises(IndexError, match=str(value)):
@@ -178,7 +181,7 @@ def test_the_descriptor_tells_what_it_was_made_for() -> None:
     assert (flat.batch, flat.x_stride_batch, flat.has_batch_dim) == (1, 0, False)
 
 
-def test_a_descriptor_runs_on_any_tensors_of_its_layout_and_refuses_others() -> None:
+def test_a_descriptor_runs_on_any_tensors_of_its_layout_and_refuses_others(level: str) -> None:
     made = arguments()
     descriptor = RopeDescriptor.create(**made)  # type: ignore[arg-type]
     for _ in range(3):
@@ -227,7 +230,7 @@ def test_the_module_serves_half_precision() -> None:
     found = nn.RoPE(8, 32)(x, torch.arange(5))
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(
-        found.float(), nn.RoPE(8, 32)(x.float(), torch.arange(5)), rtol=2e-2, atol=2e-2
+        found.float(), nn.RoPE(8, 32)(x.float(), torch.arange(5)), rtol=1.6e-2, atol=8e-3
     )
 
 

@@ -35,9 +35,28 @@ def wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
+NOT_FINITE = (torch.nan, torch.inf, -torch.inf)
+
+
+def not_finite(size: int, dtype: torch.dtype) -> Tensor:
+    """Rows with a value that is not finite at their start, midst or end, rows with two, one without."""
+    x = random(13, size, dtype=dtype)
+    for row in range(9):
+        x[row, (0, size // 2, size - 1)[row // 3]] = NOT_FINITE[row % 3]
+    for row, (first, last) in enumerate(((1, 2), (1, 0), (2, 0)), start=9):
+        x[row, 0], x[row, size - 1] = NOT_FINITE[first], NOT_FINITE[last]
+    return x
+
+
+def not_finite_samples(dtype: torch.dtype) -> Samples:
+    for size in (3, 18, 133):  # ends of vectors, whole ones, and several at once
+        yield (not_finite(size, dtype),)
+
+
 def row_samples(dtype: torch.dtype) -> Samples:
     for size in ODD_SIZES:
         yield (random(3, size, dtype=dtype, scale=3.0),)
+    yield from not_finite_samples(dtype)
     yield (random(2, 3, 5, 65, dtype=dtype),)
     yield (random(40, 1025, dtype=dtype),)  # enough for two threads
     yield (random(0, 8, dtype=dtype),)
@@ -47,11 +66,23 @@ def row_samples(dtype: torch.dtype) -> Samples:
 def pair_samples(dtype: torch.dtype) -> Samples:
     for (x,) in row_samples(dtype):
         yield x, random(*x.shape, dtype=dtype).flip(0)
+    for (x,) in not_finite_samples(dtype):
+        yield random(*x.shape, dtype=dtype), x
+        yield x, x.flip(0)
+
+
+def small_rows(dtype: torch.dtype) -> Tensor:
+    """Rows whose mean square is near eps, and one of zeros: without eps a norm of them is another."""
+    x = random(4, 40, dtype=dtype, scale=2.0**-8)
+    x[2] = 0
+    return x
 
 
 def rms_norm_samples(dtype: torch.dtype) -> Samples:
-    for (x,) in row_samples(dtype):
+    for (x,) in (*row_samples(dtype), (small_rows(dtype),)):
         yield x, random(x.shape[-1], dtype=dtype), 1e-5
+    for (x,) in not_finite_samples(dtype):
+        yield random(*x.shape, dtype=dtype), x[9], 1e-5
 
 
 @op(rms_norm_samples)
@@ -66,7 +97,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm_samples(dtype: torch.dtype) -> Samples:
-    for x, residual in pair_samples(dtype):
+    for x, residual in (*pair_samples(dtype), (small_rows(dtype), small_rows(dtype))):
         yield x, residual, random(x.shape[-1], dtype=dtype), 1e-6
 
 
@@ -78,10 +109,12 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def layer_norm_samples(dtype: torch.dtype) -> Samples:
-    for (x,) in row_samples(dtype):
+    for (x,) in (*row_samples(dtype), (small_rows(dtype),)):
         size = x.shape[-1]
         yield x + 10, random(size, dtype=dtype), random(size, dtype=dtype).flip(0), 1e-5
         yield x, None, None, 1e-5
+    for (x,) in not_finite_samples(dtype):
+        yield random(*x.shape, dtype=dtype), x[9], x[0], 1e-5
 
 
 @op(layer_norm_samples)
@@ -109,6 +142,10 @@ def rope_samples(dtype: torch.dtype) -> Samples:
             yield random(5, 3, 2 * half, dtype=dtype), positions, *tables, is_interleaved
             yield random(2, 5, 4, 2 * half, dtype=dtype), positions.int(), *tables, is_interleaved
             yield random(2, 5, 1, 2 * half, dtype=dtype), per_batch, *tables, is_interleaved
+    for half in (3, 17, 64):
+        x, tables = not_finite(2 * half, dtype).view(13, 1, 2 * half), rope_tables(half, dtype)
+        for is_interleaved in (False, True):
+            yield x, torch.arange(13) % 9, *tables, is_interleaved
     yield random(0, 3, 8, dtype=dtype), torch.empty(0, dtype=torch.int64), *rope_tables(4, dtype), False
     yield random(2, 256, 8, 64, dtype=dtype), torch.arange(256) % 9, *rope_tables(32, dtype), True
 
@@ -150,7 +187,10 @@ def gelu(x: Tensor, approximate: str) -> Tensor:
     v = wide(x)
     if approximate == "fast":
         return (v * torch.sigmoid(1.702 * v)).to(x.dtype)
-    return torch.nn.functional.gelu(v, approximate=approximate).to(x.dtype)
+    if approximate == "tanh":
+        return torch.nn.functional.gelu(v, approximate="tanh").to(x.dtype)
+    # By hand: torch's own gelu of infinity is infinite in its scalar form and NaN in its vector form.
+    return (v * (0.5 * (1 + torch.erf(v * 0.5**0.5)))).to(x.dtype)
 
 
 @op(pair_samples)
@@ -185,22 +225,30 @@ def causal_softmax_samples(dtype: torch.dtype) -> Samples:
         (2, 0, 3),
     ):
         yield (random(*shape, dtype=dtype, scale=3.0),)
+    for (x,) in not_finite_samples(dtype):
+        yield (x[:3],)
+        yield (x.repeat(1, 5)[:, :37],)  # some of it where only some rows see it
 
 
 @op(causal_softmax_samples)
 def causal_softmax(x: Tensor) -> Tensor:
-    """softmax over the columns a query may see: row i of [..., S, T] sees columns up to T - S + i."""
+    """softmax over the columns a query may see: row i of [..., S, T] sees columns up to T - S + i.
+
+    The others are 0, also in a row that is spoilt by a NaN.
+    """
     num_queries, num_keys = x.shape[-2:]
     visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=x.device).tril(
         num_keys - num_queries
     )
-    return torch.softmax(wide(x).masked_fill(~visible, -torch.inf), dim=-1).to(x.dtype)
+    y = torch.softmax(wide(x).masked_fill(~visible, -torch.inf), dim=-1)
+    return y.masked_fill(~visible, 0).to(x.dtype)
 
 
 def embedding_samples(dtype: torch.dtype) -> Samples:
     for size in ODD_SIZES:
         yield torch.tensor([[4, 0], [2, 4]]), random(5, size, dtype=dtype)
     yield torch.tensor(3), random(5, 8, dtype=dtype)
+    yield torch.tensor([12, 1, 0, 9]), not_finite(37, dtype)
     yield torch.empty(0, 3, dtype=torch.int64), random(5, 8, dtype=dtype)
     yield torch.arange(300, dtype=torch.int32) % 50, random(50, 512, dtype=dtype)
 
@@ -219,6 +267,10 @@ def linear_samples(dtype: torch.dtype) -> Samples:
         for num_rows in (1, 2, 5, 17, 64, 130):
             yield random(num_rows, 300, dtype=rows), random(33, 300, dtype=dtype), random(33, dtype=rows)
         yield random(5, 1030, dtype=rows), random(16, 1030, dtype=dtype), None  # chunks, and an odd end
+        for size in (37, 64):
+            for x in (not_finite(size, rows), not_finite(size, rows)[1:2]):
+                yield x, random(35, size, dtype=dtype), None
+            yield random(6, size, dtype=rows), not_finite(size, dtype), not_finite(13, rows)[9]
         yield random(2, 3, 8, dtype=rows), random(4, 8, dtype=dtype), None
         yield random(8, dtype=rows), random(4, 8, dtype=dtype), None
         yield random(0, 8, dtype=rows), random(4, 8, dtype=dtype), None
@@ -247,6 +299,8 @@ def quantized_linear_samples(dtype: torch.dtype) -> Samples:
             yield x, weight, random(out_features, dtype=dtype)
         yield random(2, 3, weight.shape[1], dtype=dtype, scale=0.1), weight, None
         yield random(0, weight.shape[1], dtype=dtype), weight, None
+        for x in (not_finite(weight.shape[1], dtype), not_finite(weight.shape[1], dtype)[1:2]):
+            yield x, weight, None
     weight = random_blocks(BlockType.Q4_1, 576, 18)  # enough for two threads
     yield random(3, 576, dtype=dtype), weight, None
 
@@ -397,6 +451,19 @@ def attention_samples(dtype: torch.dtype) -> Samples:
             for rows in dict.fromkeys((torch.float32, dtype)):
                 q = random(len(positions), num_heads, dim, dtype=rows)
                 yield q, keys, values, streams, places, dim**-0.5, window
+    for positions in ([6, 7, 3], [530, 270, 2], list(range(20, 60))):
+        for bad in NOT_FINITE:
+            yield from spoilt_attention_samples(dtype, positions, bad)
+
+
+def spoilt_attention_samples(dtype: torch.dtype, positions: list[int], bad: float) -> Samples:
+    """One number of a query, of a key or of a value that some of the tokens may see is not finite."""
+    streams, places = torch.tensor([0] * len(positions)), torch.tensor(positions)
+    for spoilt in range(3):
+        q = random(len(positions), 4, 17, dtype=torch.float32)
+        keys, values = random(1, 2, 600, 17, dtype=dtype), random(1, 2, 600, 17, dtype=dtype).flip(2)
+        (q[1, 2], keys[0, 1, max(positions) - 3], values[0, 1, max(positions) - 3])[spoilt][5] = bad
+        yield q, keys, values, streams, places, 17**-0.5, 0
 
 
 @op(attention_samples, DEFAULT_TOLERANCES | {torch.float32: Tolerance(2e-5, 2e-6)})
@@ -421,12 +488,15 @@ def attention(
 
 
 def store_kv_samples(dtype: torch.dtype) -> Samples:
-    for num_tokens in (1, 3, 0):
+    for num_tokens in (0, 1, 3):
         keys, values = random(2, 3, 9, 17, dtype=dtype), random(2, 3, 9, 17, dtype=dtype).flip(0)
         places = torch.tensor([1, 0, 1])[:num_tokens], torch.tensor([8, 0, 3])[:num_tokens]
         for rows in dict.fromkeys((torch.float32, dtype)):
             k = random(num_tokens, 3, 17, dtype=rows)
             yield keys, values, k, k.neg(), *places
+    k = not_finite(17, torch.float32)[:12].view(4, 3, 17)
+    places = torch.tensor([1, 0, 1, 0]), torch.tensor([8, 0, 3, 2])
+    yield keys, values, k, 1e6 * k.flip(0), *places  # some of it beyond float16
 
 
 @op(store_kv_samples, dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), Tolerance(0, 0)))
