@@ -1,7 +1,5 @@
 """infinicore: neural-network layers and functions on torch tensors, with a native CPU core."""
 
-from importlib.metadata import version
-
 from torch import (  # noqa: A004
     add,
     argmax,
@@ -52,7 +50,7 @@ from infinicore.tensor import (
 from infinicore import distributed, nn, ops  # isort: skip
 from infinicore.ops.native import get_num_threads, set_num_threads
 
-__version__ = version("infinilm")  # one build makes both packages
+__version__ = "0.1.0"  # of both packages, which one build makes
 
 # Whether kernels of ops.registry.ACCELERATED may run; results do not depend on it.
 use_ntops = True

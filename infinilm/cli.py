@@ -11,9 +11,10 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import infinilm
 
 if TYPE_CHECKING:
     from infinilm.llm import LLM
@@ -79,7 +80,7 @@ def one_line(error: BaseException) -> str:
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="infinilm", description="Run Llama-family models.")
-    top.add_argument("--version", action="version", version=f"infinilm {version('infinilm')}")
+    top.add_argument("--version", action="version", version=f"infinilm {infinilm.__version__}")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     generate = commands.add_parser("generate", help="answer one prompt")
     generate.add_argument("prompt", help="the prompt; - reads it from standard input")

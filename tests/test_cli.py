@@ -234,7 +234,8 @@ class Terminal:
     """`infinilm chat` on a terminal of its own: `type` presses keys, `read_to` waits for what it shows."""
 
     CODE = (
-        "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+        "import fcntl, signal, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+        "signal.signal(signal.SIGINT, signal.default_int_handler); "  # a background job has it ignored
         "from infinilm.cli import main; sys.exit(main())"
     )
 
