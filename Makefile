@@ -49,13 +49,15 @@ test-long: setup
 	$(BIN)/python -m pytest -m slow
 
 # $(call pytest_with,address,asan): pytest on a core built with a sanitizer; -PS keeps the ordinary build out of the way.
+# Stacks are not kept after a return: where GCC 13 keeps them, vectors of 64 bytes do not lie as they must.
 define pytest_with
 	$(BIN)/cmake -S . -B build/$(2) -G Ninja -DINFINICORE_SANITIZER=$(1) -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python
 	$(BIN)/cmake --build build/$(2)
 	rm -rf build/$(2)/tree && mkdir build/$(2)/tree && cp -r infinicore infinilm build/$(2)/tree/
 	cp build/$(2)/_native*.so build/$(2)/tree/infinicore/
 	$(3) env LD_PRELOAD="$$($(CXX) -print-file-name=lib$(2).so) $$($(CXX) -print-file-name=libstdc++.so)" \
-	    PYTHONPATH=build/$(2)/tree:$$(echo .venv/lib/python*/site-packages) ASAN_OPTIONS=detect_leaks=0 \
+	    PYTHONPATH=build/$(2)/tree:$$(echo .venv/lib/python*/site-packages) \
+	    ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=0 \
 	    $(BIN)/python -PS -m pytest -p no:cacheprovider --capture=sys
 endef
 

@@ -14,8 +14,9 @@ SOURCES = sorted(path for package in ("infinicore", "infinilm") for path in (ROO
 
 # The parts of infinilm, from the top down; a part imports only parts of later rows.
 LAYERS = (
-    ("__init__", "__main__"),
+    ("__main__",),
     ("cli",),
+    ("__init__",),
     ("bench",),
     ("llm", "server"),
     ("engine",),
