@@ -9,8 +9,8 @@
 namespace infini::INFINI_LEVEL {
 namespace {
 
-constexpr int kCentre =
-    8;  // what fields of four bits are moved down by, so that 16 times them is a signed byte
+// What fields of four bits are moved down by, so that 16 times them is a signed byte
+constexpr int kCentre = 8;
 
 // The fields w of a block of each of the 16 rows, each group's 16 w and then its w
 template <class Block>

@@ -23,8 +23,8 @@ namespace {
 constexpr int64_t kChunk = 512;  // of K; a multiple of every block
 constexpr int kPanel = 16;       // weight rows widened side by side
 constexpr int kTurns = 4;        // vectors that sum a dot product
-constexpr int64_t kRoom =
-    kDenseBandRows * kChunk;  // floats of x: the fewer its rows, the longer their span of K
+// Floats of x: the fewer its rows, the longer their span of K
+constexpr int64_t kRoom = kDenseBandRows * kChunk;
 
 typedef float vf4 __attribute__((vector_size(16)));
 

@@ -19,8 +19,8 @@ inline void relax() {
 #endif
 }
 
-constexpr int kSpinPauses =
-    2000;  // some tens of microseconds: longer than the gap between two ops of one token
+// Some tens of microseconds: longer than the gap between two ops of one token
+constexpr int kSpinPauses = 2000;
 
 struct Job {
     void (*body)(void*, int64_t, int64_t);

@@ -85,8 +85,8 @@ float from_bits(uint32_t bits) {
     return value;
 }
 
-// The float16 scale at `block`, and what to multiply by: 0 where the block is zero, or so small that 1 /
-// scale is not finite
+// The float16 scale at `block`, and what to multiply by: 0 where the block is zero, or so small that
+// 1 / scale is not finite
 float write_scale(uint8_t* block, float scale) {
     f16 lanes[W];
     store(lanes, splat(scale));

@@ -4,9 +4,7 @@
 
 namespace infini::INFINI_LEVEL {
 
-#if defined(INFINI_AVX512)
-constexpr int kVectorRegisters = 32;
-#elif defined(INFINI_NEON)
+#if defined(INFINI_AVX512) || defined(__aarch64__)
 constexpr int kVectorRegisters = 32;
 #else
 constexpr int kVectorRegisters = 16;
@@ -34,8 +32,7 @@ constexpr int kPackedChunkElements = W == 4 ? 512 : 256;   // of K, read from a 
 constexpr int kPackedPrefetchBytes = W == 4 ? 512 : 8192;  // of weight
 constexpr int kPackedBandRows = W == 16 ? 256 : 128;       // of x, which share a chunk of weight
 constexpr int kPackedTileRows = W == 16 ? 8 : 2;           // of x, whose dots and totals stay in registers
-constexpr int64_t kPackedLoneElements =
-    16384;  // of a single row, up to which every thread rounds it for itself
+constexpr int64_t kPackedLoneElements = 16384;  // of a lone row, up to which each thread rounds it for itself
 #if defined(__AMX_INT8__)
 constexpr int kPackedPanels = 2;          // of weight, which a block of x meets while it is near
 constexpr int kPackedFewestTileRows = 8;  // of a block of x that is worth a tile
@@ -43,10 +40,9 @@ constexpr int kPackedFewestTileRows = 8;  // of a block of x that is worth a til
 constexpr int kPackedPanels = 1;
 #endif
 
-// Attention (attention.cpp)
+// Attention (attention.cpp): queries that share what is loaded of keys and values, their sums in registers
 #if defined(INFINI_AVX512)
-constexpr int kAttentionQueries =
-    8;  // that share what is loaded of keys and values: their sums stay in registers
+constexpr int kAttentionQueries = 8;
 #elif defined(INFINI_NEON)
 constexpr int kAttentionQueries = 4;
 #else

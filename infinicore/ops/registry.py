@@ -1,8 +1,8 @@
 """Op and Kernel: what an op means, who can compute it, and which kernel runs for these arguments.
 
-An op *is* its reference, a pure function in plain torch. A kernel registers against it with an `accepts`
-predicate and may then trust its inputs. `op(...)` picks a kernel at each call; `op.resolve(..., out=...)`
-picks once and returns a call that runs on the same tensors again and again.
+An op *is* its reference, a pure function in plain torch. A kernel registers against it and declines what
+it does not take. `op(...)` asks the kernels at each call; `op.resolve(..., out=...)` asks once and returns a
+call that runs on the same tensors again and again.
 """
 
 from __future__ import annotations
