@@ -46,6 +46,7 @@ KEYS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
 COMMON_KEYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 EVERY_KEY = frozenset().union(*(required | optional for required, optional in KEYS.values()))
 INITIAL_LENGTH = 512
+MAX_POSITION = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,13 @@ class RopeParameters:
         return int(self.scaling.get("original_max_position_embeddings") or self.max_position)
 
     @property
-    def is_dynamic(self) -> bool:
-        """Whether frequencies change with every new position, once past the trained length."""
-        return bool(self.scaling["rope_type"] == "dynamic")
+    def is_fixed(self) -> bool:
+        """Whether a position has one angle, however long the sequence is."""
+        return self.scaling["rope_type"] not in ("dynamic", "longrope")
 
     def regime(self, length: int) -> int:
         """Lengths of one regime share their frequencies."""
-        if self.is_dynamic:
+        if self.scaling["rope_type"] == "dynamic":
             return max(length, self.max_position)
         if self.scaling["rope_type"] == "longrope":
             return int(length > self.original_max_position)
@@ -78,33 +79,53 @@ class RopeParameters:
         """(radians a position [D/2], factor of sin and cos) for a sequence of this length"""
         return FREQUENCIES[self.scaling["rope_type"]](self, length)
 
-    def tables(self, length: int, num_rows: int) -> tuple[Tensor, Tensor]:
-        """sin and cos [num_rows, D/2] with the frequencies of a sequence of this length"""
+    def tables(self, length: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """sin and cos [N, D/2] of positions [N] with the frequencies of a sequence of this length"""
         frequency, factor = self.frequencies(length)
-        angle = torch.outer(torch.arange(num_rows, dtype=torch.float32, device="cpu"), frequency)
+        angle = torch.outer(positions.to("cpu", torch.float32), frequency)
         return angle.sin() * factor, angle.cos() * factor
 
 
 class LlamaRoPE(nn.RoPE):
     """nn.RoPE whose tables follow rope_scaling. One that reaches further takes its place: none ever changes,
-    so that threads may rotate by other tables, each by its own."""
+    so that threads may rotate by other tables, each by its own.
+
+    Longrope's tables are two, one below the other: of short sequences, then of long ones.
+    """
 
     def __init__(self, parameters: RopeParameters) -> None:
         super().__init__(parameters.head_dim, 1, parameters.theta, RopeAlgo.GPT_NEOX)
         self.rope_parameters = parameters
-        self.regime: int | None = None
+        self.num_positions = 0
 
     def reaching(self, num_positions: int, like: Tensor) -> LlamaRoPE:
         """This one, or one for positions below num_positions, with the dtype and device of `like`."""
-        regime = self.rope_parameters.regime(num_positions)
         has_place = self.sin_table.device == like.device and self.sin_table.dtype == like.dtype
-        if has_place and regime == self.regime and num_positions <= self.max_seq_len:
+        if has_place and num_positions <= self.num_positions:
             return self
         num_rows = max(INITIAL_LENGTH, 1 << (num_positions - 1).bit_length())
-        sin, cos = self.rope_parameters.tables(num_positions, num_rows)
+        lengths = [1] if self.rope_parameters.scaling["rope_type"] != "longrope" else [1, MAX_POSITION]
+        return self._of([(length, torch.arange(num_rows)) for length in lengths], num_rows, like)
+
+    def placed(self, slots: Tensor, spans: Tensor) -> tuple[LlamaRoPE, Tensor]:
+        """What rotates tokens at these slots [N], and the row of each: span is the length of the sequence
+        whose frequencies a token has."""
+        parameters = self.rope_parameters
+        if parameters.is_fixed or parameters.regime(int(spans.max())) == parameters.regime(1):
+            return self, slots
+        if parameters.scaling["rope_type"] == "longrope":
+            return self, slots + (spans > parameters.original_max_position) * self.num_positions
+        lengths, counts = (t.tolist() for t in torch.unique_consecutive(spans, return_counts=True))
+        parts = list(zip(lengths, slots.split(counts), strict=True))
+        return self._of(parts, 0, self.sin_table), torch.arange(len(slots), device=slots.device)
+
+    def _of(self, parts: list[tuple[int, Tensor]], num_positions: int, like: Tensor) -> LlamaRoPE:
+        """With rows for the positions of each part, at the frequencies of its length"""
+        tables = [self.rope_parameters.tables(length, positions) for length, positions in parts]
+        sin, cos = (torch.cat(part) for part in zip(*tables, strict=True))
         rope = LlamaRoPE(self.rope_parameters)
         rope.set_tables(sin, cos, like.dtype, like.device)
-        rope.max_seq_len, rope.regime = num_rows, regime
+        rope.max_seq_len, rope.num_positions = len(sin), num_positions
         return rope
 
 
@@ -205,7 +226,6 @@ FREQUENCIES: dict[str, Callable[[RopeParameters, int], tuple[Tensor, float]]] = 
 
 # ---- checks ----
 
-MAX_POSITION = 1 << 28
 MAX_THETA = 1e15
 MAX_FACTOR = 1e6
 

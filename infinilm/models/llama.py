@@ -1,23 +1,26 @@
 """LLaMA and its kin: Llama 2 and 3, Mistral, Qwen2, Qwen3, SmolLM2. Their differences are config values.
 
-Attribute names are the keys of Hugging Face checkpoints. Shapes: B streams, S new tokens, T all tokens of a
-stream, H query heads, K key/value heads, D head size, E hidden size, V vocabulary.
+A step works on a flat list of tokens (`step`); `forward` lays a batch of equally long rows out as one. Attribute
+names are the keys of Hugging Face checkpoints. Shapes: N tokens of a step, R of them with logits, B streams, S new
+tokens of each, T all tokens of a stream, H query heads, K key/value heads, D head size, E hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from infinicore import nn
+from infinicore import nn, ops
 from infinicore.nn import functional as F
 from infinicore.nn.linear import project, project_gated
-from infinilm.cache import DynamicCache
+from infinilm.batch import Batch
+from infinilm.cache import DynamicCache, PagedCache
 from infinilm.checkpoint import Checkpoint, open_checkpoint
 from infinilm.config import LlamaConfig, parse_dtype
 from infinilm.generation import GenerationMixin
@@ -39,6 +42,7 @@ __all__ = [
 ]
 
 LlamaRMSNorm = nn.RMSNorm
+Cache = PagedCache | DynamicCache
 
 
 def repeat_kv(keys: Tensor, values: Tensor, ngroup: int) -> tuple[Tensor, Tensor]:
@@ -103,28 +107,50 @@ class LlamaAttention(nn.Module):
     def forward(
         self,
         hidden_states: Tensor,
-        past_key_values: DynamicCache | None = None,
+        past_key_values: Cache | None = None,
         rope_instance: nn.RoPE | None = None,
         *,
+        batch: Batch | None = None,
         position_ids: Tensor | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """[B, S, E] -> [B, S, E], + residual if given; without a cache, the tokens see each other alone."""
+        """Tokens [N, E] of a batch -> [N, E], + residual if given; without a batch, see `of_streams`."""
+        if batch is None or past_key_values is None:
+            return self.of_streams(hidden_states, past_key_values, rope_instance, position_ids, residual)
+        q, k, v = self.project(hidden_states)
+        if rope_instance is not None:
+            q, k = rope_instance(q, batch.rope_rows), rope_instance(k, batch.rope_rows)
+        attended = past_key_values.attend(
+            self.layer_idx, q, k, v, batch, self.scaling, self.sliding_window
+        )  # [N, H, D]
+        output: Tensor = self.o_proj(attended.flatten(1), residual)
+        return output
+
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
+        """[N, E] -> q [N, H, D], k and v [N, K, D]"""
         q, k, v = (
-            projected.view(*hidden_states.shape[:-1], -1, self.head_dim)  # [B, S, H or K, D]
+            projected.view(len(hidden_states), -1, self.head_dim)
             for projected in project(hidden_states, self.q_proj, self.k_proj, self.v_proj)
         )
-        if self.has_qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if rope_instance is not None:
-            q, k = rope_instance(q, position_ids), rope_instance(k, position_ids)
-        cache, layer = past_key_values, self.layer_idx
-        if cache is None:
-            cache, layer = DynamicCache(), 0
-            cache.begin(hidden_states.shape[0], hidden_states.shape[1], None)
-        attended = cache.attend(layer, q, k, v, self.scaling, self.sliding_window)  # [B, S, H, D]
-        output: Tensor = self.o_proj(attended.flatten(2), residual)
-        return output
+        return (self.q_norm(q), self.k_norm(k), v) if self.has_qk_norm else (q, k, v)
+
+    def of_streams(
+        self,
+        hidden_states: Tensor,
+        cache: Cache | None,
+        rope: nn.RoPE | None,
+        position_ids: Tensor | None,
+        residual: Tensor | None,
+    ) -> Tensor:
+        """[B, S, E] -> [B, S, E]: streams that go on in a DynamicCache, or begin here and see themselves alone"""
+        held = cache if isinstance(cache, DynamicCache) else DynamicCache()
+        shape = hidden_states.shape
+        batch = held.place([shape[1]] * shape[0], self.layer_idx, device=hidden_states.device)
+        if position_ids is not None:
+            batch = replace(batch, rope_rows=position_ids.expand(shape[:2]).flatten())
+        flat_residual = None if residual is None else residual.flatten(0, 1)
+        flat = self(hidden_states.flatten(0, 1), held, rope, batch=batch, residual=flat_residual)
+        return flat.view(shape)  # type: ignore[no-any-return]
 
 
 class LlamaDecoderLayer(nn.Module):
@@ -140,7 +166,7 @@ class LlamaDecoderLayer(nn.Module):
     def forward(
         self,
         hidden_states: Tensor,
-        past_key_values: DynamicCache | None = None,
+        past_key_values: Cache | None = None,
         rope_instance: nn.RoPE | None = None,
         **kwargs: Any,
     ) -> Tensor:
@@ -174,18 +200,29 @@ class LlamaModel(nn.Module):
     ) -> Tensor:
         """[B, S] token ids -> [B, logits_to_keep, E], the last of each stream; 0 keeps all.
 
-        attention_mask [B, S] is 0 at padding among the new tokens, on either side.
+        attention_mask [B, S] is 0 at padding among the new tokens, on either side. Padding is left out on the
+        way in, and comes back as zeros.
         """
         check_inputs(input_ids, attention_mask, past_key_values)
         cache = past_key_values if past_key_values is not None else DynamicCache()
-        batch_size, num_new = input_ids.shape
-        cache.begin(batch_size, num_new, attention_mask)
-        if position_ids is None:
-            position_ids = positions(input_ids, cache)
-        rope = self.rope_reaching(int(position_ids.max()) + 1)
-        hidden_states = self.run_layers(input_ids, position_ids, cache, rope)  # [B, S, E]
-        normed: Tensor = self.norm(kept(hidden_states, attention_mask, logits_to_keep))
-        return normed
+        is_real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        is_real = is_real.to(input_ids.device).bool()  # [B, S]
+        counts = is_real.sum(1)
+        batch = cache.place(counts.tolist(), token_ids=input_ids[is_real], device=input_ids.device)
+        positions = batch.slots if position_ids is None else position_ids.expand(input_ids.shape)[is_real]
+        rope, rows = self.placed(positions, batch.streams)
+        last = counts.cumsum(0) - 1 if logits_to_keep == 1 else None
+        states = self.run(replace(batch, rope_rows=rows, logit_rows=last), cache, rope)
+        if last is not None:
+            return states[:, None]
+        padded = states.new_zeros(*input_ids.shape, states.shape[-1])
+        padded[is_real] = states
+        return padded[:, -logits_to_keep:]
+
+    def placed(self, positions: Tensor, streams: Tensor) -> tuple[LlamaRoPE, Tensor]:
+        """What rotates these tokens [N], and their rows: those of a stream as a sequence that ends with them"""
+        spans = torch.zeros_like(positions).scatter_reduce(0, streams, positions + 1, "amax")[streams]
+        return self.rope_reaching(int(positions.max()) + 1).placed(positions, spans)
 
     def rope_reaching(self, num_positions: int) -> LlamaRoPE:
         """Angles of positions below num_positions, for the caller to keep: another thread may want others."""
@@ -194,14 +231,15 @@ class LlamaModel(nn.Module):
             self.rope_instance = longer
         return longer
 
-    def run_layers(
-        self, input_ids: Tensor, position_ids: Tensor, cache: DynamicCache, rope: LlamaRoPE
-    ) -> Tensor:
-        """The layers alone, on tensors alone: for one token a stream this can be recorded."""
-        hidden_states: Tensor = self.embed_tokens(input_ids, self.norm.weight.dtype)  # [B, S, E]
+    def run(self, batch: Batch, cache: Cache, rope: nn.RoPE) -> Tensor:
+        """The states [R, E] of the tokens whose logits are wanted. Ops and views alone, so it can be recorded."""
+        hidden_states: Tensor = self.embed_tokens(batch.token_ids, self.norm.weight.dtype)  # [N, E]
         for layer in self.layers:
-            hidden_states = layer(hidden_states, cache, rope, position_ids=position_ids)
-        return hidden_states
+            hidden_states = layer(hidden_states, cache, rope, batch=batch)
+        if batch.logit_rows is not None:
+            hidden_states = ops.embedding(batch.logit_rows, hidden_states)
+        normed: Tensor = self.norm(hidden_states)
+        return normed
 
 
 def check_inputs(input_ids: Tensor, attention_mask: Tensor | None, cache: DynamicCache | None) -> None:
@@ -216,24 +254,6 @@ def check_inputs(input_ids: Tensor, attention_mask: Tensor | None, cache: Dynami
         raise ValueError("attention_mask leaves a stream without any token")
     if cache is not None and not isinstance(cache, DynamicCache):
         raise TypeError(f"past_key_values must be a DynamicCache, but is {type(cache).__name__}")
-
-
-def positions(input_ids: Tensor, cache: DynamicCache) -> Tensor:
-    """Where each new token stands in its stream [B, S], padding not counted"""
-    num_new = input_ids.shape[1]
-    if cache.key_mask is not None:
-        counted = (cache.key_mask.long().cumsum(1) - 1).clamp(min=0)[:, -num_new:]
-        return counted.to(input_ids.device).contiguous()
-    start = cache.get_seq_length()
-    return torch.arange(start, start + num_new, device=input_ids.device).expand(input_ids.shape).contiguous()
-
-
-def kept(hidden_states: Tensor, attention_mask: Tensor | None, logits_to_keep: int) -> Tensor:
-    """The states whose logits are wanted. One a stream: of its last real token, wherever its padding is."""
-    if logits_to_keep == 1 and attention_mask is not None:
-        last = attention_mask.shape[1] - 1 - attention_mask.bool().flip(1).int().argmax(1)
-        return hidden_states[torch.arange(len(last)), last.to(hidden_states.device)][:, None]
-    return hidden_states[:, -logits_to_keep:]
 
 
 class LlamaForCausalLM(nn.Module, GenerationMixin):
@@ -262,6 +282,14 @@ class LlamaForCausalLM(nn.Module, GenerationMixin):
         hidden_states = self.model(
             input_ids, position_ids, past_key_values, use_cache, attention_mask, logits_to_keep
         )
+        return self.logits(hidden_states)
+
+    def step(self, batch: Batch, cache: Cache, rope: nn.RoPE) -> Tensor:
+        """The logits [R, V] of what follows the tokens of a batch that want them"""
+        return self.logits(self.model.run(batch, cache, rope))
+
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        """[*, E] -> [*, V]; the one way from states to logits"""
         logits: Tensor = self.lm_head(hidden_states)
         return logits
 

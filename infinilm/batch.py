@@ -1,0 +1,79 @@
+"""Stream: a prompt and what follows it. Batch: the tokens of one step, flat, whatever streams they are of."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from infinilm.sampling import SamplingParams
+
+# N tokens of the step, B streams, M blocks of a stream, R rows of logits
+
+
+class Matcher(Protocol):
+    """What a grammar allows next."""
+
+    def mask(self) -> Tensor:
+        """A bit for each token, in words of 32"""
+
+
+class Stream:
+    """Token ids, how many of them have keys in the cache, and the blocks where those lie.
+
+    `drafts` are guesses of what follows; they are fed along with the last token to be confirmed or refuted.
+    """
+
+    def __init__(self, token_ids: Iterable[int], params: SamplingParams, seed: int = 0, index: int = 0) -> None:
+        self.token_ids = array("q", token_ids)
+        self.num_prompt = len(self.token_ids)
+        self.params = params
+        self.seed = seed
+        self.index = index
+        self.num_computed = 0
+        self.block_ids: list[int] = []  # another list, never a shorter one, once its blocks are given back
+        self.drafts: list[int] = []
+        self.stop_ids: frozenset[int] = frozenset()  # any of them ends it
+        self.bad_words: Sequence[Sequence[int]] = ()
+        self.matcher: Matcher | None = None
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_pending(self) -> int:
+        """How many tokens wait to be computed, guesses included."""
+        return len(self.token_ids) + len(self.drafts) - self.num_computed
+
+    def pending(self, count: int) -> list[int]:
+        start, end = self.num_computed, self.num_computed + count
+        known = self.token_ids[start:end].tolist()
+        return known + self.drafts[: count - len(known)]
+
+    def span(self, position: int) -> int:
+        """The length whose rope frequencies a token has: a prompt is rotated as a whole."""
+        return max(self.num_prompt, position + 1)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What the layers see of a step.
+
+    A prompt, a part of one, a token of each of many streams: all are such a list.
+    """
+
+    token_ids: Tensor  # [N]
+    rope_rows: Tensor  # [N], of the tables that the step rotates by
+    streams: Tensor  # [N], rows of block_tables
+    slots: Tensor  # [N], the place of each token in its stream
+    block_tables: Tensor  # [B, M]
+    lengths: Sequence[int]  # of each stream, with the tokens of this step
+    logit_rows: Tensor | None = None  # [R], the tokens whose logits are wanted; None: all
+
+    def to(self, device: torch.device) -> Batch:
+        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **moved)

@@ -1,0 +1,173 @@
+"""From logits to tokens: each row by the parameters of its stream, with a random number of its own."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from infinicore import ops
+from infinilm.batch import Stream
+from infinilm.sampling import SamplingParams
+
+# R rows, V vocabulary, W words of 32 bits that have one for every token
+
+WORD = 32
+ALL_ALLOWED = -1  # every bit of a word
+BITS = (1 << 64) - 1
+
+
+class Row(NamedTuple):
+    """Logits that a token of the stream is drawn from, which will stand at `position`."""
+
+    stream: Stream
+    position: int
+
+
+class Ranked(NamedTuple):
+    """A token, its logprob by the model's own logits, and how many tokens are at least as likely."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+def uniform(seed: int, index: int, position: int) -> float:
+    """A number from 0 to 1 that these three alone decide: neither neighbours nor an interruption change it."""
+    mixed = 0
+    for value in (seed, index, position):
+        mixed = mix((mixed + value + 0x9E3779B97F4A7C15) & BITS)
+    return (mixed >> 11) * 2.0**-53
+
+
+def mix(bits: int) -> int:
+    """splitmix64's last step (Steele et al., 2014), in which each bit of the input moves half of the output"""
+    bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9 & BITS
+    bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB & BITS
+    return bits ^ (bits >> 31)
+
+
+class Settings:
+    """What ops.sample reads of R rows and the tokens it writes, in plain memory that tensors view.
+
+    After a step nothing but weights is in the CPU's caches, and each call into torch would take tens of
+    microseconds.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self._params: list[SamplingParams | None] = [None] * num_rows
+        self._uniforms = array("d", [0.0]) * num_rows
+        self._numbers = array("f", [0.0, 1.0, 0.0]) * num_rows
+        self._top_k = array("q", [0]) * num_rows
+        self._tokens = array("q", [0]) * num_rows
+        uniforms, numbers, top_k, self.tokens = (
+            torch.frombuffer(values, dtype=dtype)
+            for values, dtype in (
+                (self._uniforms, torch.float64),
+                (self._numbers, torch.float32),
+                (self._top_k, torch.int64),
+                (self._tokens, torch.int64),
+            )
+        )
+        self.tensors = uniforms, numbers.view(num_rows, 3), top_k
+
+    def fill(self, rows: Sequence[Row]) -> None:
+        for i, (stream, position) in enumerate(rows):
+            params = stream.params
+            if params.temperature > 0:
+                self._uniforms[i] = uniform(stream.seed, stream.index, position)
+            if params is not self._params[i]:
+                self._params[i] = params
+                self._numbers[3 * i : 3 * i + 3] = array("f", [params.temperature, params.top_p, params.min_p])
+                self._top_k[i] = max(params.top_k, 0)
+
+    def drawn(self) -> list[int]:
+        return self._tokens.tolist()
+
+    def draw(self, logits: Tensor) -> None:
+        if logits.is_cpu:
+            ops.sample(logits, *self.tensors, out=self.tokens)
+        else:
+            self.tokens.copy_(ops.sample(logits, *(t.to(logits.device) for t in self.tensors)))
+
+
+# ---- what a stream forbids or makes less likely ------------------------------------------------------------
+
+
+def needs_adjusting(stream: Stream) -> bool:
+    params = stream.params
+    has_penalty = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1, 0, 0)
+    is_too_short = params.min_tokens > len(stream) - stream.num_prompt
+    is_bound = params.allowed_token_ids or stream.bad_words or stream.matcher
+    return bool(has_penalty or params.logit_bias or is_too_short or is_bound)
+
+
+def adjusted(logits: Tensor, streams: Sequence[Stream]) -> Tensor:
+    """The logits [R, V] that the streams draw from, in float32: penalties, then biases, then what is allowed."""
+    history, ends = histories(streams)
+    penalties = torch.tensor(
+        [(s.params.repetition_penalty, s.params.presence_penalty, s.params.frequency_penalty) for s in streams]
+    )
+    masks = allowed_tokens(streams, logits.shape[1])
+    on_device = [t.to(logits.device) for t in (history, ends, penalties, masks)]
+    changed = ops.adjust_logits(logits, *on_device)
+    for row, stream in zip(changed, streams, strict=True):
+        for token_id, bias in (stream.params.logit_bias or {}).items():
+            row[token_id] += bias
+    return changed
+
+
+def histories(streams: Sequence[Stream]) -> tuple[Tensor, Tensor]:
+    """The tokens of all streams one after the other, and where the prompt and all of each ends"""
+    tokens, ends = array("q"), []
+    for stream in streams:
+        start = len(tokens)
+        tokens.extend(stream.token_ids)
+        ends.append((start + stream.num_prompt, len(tokens)))
+    return torch.frombuffer(tokens, dtype=torch.int64), torch.tensor(ends)
+
+
+def allowed_tokens(streams: Sequence[Stream], vocab_size: int) -> Tensor:
+    """A bit for each token that may come next [R, W]"""
+    masks = torch.full((len(streams), -(-vocab_size // WORD)), ALL_ALLOWED, dtype=torch.int32)
+    for mask, stream in zip(masks, streams, strict=True):
+        if stream.params.allowed_token_ids:
+            mask.copy_(bits_of(stream.params.allowed_token_ids, len(mask)))
+        if stream.matcher is not None:
+            mask &= stream.matcher.mask()
+        if banned := banned_tokens(stream):
+            mask &= ~bits_of(banned, len(mask))
+    return masks
+
+
+def bits_of(token_ids: Sequence[int], num_words: int) -> Tensor:
+    words = [0] * num_words
+    for token_id in token_ids:
+        words[token_id // WORD] |= 1 << token_id % WORD
+    return torch.tensor([word - (word >> 31 << 32) for word in words], dtype=torch.int32)  # as signed ones
+
+
+def banned_tokens(stream: Stream) -> list[int]:
+    """What would end a stream that is too short, and the last tokens of bad words that it has begun"""
+    num_drawn = len(stream) - stream.num_prompt
+    banned = list(stream.stop_ids) if num_drawn < stream.params.min_tokens else []
+    for *begun, last in stream.bad_words:
+        if len(begun) <= num_drawn and stream.token_ids[len(stream) - len(begun) :].tolist() == begun:
+            banned.append(last)
+    return banned
+
+
+# ---- logprobs ----------------------------------------------------------------------------------------------
+
+
+def ranked(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[list[Ranked]]:
+    """For each row [V] the given token, then the num_top likeliest ones"""
+    tokens = torch.tensor(token_ids, device=logits.device)
+    ids, values = (t.tolist() for t in ops.logprobs(logits, tokens, num_top))
+    return [
+        [Ranked(token, chosen, rank), *(Ranked(*found, place) for place, found in enumerate(zip(others, rest, strict=True), 1))]
+        for token, (rank, *others), (chosen, *rest) in zip(token_ids, ids, values, strict=True)
+    ]

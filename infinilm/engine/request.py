@@ -1,0 +1,190 @@
+"""What goes into the engine and what comes out: requests, their outputs, and the errors of both sides."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from infinilm.batch import Stream
+from infinilm.draw import Ranked
+from infinilm.engine.blocks import Chain
+from infinilm.engine.text import Text
+from infinilm.sampling import SamplingParams
+
+
+class RequestError(ValueError):
+    """A user's mistake; nothing else is one."""
+
+
+class QueueFull(RuntimeError):
+    """More waits than the engine lets in; later there may be room."""
+
+
+class NumericalError(ArithmeticError):
+    """The model's logits are NaN or infinite, so that no token can be drawn."""
+
+
+class EngineDead(RuntimeError):
+    """The engine has stopped; `__cause__` says why."""
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Of one token at one place: by the model's own logits, before penalties, temperature and masks."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+Logprobs = dict[int, Logprob]
+
+
+@dataclass
+class RequestMetrics:
+    """Seconds of time.monotonic()."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One continuation of a prompt. finish_reason is "stop", "length" or "abort" once it has ended."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[Logprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A prompt and what followed it."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[Logprobs | None] | None = None
+    num_cached_tokens: int = 0
+    metrics: RequestMetrics | None = None
+
+
+class Completion(Stream):
+    """A stream of the engine: one of the n that a request asks for."""
+
+    def __init__(self, request: Request, index: int) -> None:
+        super().__init__(request.prompt_token_ids, request.params, request.seed, index)
+        self.request = request
+        self.text = Text(request.tokenizer, request.params)
+        self.max_tokens = request.max_tokens
+        self.stop_ids = request.stop_ids
+        self.bad_words = request.bad_words
+        self.chain: Chain | None = None
+        self.logprobs: list[Logprobs] = []
+        self.cumulative_logprob = 0.0
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Who goes first: by priority, then by arrival"""
+        return self.request.priority, self.request.serial, self.index
+
+    @property
+    def num_drawn(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    def append(self, token_id: int, ranked: list[Ranked]) -> None:
+        """One more token, and what its end, if it is one, was."""
+        self.token_ids.append(token_id)
+        if ranked:
+            self.cumulative_logprob += ranked[0].logprob
+            self.logprobs.append(self.request.named(ranked))
+        if token_id in self.stop_ids and self.num_drawn >= self.params.min_tokens:
+            self.finish("stop", None if token_id in self.request.eos_ids else token_id)
+            return
+        self.text.add(token_id)
+        if self.text.stop is not None:
+            self.finish("stop", self.text.stop)
+        elif self.num_drawn >= self.max_tokens:
+            self.finish("length")
+
+    def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
+        self.finish_reason, self.stop_reason = reason, stop_reason
+        self.text.finish()
+
+    def output(self) -> CompletionOutput:
+        has_logprobs = self.params.logprobs is not None
+        return CompletionOutput(
+            self.index,
+            self.text.text,
+            self.token_ids[self.num_prompt :].tolist(),
+            self.cumulative_logprob if has_logprobs else None,
+            list(self.logprobs) if has_logprobs else None,
+            self.finish_reason,
+            self.stop_reason,
+        )
+
+
+@dataclass
+class Request:
+    """A prompt and how to continue it; everything in it has been checked."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    tokenizer: Any
+    serial: int
+    seed: int
+    max_tokens: int
+    eos_ids: frozenset[int]
+    stop_ids: frozenset[int]
+    bad_words: Sequence[Sequence[int]] = ()
+    priority: int = 0
+    salt: bytes = b""
+    num_cached_tokens: int = 0
+    error: BaseException | None = None
+    prompt_logprobs: list[Logprobs | None] = field(default_factory=lambda: [None])
+
+    def __post_init__(self) -> None:
+        self.metrics = RequestMetrics(time.monotonic())
+        self.completions = [Completion(self, index) for index in range(self.params.n)]
+
+    @property
+    def is_finished(self) -> bool:
+        return self.error is not None or all(c.finish_reason is not None for c in self.completions)
+
+    def named(self, ranked: list[Ranked]) -> Logprobs:
+        return {
+            token_id: Logprob(logprob, rank, self.tokenizer.decode([token_id], skip_special_tokens=False))
+            for token_id, logprob, rank in ranked
+        }
+
+    def output(self) -> RequestOutput:
+        return RequestOutput(
+            self.request_id,
+            self.prompt,
+            self.prompt_token_ids,
+            [completion.output() for completion in self.completions],
+            self.is_finished,
+            None if self.params.prompt_logprobs is None else self.prompt_logprobs,
+            self.num_cached_tokens,
+            self.metrics,
+        )

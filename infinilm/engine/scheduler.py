@@ -1,0 +1,181 @@
+"""Scheduler: who moves how far in the next step, within the tokens of a step and the blocks of the cache.
+
+There is no phase of prompts and none of answers. A stream has tokens that are known and tokens that are computed;
+each step lets some catch up.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+from collections.abc import Sequence
+from operator import attrgetter
+
+from infinilm.engine.blocks import Blocks
+from infinilm.engine.request import Completion
+from infinilm.runner import Work
+
+IN_ORDER = attrgetter("order")
+# Of a prompt whose logprobs are wanted: the logits of so many tokens are in memory at once.
+MAX_LOGPROB_TOKENS = 64
+
+
+class Pace:
+    """How long steps take, to cut prompts so that they do not hold up the streams that are being answered."""
+
+    SLOWDOWN = 2.0  # a step with a part of a prompt may take this much longer than one without, in its times
+    FEWEST = 8
+
+    def __init__(self) -> None:
+        self.usual: float | None = None  # seconds of a step in which every stream had one token
+        self.per_token: float | None = None  # seconds that a prompt's token adds
+
+    def note(self, seconds: float, num_prompt_tokens: int, num_answers: int) -> None:
+        if num_prompt_tokens == 0:
+            self.usual = blended(self.usual, seconds)
+        else:
+            own = seconds - (self.usual or 0.0) if num_answers else seconds
+            self.per_token = blended(self.per_token, max(own, 0.0) / num_prompt_tokens)
+
+    def most_prompt_tokens(self) -> int:
+        """Beside streams that are being answered"""
+        if not self.usual or not self.per_token:
+            return 4 * self.FEWEST
+        return max(int(self.SLOWDOWN * self.usual / self.per_token), self.FEWEST)
+
+
+def blended(old: float | None, new: float) -> float:
+    return new if old is None else 0.8 * old + 0.2 * new
+
+
+class Scheduler:
+    """Streams wait, run, and may have to wait again when blocks run out; lists are in the order of who goes first."""
+
+    def __init__(self, blocks: Blocks, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self.blocks = blocks
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.waiting: list[Completion] = []
+        self.running: list[Completion] = []
+        self.pace = Pace()
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        return sum(map(len, self.waiting))
+
+    def add(self, stream: Completion) -> None:
+        insort(self.waiting, stream, key=IN_ORDER)
+
+    def remove(self, stream: Completion) -> None:
+        """It has ended, or is not wanted any more."""
+        if stream in self.running:
+            self.running.remove(stream)
+            self._release(stream)
+        elif stream in self.waiting:
+            self.waiting.remove(stream)
+
+    def schedule(self) -> list[Work]:
+        """What the next step computes: a token of every stream that is answered, then of prompts what fits."""
+        work: list[Work] = []
+        for stream in list(self.running):
+            if is_answering(stream) and stream in self.running:
+                self._move(stream, stream.num_pending, work)
+        num_tokens = sum(item.num_tokens for item in work)
+        budget = self.max_num_batched_tokens - num_tokens
+        if work:
+            budget = min(budget, self.pace.most_prompt_tokens())
+        for stream in list(self.running):
+            if budget > 0 and not is_answering(stream) and stream in self.running:
+                budget -= self._move(stream, min(chunk(stream), budget), work)
+        for stream in list(self.waiting):
+            if budget > 0 and len(self.running) < self.max_num_seqs and is_ready(stream):
+                if not (count := self._admit(stream, budget, work)):
+                    break
+                budget -= count
+        return work
+
+    def update(self, work: Sequence[Work], num_accepted: Sequence[int], seconds: float) -> None:
+        """The work is done; of the guesses of each stream so many were right."""
+        answers = [item for item in work if is_answering(item.stream)]
+        num_prompt_tokens = sum(item.num_tokens for item in work if not is_answering(item.stream))
+        self.pace.note(seconds, num_prompt_tokens, len(answers))
+        for item, accepted in zip(work, num_accepted, strict=True):
+            stream = item.stream
+            stream.num_computed += item.num_tokens - (len(stream.drafts) - accepted if item.num_drawn else 0)
+
+    def preempt(self, stream: Completion) -> None:
+        """Take its blocks; it will be computed again, from what others or itself left in the cache."""
+        self.running.remove(stream)
+        self._release(stream)
+        stream.num_computed, stream.drafts = 0, []
+        stream.request.metrics.num_preemptions += 1
+        self.add(stream)
+
+    def _move(self, stream: Completion, count: int, work: list[Work]) -> int:
+        """Add work to the step, if there are blocks for it; streams behind this one may have to give theirs."""
+        while (more := self._more_blocks(stream, count)) is None:
+            last = self.running[-1]
+            if any(item.stream is last for item in work):
+                return 0
+            self.preempt(last)
+            if last is stream:
+                return 0
+        stream.block_ids += more
+        work.append(Work(stream, count))
+        return count
+
+    def _more_blocks(self, stream: Completion, count: int) -> list[int] | None:
+        wanted = self.blocks.num_for(stream.num_computed + count) - len(stream.block_ids)
+        return self.blocks.take(max(wanted, 0))
+
+    def _admit(self, stream: Completion, budget: int, work: list[Work]) -> int:
+        """Begin a stream where the cache knows its beginning, if the rest of its tokens has room now."""
+        blocks = self.blocks
+        root = blocks.root(stream.request.salt)
+        stream.chain, stream.block_ids = root, []
+        if stream.params.prompt_logprobs is None or stream.num_drawn:
+            stream.chain, stream.block_ids = blocks.find(root, stream.token_ids)
+        stream.num_computed = len(stream.block_ids) * blocks.size
+        if blocks.num_for(len(stream)) - len(stream.block_ids) > blocks.num_free:
+            self._release(stream)
+            stream.num_computed = 0
+            return 0
+        note_start(stream)
+        self.waiting.remove(stream)
+        insort(self.running, stream, key=IN_ORDER)
+        return self._move(stream, min(chunk(stream), budget), work)
+
+    def keep(self, stream: Completion) -> None:
+        """Let others find the full blocks of a stream."""
+        if stream.chain is not None:
+            stream.chain = self.blocks.keep(
+                stream.chain, stream.token_ids, stream.num_computed, stream.block_ids
+            )
+
+    def _release(self, stream: Completion) -> None:
+        self.blocks.give_back(stream.block_ids)
+        stream.block_ids, stream.chain = [], None
+
+
+def is_answering(stream: Completion) -> bool:
+    """Whether all but the last token, and guesses, are computed"""
+    return stream.num_computed >= len(stream) - 1 and stream.num_drawn > 0
+
+
+def is_ready(stream: Completion) -> bool:
+    """Of n streams the others wait for the first to compute the prompt, and find it in the cache."""
+    first = stream.request.completions[0]
+    return first is stream or first.num_drawn > 0 or first.finish_reason is not None
+
+
+def chunk(stream: Completion) -> int:
+    if stream.params.prompt_logprobs is not None and stream.num_computed < stream.num_prompt:
+        return min(stream.num_pending, MAX_LOGPROB_TOKENS)
+    return stream.num_pending
+
+
+def note_start(stream: Completion) -> None:
+    metrics = stream.request.metrics
+    if metrics.first_scheduled_time is None:
+        metrics.first_scheduled_time = time.monotonic()
+        stream.request.num_cached_tokens = stream.num_computed

@@ -1,0 +1,230 @@
+"""Runner: what streams are due -> one flat batch -> the model, run or replayed -> the tokens drawn for each."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from infinicore.graph import Arena, Graph, RecordError
+from infinilm.batch import Batch, Stream
+from infinilm.cache import PagedCache
+from infinilm.draw import Ranked, Row, Settings, adjusted, needs_adjusting, ranked
+
+MAX_RECORDED = 64  # tokens of a step that is recorded; there is a recording for each number of them
+
+# N tokens of the step, B streams, M blocks of a stream, R rows of logits, V vocabulary
+
+
+class Work(NamedTuple):
+    """The next num_tokens of a stream, which are to be computed."""
+
+    stream: Stream
+    num_tokens: int
+
+    @property
+    def num_drawn(self) -> int:
+        """After the last known token one is drawn, and one after each guess"""
+        is_last = self.num_tokens == self.stream.num_pending
+        return 1 + len(self.stream.drafts) if is_last else 0
+
+    @property
+    def prompt_positions(self) -> range:
+        """Those of the prompt whose logprobs are wanted and follow a token of this work"""
+        stream, start = self.stream, self.stream.num_computed + 1
+        end = start if stream.params.prompt_logprobs is None else start + self.num_tokens
+        return range(start, min(end, stream.num_prompt))
+
+
+@dataclass
+class Drawn:
+    """What came of some work: tokens (-1 where the logits were no numbers) and, if wanted, logprobs."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[list[Ranked]] = field(default_factory=list)
+    prompt_logprobs: list[list[Ranked]] = field(default_factory=list)
+
+
+class Runner:
+    """Runs steps of a model over a cache. Steps of few tokens, each with logits, are recorded and replayed.
+
+    A recording reads token ids, places and block tables from fixed buffers, so it is good for any streams.
+    """
+
+    def __init__(self, model: Any, cache: PagedCache, max_streams: int, max_length: int) -> None:
+        self.model = model
+        self.cache = cache
+        self.device = model.device
+        num_blocks = -(-max_length // cache.shape.size)
+        self.tables = torch.zeros(max_streams, num_blocks, dtype=torch.int32)
+        self._rows = self.tables.numpy()
+        self._held: list[tuple[list[int], int]] = [([], 0)] * max_streams  # what each row of the tables shows
+        self._recordings: dict[int, Recording] = {}
+        self._arena = Arena()
+        self.can_record = self.device.type == "cpu"
+
+    @torch.inference_mode()
+    def run(self, work: Sequence[Work]) -> list[Drawn]:
+        """Compute the tokens of all work; each stream has the blocks for them."""
+        self._fill_tables(work)
+        rows = [Row(item.stream, len(item.stream) + i) for item in work for i in range(item.num_drawn)]
+        is_decoding = len(rows) == sum(item.num_tokens for item in work) <= MAX_RECORDED
+        recording = self._replayed(work, rows) if is_decoding and self.can_record else None
+        if recording is not None:
+            return collected(work, recording.graph.result, rows, recording.settings, is_drawn=True)
+        return collected(work, self._logits(work), rows, Settings(len(rows)), is_drawn=False)
+
+    def _fill_tables(self, work: Sequence[Work]) -> None:
+        for row, (stream, _) in enumerate(work):
+            block_ids, shown = stream.block_ids, self._held[row]
+            if shown[0] is not block_ids or shown[1] != len(block_ids):
+                self._rows[row, : len(block_ids)] = block_ids
+                self._held[row] = block_ids, len(block_ids)
+
+    def _logits(self, work: Sequence[Work]) -> Tensor:
+        """Of the prompt tokens whose logprobs are wanted and of what is drawn, in the order of the work [R, V]"""
+        token_ids, streams, slots, spans, logit_rows = (array("q") for _ in range(5))
+        for row, item in enumerate(work):
+            stream, start, end = item.stream, item.stream.num_computed, item.stream.num_computed + item.num_tokens
+            base = len(slots) - start
+            logit_rows.extend(base + position - 1 for position in item.prompt_positions)
+            logit_rows.extend(range(base + end - item.num_drawn, base + end))
+            token_ids.extend(stream.pending(item.num_tokens))
+            streams.extend([row] * item.num_tokens)
+            slots.extend(range(start, end))
+            spans.extend(map(stream.span, range(start, end)))
+        rope, rope_rows = self._rope(slots, spans)
+        lengths = [item.stream.num_computed + item.num_tokens for item in work]
+        tables = self.tables[: len(work), : -(-max(lengths) // self.cache.shape.size)].contiguous()
+        batch = Batch(
+            tensor(token_ids), rope_rows, tensor(streams), tensor(slots), tables, lengths, tensor(logit_rows)
+        )
+        logits: Tensor = self.model.step(batch.to(self.device), self.cache, rope)
+        return logits
+
+    def _rope(self, slots: array[int], spans: array[int]) -> tuple[Any, Tensor]:
+        rope = self.model.model.rope_reaching(max(slots) + 1)
+        return rope.placed(tensor(slots), tensor(spans))  # type: ignore[no-any-return]
+
+    def _replayed(self, work: Sequence[Work], rows: Sequence[Row]) -> Recording | None:
+        """A recording that has run this work, or None where there can be none"""
+        recording = self._recordings.get(len(rows))
+        if recording is None:
+            recording = self._recordings[len(rows)] = Recording(len(rows), self.tables)
+        recording.fill(work, rows)
+        if (rope := self._fixed_rope(recording)) is None:
+            return None
+        try:
+            recording.run(self.model, self.cache, rope, self._arena)
+        except RecordError:
+            self.can_record = False
+            return None
+        return recording
+
+
+    def _fixed_rope(self, recording: Recording) -> Any:
+        """Tables that serve other steps too, with their rows filled in; None where tokens need some of their own"""
+        rope = self.model.model.rope_reaching(max(recording.slots) + 1)
+        if rope.rope_parameters.is_fixed:
+            recording.rope_rows[:] = recording.slots
+            return rope
+        placed, rope_rows = rope.placed(tensor(recording.slots), tensor(recording.spans))
+        recording.rope_rows[:] = array("q", rope_rows.tolist())
+        return rope if placed is rope else None
+
+
+class Recording:
+    """A step of N tokens, all of whose logits are wanted, on buffers of its own: recorded once, replayed since."""
+
+    graph: Graph[Tensor]
+
+    def __init__(self, num_tokens: int, tables: Tensor) -> None:
+        self.token_ids, self.rope_rows, self.streams, self.slots, self.spans = (
+            array("q", [0]) * num_tokens for _ in range(5)
+        )
+        places = map(tensor, (self.token_ids, self.rope_rows, self.streams, self.slots))
+        self.batch = Batch(*places, tables, lengths=[1])
+        self.settings = Settings(num_tokens)
+        self.rope: Any = None
+
+    def fill(self, work: Sequence[Work], rows: Sequence[Row]) -> None:
+        at = 0
+        for row, item in enumerate(work):
+            stream, start = item.stream, item.stream.num_computed
+            for i, token_id in enumerate(stream.pending(item.num_tokens)):
+                self.token_ids[at], self.streams[at], self.slots[at] = token_id, row, start + i
+                self.spans[at] = stream.span(start + i)
+                at += 1
+        self.settings.fill(rows)
+
+    def run(self, model: Any, cache: PagedCache, rope: Any, arena: Arena) -> None:
+        if rope is self.rope:
+            self.graph.replay()
+            return
+
+        def step() -> Tensor:
+            logits: Tensor = model.step(self.batch, cache, rope)
+            self.settings.draw(logits)
+            return logits
+
+        self.graph = Graph.record(step, arena)
+        self.rope = rope
+
+
+def collected(
+    work: Sequence[Work], logits: Tensor, rows: Sequence[Row], settings: Settings, is_drawn: bool
+) -> list[Drawn]:
+    """What came of each item of the work. The tokens of a replay are drawn already, unless a stream has
+    something to say about its logits."""
+    results = [Drawn() for _ in work]
+    logits = without_prompts(work, logits, results)
+    if not rows:
+        return results
+    streams = [row.stream for row in rows]
+    if any(map(needs_adjusting, streams)):
+        settings.fill(rows)
+        settings.draw(adjusted(logits, streams))
+    elif not is_drawn:
+        settings.fill(rows)
+        settings.draw(logits)
+    tokens = settings.drawn()
+    logprobs = chosen_logprobs(logits, streams, tokens)
+    at = 0
+    for item, result in zip(work, results, strict=True):
+        own = slice(at, at := at + item.num_drawn)
+        result.token_ids, result.logprobs = tokens[own], logprobs[own]
+    return results
+
+
+def without_prompts(work: Sequence[Work], logits: Tensor, results: list[Drawn]) -> Tensor:
+    """The logits that tokens are drawn from; those of prompts go into the results."""
+    kept, at = [], 0
+    for item, result in zip(work, results, strict=True):
+        stream, positions = item.stream, item.prompt_positions
+        own, at = logits[at : at + len(positions)], at + len(positions)
+        if positions:
+            wanted = stream.token_ids[positions.start : positions.stop].tolist()
+            result.prompt_logprobs = ranked(own, wanted, stream.params.prompt_logprobs or 0)
+        kept.append(logits[at : at + item.num_drawn])
+        at += item.num_drawn
+    return torch.cat(kept) if any(item.prompt_positions for item in work) else logits
+
+
+def chosen_logprobs(logits: Tensor, streams: Sequence[Stream], tokens: list[int]) -> list[list[Ranked]]:
+    """Of each row the drawn token and the likeliest ones, as far as its stream asks for them"""
+    found: list[list[Ranked]] = [[] for _ in streams]
+    wanted = [i for i, s in enumerate(streams) if s.params.logprobs is not None and tokens[i] >= 0]
+    if wanted:
+        num_top = max(streams[i].params.logprobs or 0 for i in wanted)
+        for i, best in zip(wanted, ranked(logits[wanted], [tokens[i] for i in wanted], num_top), strict=True):
+            found[i] = best[: 1 + (streams[i].params.logprobs or 0)]
+    return found
+
+
+def tensor(numbers: array[int]) -> Tensor:
+    """A view of plain memory"""
+    return torch.frombuffer(numbers, dtype=torch.int64) if numbers else torch.empty(0, dtype=torch.int64)
