@@ -96,10 +96,11 @@ class GenerationMixin:
         streams = [Stream(params, row, i) for i, row in enumerate(real_tokens(token_ids, attention_mask))]
         rows = logits_of_streams(self.prefill(token_ids, cache, attention_mask))
         step = DecodeStep(self, cache) if step is None else step
-        for i in range(params.max_tokens):
+        num_steps = params.max_tokens or max(self.config.max_position_embeddings - cache.get_seq_length(), 1)
+        for i in range(num_steps):
             tokens = [stream.next_token(row) for stream, row in zip(streams, rows, strict=True)]
             yield tokens
-            if all(stream.has_ended for stream in streams) or i + 1 == params.max_tokens:
+            if all(stream.has_ended for stream in streams) or i + 1 == num_steps:
                 return
             rows = step(filled(tokens, pad_token_id))
 
