@@ -384,13 +384,21 @@ DEQUANTIZERS: dict[BlockType, Callable[[Tensor], Tensor]] = {
 
 
 def _quantize_q8_0(values: Tensor) -> Tensor:
-    scale = values.abs().amax(1, keepdim=True) / 127
+    scale, signed = q8_0_parts(values)
+    return torch.cat([_half_bytes(scale, "Q8_0"), signed.view(torch.uint8)], 1)
+
+
+def q8_0_parts(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales [..., 1] and signed bytes [..., 32] of float32 values [..., 32].
+
+    Where a value is not finite the scale is not either, and the bytes are 0.
+    """
+    scale = values.abs().amax(-1, keepdim=True) / 127
     scaled = values * _inverse(scale)
     magnitude = scaled.abs()
     # ggml rounds halves away from zero, torch.round to even.
     rounded = magnitude.floor() + (2 * (magnitude - magnitude.floor())).floor()
-    signed = (scaled.sign() * rounded).to(torch.int8)
-    return torch.cat([_half_bytes(scale, "Q8_0"), signed.view(torch.uint8)], 1)
+    return scale, (scaled.sign() * rounded).nan_to_num(0).to(torch.int8)
 
 
 def _quantize_q4_0(values: Tensor) -> Tensor:

@@ -5,16 +5,24 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-__all__ = ["LLM", "CompletionOutput", "DynamicCache", "RequestOutput", "SamplingParams", "load_model"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "DynamicCache",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "load_model",
+]
 
 __version__ = "0.1.0"
 
-HOMES = {"DynamicCache": "cache", "SamplingParams": "sampling"}
+HOMES = {"DynamicCache": "cache", "SamplingParams": "sampling", "StructuredOutputsParams": "sampling"}
 
 if TYPE_CHECKING:
     from infinilm.cache import DynamicCache
     from infinilm.llm import LLM, CompletionOutput, RequestOutput, load_model
-    from infinilm.sampling import SamplingParams
+    from infinilm.sampling import SamplingParams, StructuredOutputsParams
 else:  # a type checker that saw this function would take every name for one of ours
 
     def __getattr__(name: str) -> object:

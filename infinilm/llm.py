@@ -172,6 +172,6 @@ class LLM:
         ends = () if params.ignore_eos else (*self.tokenizer.eos_token_ids, *self.model.config.eos_token_ids)
         return replace(
             params,
-            max_tokens=min(params.max_tokens, room),
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             stop_token_ids=tuple({*params.stop_token_ids, *ends}),
         )

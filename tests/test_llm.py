@@ -1,13 +1,15 @@
-"""LLM, SamplingParams and load_model say what is wrong with their arguments."""
+"""LLM and load_model say what is wrong with their arguments."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from infinilm import LLM, SamplingParams, load_model
+from infinilm import LLM, DynamicCache, SamplingParams, load_model
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +71,9 @@ def test_streams_begin_with_integers(token_ids: Any, llm: LLM) -> None:
         next(llm.stream(token_ids, GREEDY))
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"stop_token_ids": 5}, {"stop_token_ids": ["a"]}, {"stop_token_ids": "12"}, {"ignore_eos": "no"}],
-)
-def test_sampling_params_name_what_is_wrong(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="stop_token_ids must|a stop token id must|ignore_eos must"):
-        SamplingParams(**wrong)
+def test_max_tokens_none_goes_as_far_as_the_model(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    short = replace(llm.model.config, max_position_embeddings=8)
+    monkeypatch.setattr(llm.model, "config", short)
+    params = SamplingParams(max_tokens=None, ignore_eos=True, temperature=0.0)
+    assert len(list(llm.stream([1] * 5, params))) == 3
+    assert len(list(llm.model.steps(torch.tensor([[1] * 5]), params, DynamicCache()))) == 3

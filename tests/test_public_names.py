@@ -32,7 +32,7 @@ FUNCTIONAL = """
     softmax swiglu
 """
 
-INFINILM = "CompletionOutput DynamicCache LLM RequestOutput SamplingParams load_model"
+INFINILM = "CompletionOutput DynamicCache LLM RequestOutput SamplingParams StructuredOutputsParams load_model"
 
 PLACE = "dtype=None, device=None"
 LINEAR = f"in_features, out_features, bias=True, {PLACE}"
