@@ -18,6 +18,12 @@ from infinilm.sampling import SamplingParams
 class Matcher(Protocol):
     """What a grammar allows next."""
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing but the end of the text may follow"""
+
+    def accept(self, token_id: int) -> None: ...
+
     def mask(self) -> Tensor:
         """A bit for each token, in words of 32"""
 

@@ -1,9 +1,14 @@
-"""LlamaConfig: what a checkpoint is. Its fields are the keys of config.json, checked once and frozen."""
+"""LlamaConfig: what a checkpoint is; its fields are the keys of config.json. EngineConfig: how to run it.
+
+Both are checked once and frozen.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, fields
+from pathlib import Path
 from reprlib import repr as short
 from typing import Any, ClassVar
 
@@ -307,3 +312,68 @@ def qwen_layer_types(content: Mapping[str, Any]) -> list[str]:
     limit = LIMITS["num_hidden_layers"]
     count = check_whole("num_hidden_layers", content.get("num_hidden_layers", 32), 1, limit)
     return ["full_attention" if i < first else "sliding_attention" for i in range(count)]
+
+
+# ---- how to run a model ------------------------------------------------------------------------------------
+
+KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "q8_0")
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How a model is loaded and run. None leaves a choice to the engine, which makes it from the model and the
+    memory there is."""
+
+    model: str | Path | None = None
+    device: torch.device | str | None = None
+    dtype: torch.dtype | str | None = None
+    activations: str | None = None
+    quantize: str | None = None
+    max_model_len: int | None = None  # tokens of a prompt and its answer; the model's own if None
+    max_num_seqs: int = 64  # streams that run at once
+    max_num_batched_tokens: int | None = None  # tokens of one step
+    kv_cache_dtype: str = "auto"  # that of the model's states
+    kv_cache_memory: int | str | None = None  # bytes, also as "2GiB"; a share of what is free if None
+    block_size: int = 32
+    enable_prefix_caching: bool = True
+    seed: int | None = None
+    speculative_config: Mapping[str, Any] | None = None
+    chat_template: str | None = None
+    max_queue: int = 1024  # requests that wait
+    max_queue_tokens: int = 1 << 22
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("max_model_len", 2, MAX_POSITION),
+            ("max_num_seqs", 1, 1024),
+            ("max_num_batched_tokens", 1, 1 << 20),
+            ("seed", 0, (1 << 63) - 1),
+            ("max_queue", 1, 1 << 31),
+            ("max_queue_tokens", 1, 1 << 62),
+        ):
+            value = getattr(self, name)
+            if value is not None or name.startswith(("max_num_seqs", "max_queue")):
+                check_whole(name, value, low, high)
+        check_one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+        check_one_of("block_size", self.block_size, BLOCK_SIZES)
+        check_flag("enable_prefix_caching", self.enable_prefix_caching)
+        if not isinstance(self.chat_template, str | None):
+            raise ValueError(f"chat_template must be the text of one, but is {short(self.chat_template)}")
+        object.__setattr__(self, "kv_cache_memory", checked_bytes("kv_cache_memory", self.kv_cache_memory))
+
+
+def check_one_of(name: str, value: Any, allowed: Sequence[Any]) -> None:
+    if isinstance(value, bool) or value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}, but is {short(value)}")
+
+
+def checked_bytes(name: str, value: Any) -> int | None:
+    """A number of bytes, also written as "512MB" or "2GiB"."""
+    if value is None:
+        return None
+    match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([kmg]i?)?b?\s*", value.lower()) if isinstance(value, str) else None
+    if match:
+        value = int(float(match[1]) * UNITS[match[2] or ""])
+    return check_whole(name, value, 1, 1 << 50)

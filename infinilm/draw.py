@@ -115,7 +115,7 @@ def adjusted(logits: Tensor, streams: Sequence[Stream]) -> Tensor:
     on_device = [t.to(logits.device) for t in (history, ends, penalties, masks)]
     changed = ops.adjust_logits(logits, *on_device)
     for row, stream in zip(changed, streams, strict=True):
-        for token_id, bias in (stream.params.logit_bias or {}).items():
+        for token_id, bias in stream.params.logit_bias:
             row[token_id] += bias
     return changed
 

@@ -75,6 +75,13 @@ class RopeParameters:
             return int(length > self.original_max_position)
         return 0
 
+    def end_of_regime(self, length: int) -> int | None:
+        """The last length that shares its frequencies with this one; None if all longer ones do."""
+        if self.regime(length) == self.regime(MAX_POSITION):
+            return None
+        is_dynamic = self.scaling["rope_type"] == "dynamic"
+        return max(length, self.max_position) if is_dynamic else self.original_max_position
+
     def frequencies(self, length: int) -> tuple[Tensor, float]:
         """(radians a position [D/2], factor of sin and cos) for a sequence of this length"""
         return FREQUENCIES[self.scaling["rope_type"]](self, length)

@@ -1,13 +1,11 @@
-"""SamplingParams and StructuredOutputsParams, every value checked; and the way from logits to a token."""
+"""SamplingParams and StructuredOutputsParams: every value checked when the object is made."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
 import reprlib
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -15,9 +13,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from infinicore import checks, ops
+from infinicore import checks
 from infinilm.folder import parse_object
 
 MAX_SEQUENCES = 1024
@@ -272,73 +269,3 @@ STRUCTURED_CHECKS: dict[str, Check] = {
     "grammar": partial(optional, grammar_text),
     "json_object": lambda name, value: value is not None and flag(name, value),
 }
-
-
-# --- From logits to a token ---------------------------------------------------------------------------------
-
-
-class Sampler:
-    """Draws the tokens of one stream. Its random numbers depend on the seed alone, not on other streams."""
-
-    def __init__(self, params: SamplingParams, stream: int = 0) -> None:
-        self.params = params
-        self.largest = Largest()
-        generator = torch.Generator()
-        if params.seed is None:
-            generator.seed()
-        else:
-            generator.manual_seed(params.seed + stream)
-        self.random_numbers = random_numbers(generator)
-
-    def next_token(self, logits: Tensor, token_ids: Tensor) -> int:
-        """The token that follows token_ids [T], given the float32 logits [V] of what comes next."""
-        params = self.params
-        logits = apply_repetition_penalty(logits, token_ids, params.repetition_penalty)
-        if params.temperature == 0:
-            return self.largest(logits)
-        logits = apply_min_p(logits, params.min_p, params.temperature)
-        # The op itself rather than F.random_sample: the parameters have been checked.
-        options = (params.top_p, max(params.top_k, 0), params.temperature)
-        return int(ops.random_sample(logits, next(self.random_numbers), *options))
-
-
-class Largest:
-    """Where the largest logit [V] is, the first of equal ones.
-
-    A recorded step writes to the same logits each time, so the call on them is prepared once; its result is
-    read from plain memory. Next to a step's weights, which leave nothing else in the CPU's caches, each call
-    into torch would take longer than the search.
-    """
-
-    def __init__(self) -> None:
-        self.found = array("q", [0])
-        self.logits: Tensor | None = None
-
-    def __call__(self, logits: Tensor) -> int:
-        if logits is not self.logits:
-            out = torch.frombuffer(self.found, dtype=torch.int64)[0]
-            self.search = ops.random_sample.resolve(logits, 0.0, 1.0, 0, 0.0, out=out)
-            self.logits = logits
-        self.search()
-        return self.found[0]
-
-
-def random_numbers(generator: torch.Generator) -> Iterator[float]:
-    """Numbers from 0 to 1, drawn many at a time: the same as one by one, and cheaper."""
-    while True:
-        yield from torch.rand(64, generator=generator, dtype=torch.float64).tolist()
-
-
-def apply_repetition_penalty(logits: Tensor, token_ids: Tensor, penalty: float) -> Tensor:
-    """Make tokens that were seen less likely: positive logits divided by the penalty, negative multiplied."""
-    if penalty == 1.0 or token_ids.numel() == 0:
-        return logits
-    scores = logits[token_ids]  # a token seen twice is written twice, with the same value
-    return logits.index_put((token_ids,), torch.where(scores < 0, scores * penalty, scores / penalty))
-
-
-def apply_min_p(logits: Tensor, min_p: float, temperature: float) -> Tensor:
-    """Drop tokens less likely than min_p times the likeliest one."""
-    if min_p == 0.0:
-        return logits
-    return logits.masked_fill(logits < logits.max() + math.log(min_p) * temperature, -torch.inf)

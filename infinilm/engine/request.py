@@ -119,9 +119,13 @@ class Completion(Stream):
         if token_id in self.stop_ids and self.num_drawn >= self.params.min_tokens:
             self.finish("stop", None if token_id in self.request.eos_ids else token_id)
             return
+        if self.matcher is not None:
+            self.matcher.accept(token_id)
         self.text.add(token_id)
         if self.text.stop is not None:
             self.finish("stop", self.text.stop)
+        elif self.matcher is not None and self.matcher.is_finished:
+            self.finish("stop")
         elif self.num_drawn >= self.max_tokens:
             self.finish("length")
 
@@ -159,6 +163,7 @@ class Request:
     bad_words: Sequence[Sequence[int]] = ()
     priority: int = 0
     salt: bytes = b""
+    max_shared: int | None = None  # tokens whose keys others may use; beyond them ropes differ
     num_cached_tokens: int = 0
     error: BaseException | None = None
     prompt_logprobs: list[Logprobs | None] = field(default_factory=lambda: [None])
@@ -170,6 +175,18 @@ class Request:
     @property
     def is_finished(self) -> bool:
         return self.error is not None or all(c.finish_reason is not None for c in self.completions)
+
+    def note_prompt_logprobs(self, positions: range, found: Sequence[list[Ranked]]) -> None:
+        """Of positions that were computed again, and by others of the n, there is one already."""
+        for position, ranked in zip(positions, found, strict=False):
+            if position == len(self.prompt_logprobs):
+                self.prompt_logprobs.append(self.named(ranked))
+
+    def note_token(self) -> None:
+        now = time.monotonic()
+        self.metrics.last_token_time = now
+        if self.metrics.first_token_time is None:
+            self.metrics.first_token_time = now
 
     def named(self, ranked: list[Ranked]) -> Logprobs:
         return {

@@ -77,11 +77,11 @@ class Scheduler:
     def schedule(self) -> list[Work]:
         """What the next step computes: a token of every stream that is answered, then of prompts what fits."""
         work: list[Work] = []
+        budget = self.max_num_batched_tokens
         for stream in list(self.running):
-            if is_answering(stream) and stream in self.running:
-                self._move(stream, stream.num_pending, work)
-        num_tokens = sum(item.num_tokens for item in work)
-        budget = self.max_num_batched_tokens - num_tokens
+            if budget > 0 and is_answering(stream) and stream in self.running:
+                stream.drafts = stream.drafts[: budget - 1]
+                budget -= self._move(stream, stream.num_pending, work)
         if work:
             budget = min(budget, self.pace.most_prompt_tokens())
         for stream in list(self.running):
@@ -94,14 +94,9 @@ class Scheduler:
                 budget -= count
         return work
 
-    def update(self, work: Sequence[Work], num_accepted: Sequence[int], seconds: float) -> None:
-        """The work is done; of the guesses of each stream so many were right."""
-        answers = [item for item in work if is_answering(item.stream)]
-        num_prompt_tokens = sum(item.num_tokens for item in work if not is_answering(item.stream))
-        self.pace.note(seconds, num_prompt_tokens, len(answers))
-        for item, accepted in zip(work, num_accepted, strict=True):
-            stream = item.stream
-            stream.num_computed += item.num_tokens - (len(stream.drafts) - accepted if item.num_drawn else 0)
+    def note_time(self, work: Sequence[Work], seconds: float) -> None:
+        num_answers = sum(1 for item in work if is_answering(item.stream))
+        self.pace.note(seconds, sum(item.num_tokens for item in work if not is_answering(item.stream)), num_answers)
 
     def preempt(self, stream: Completion) -> None:
         """Take its blocks; it will be computed again, from what others or itself left in the cache."""
@@ -148,9 +143,9 @@ class Scheduler:
     def keep(self, stream: Completion) -> None:
         """Let others find the full blocks of a stream."""
         if stream.chain is not None:
-            stream.chain = self.blocks.keep(
-                stream.chain, stream.token_ids, stream.num_computed, stream.block_ids
-            )
+            most = stream.request.max_shared
+            num_computed = stream.num_computed if most is None else min(stream.num_computed, most)
+            stream.chain = self.blocks.keep(stream.chain, stream.token_ids, num_computed, stream.block_ids)
 
     def _release(self, stream: Completion) -> None:
         self.blocks.give_back(stream.block_ids)

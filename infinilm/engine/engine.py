@@ -1,0 +1,258 @@
+"""Engine: requests in, steps, outputs. A step is schedule -> run -> update, and each of the three has one place."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from infinicore.checks import integer
+from infinilm.batch import Stream
+from infinilm.cache import DTYPES, BlockShape, PagedCache
+from infinilm.config import EngineConfig
+from infinilm.engine.blocks import Blocks
+from infinilm.engine.grammar import GrammarCompiler
+from infinilm.engine.memory import SHARE, free_bytes
+from infinilm.engine.request import Completion, NumericalError, QueueFull, Request, RequestError
+from infinilm.engine.scheduler import Scheduler
+from infinilm.generation import step_tokens
+from infinilm.models.llama import LlamaForCausalLM
+from infinilm.runner import Drawn, Runner, Work
+from infinilm.sampling import SamplingParams
+from infinilm.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+class Engine:
+    """Many requests at once over one model, each exactly as if it were alone."""
+
+    def __init__(self, model: LlamaForCausalLM, tokenizer: Tokenizer, config: EngineConfig) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.config = config
+        self.cache = make_cache(model, config)
+        self.blocks = Blocks(self.cache.num_blocks, config.block_size, config.enable_prefix_caching)
+        room = self.cache.num_blocks * config.block_size
+        self.max_length = min(config.max_model_len or model.config.max_position_embeddings, room)
+        tokens = config.max_num_batched_tokens or step_tokens(model.config, model.device)
+        self.scheduler = Scheduler(self.blocks, config.max_num_seqs, tokens)
+        self.runner = Runner(model, self.cache, config.max_num_seqs, self.max_length)
+        self.grammars = GrammarCompiler(tokenizer, model.config.vocab_size, self.eos_ids)
+        self.requests: dict[str, Request] = {}
+        self._serials = itertools.count()
+        self._seeds = random.Random(config.seed)
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        return *self.tokenizer.eos_token_ids, *self.model.config.eos_token_ids
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.requests)
+
+    # ---- requests in and out -------------------------------------------------------------------------------
+
+    def add(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> Request:
+        """Let a request in, or refuse it: RequestError if it is wrong or can never be served, QueueFull if it
+        comes at a time when too many wait."""
+        text, token_ids = self._tokens_of(prompt)
+        serial = next(self._serials)
+        name = str(serial) if request_id is None else request_id
+        if name in self.requests:
+            raise RequestError(f"request_id {name!r} is in use")
+        self._check_ids(token_ids, params)
+        max_tokens = self._room_for(len(token_ids), params)
+        self._check_queue(len(token_ids))
+        ends = frozenset() if params.ignore_eos else frozenset(self.eos_ids)
+        rope = self.model.config.rope
+        request = Request(
+            name,
+            text,
+            token_ids,
+            params,
+            self.tokenizer,
+            serial,
+            self._seeds.getrandbits(63) if params.seed is None else params.seed,
+            max_tokens,
+            eos_ids=ends,
+            stop_ids=ends | frozenset(params.stop_token_ids),
+            bad_words=self._bad_words(params),
+            priority=priority,
+            salt=f"{rope.regime(len(token_ids))}:{cache_salt or ''}".encode(),
+            max_shared=rope.end_of_regime(len(token_ids)),
+        )
+        if params.structured_outputs is not None:
+            for completion in request.completions:
+                completion.matcher = self.grammars.compile(params.structured_outputs)
+        self.requests[name] = request
+        for completion in request.completions:
+            self.scheduler.add(completion)
+        return request
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request, whatever it is at; its output ends here."""
+        if request := self.requests.get(request_id):
+            for completion in request.completions:
+                if completion.finish_reason is None:
+                    completion.finish("abort")
+            self._settle(request)
+
+    # ---- a step --------------------------------------------------------------------------------------------
+
+    def step(self) -> list[Request]:
+        """Move requests forward; those are returned that have something new."""
+        work = self.scheduler.schedule()
+        if not work:
+            return []
+        start = time.perf_counter()
+        drawn = self.runner.run(work)
+        self.scheduler.note_time(work, time.perf_counter() - start)
+        return self._update(work, drawn)
+
+    def _update(self, work: Sequence[Work], drawn: Sequence[Drawn]) -> list[Request]:
+        moved: dict[str, Request] = {}
+        for item, result in zip(work, drawn, strict=True):
+            stream: Any = item.stream
+            request = stream.request
+            if request.error is None:
+                self._accept(item, stream, result)
+            if result.token_ids:
+                moved[request.request_id] = request
+        for request in moved.values():
+            self._settle(request)
+        return list(moved.values())
+
+    def _accept(self, item: Work, stream: Completion, result: Drawn) -> None:
+        """Append what was drawn: a token, and as long as guesses were right the ones after them."""
+        stream.request.note_prompt_logprobs(item.prompt_positions, result.prompt_logprobs)
+        guesses = stream.drafts if result.token_ids else []
+        stream.num_computed += item.num_tokens - len(guesses)
+        logprobs = result.logprobs or [[]] * len(result.token_ids)
+        for token_id, guess, ranked in zip(result.token_ids, [*guesses, None], logprobs, strict=True):
+            if token_id < 0:
+                self._fail(stream.request)
+                return
+            stream.append(token_id, ranked)
+            if stream.finish_reason is not None or token_id != guess:
+                break
+            stream.num_computed += 1
+        if result.token_ids:
+            stream.drafts = []
+        self.scheduler.keep(stream)
+
+    def _fail(self, request: Request) -> None:
+        """Nobody shall find keys that may have NaN among them."""
+        request.error = NumericalError(
+            f"request {request.request_id}: the model's logits are NaN or infinite, so that no token can be drawn"
+        )
+        for completion in request.completions:
+            self.blocks.forget(completion.block_ids)
+            completion.chain = None
+
+    def _settle(self, request: Request) -> None:
+        """Let go of what has ended."""
+        request.note_token()
+        for completion in request.completions:
+            if completion.finish_reason is not None or request.error is not None:
+                self.scheduler.remove(completion)
+        if request.is_finished:
+            request.metrics.finished_time = time.monotonic()
+            self.requests.pop(request.request_id, None)
+
+    # ---- what is checked -----------------------------------------------------------------------------------
+
+    def _tokens_of(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """The text, if that is what was given, and its tokens"""
+        if isinstance(prompt, Mapping):
+            if unknown := set(prompt) - {"prompt", "prompt_token_ids"} or len(prompt) != 1:
+                raise RequestError(f"a prompt has 'prompt' or 'prompt_token_ids', but this one has {unknown}")
+            (prompt,) = prompt.values()
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer.encode(prompt)
+        try:
+            return None, [integer("prompt", "a token id", token_id) for token_id in prompt]
+        except (TypeError, ValueError) as error:
+            raise RequestError(str(error)) from error
+
+    def _check_ids(self, token_ids: Sequence[int], params: SamplingParams) -> None:
+        vocab_size = self.model.config.vocab_size
+        named = {
+            "the prompt": token_ids,
+            "stop_token_ids": params.stop_token_ids,
+            "allowed_token_ids": params.allowed_token_ids or (),
+            "logit_bias": [token_id for token_id, _ in params.logit_bias],
+        }
+        for name, ids in named.items():
+            for token_id in ids:
+                if not 0 <= token_id < vocab_size:
+                    raise RequestError(f"{name} has token id {token_id}; the model's are 0 to {vocab_size - 1}")
+
+    def _room_for(self, num_prompt: int, params: SamplingParams) -> int:
+        """How many tokens may follow a prompt."""
+        if num_prompt == 0:
+            raise RequestError("the prompt has no tokens; the model needs one at least")
+        room = self.max_length - num_prompt
+        if room < 1:
+            raise RequestError(
+                f"the prompt has {num_prompt} tokens; with max_model_len {self.config.max_model_len or self.model.config.max_position_embeddings} and "
+                f"{self.blocks.num_blocks} blocks of {self.blocks.size} for keys and values, {self.max_length - 1} are the most"
+            )
+        return room if params.max_tokens is None else min(room, params.max_tokens)
+
+    def _check_queue(self, num_tokens: int) -> None:
+        waiting, config = self.scheduler.waiting, self.config
+        if len(waiting) >= config.max_queue:
+            raise QueueFull(f"{len(waiting)} requests wait already, and max_queue is {config.max_queue}")
+        held = self.scheduler.num_waiting_tokens
+        if waiting and held + num_tokens > config.max_queue_tokens:
+            raise QueueFull(
+                f"requests of {held} tokens wait already; {num_tokens} more exceed max_queue_tokens {config.max_queue_tokens}"
+            )
+
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """Their tokens at the beginning of a text, and after a space"""
+        encoded = [
+            self.tokenizer.encode(start + word.lstrip(), add_special_tokens=False, allow_special=False)
+            for word in params.bad_words
+            for start in ("", " ")
+        ]
+        return [token_ids for token_ids in encoded if token_ids]
+
+
+def make_cache(model: LlamaForCausalLM, config: EngineConfig) -> PagedCache:
+    """As large as kv_cache_memory says, or a share of what is free, and no larger than all streams can fill."""
+    llama = model.config
+    dtype = model.model.norm.weight.dtype if config.kv_cache_dtype == "auto" else DTYPES[config.kv_cache_dtype]
+    if dtype == torch.uint8 and llama.head_dim % 32:
+        raise ValueError(f"kv_cache_dtype 'q8_0' needs heads of a multiple of 32, but they have {llama.head_dim}")
+    shape = BlockShape(llama.num_key_value_heads, llama.head_dim, config.block_size, dtype)
+    block_bytes = shape.num_bytes * llama.num_hidden_layers
+    given = config.kv_cache_memory
+    num_bytes = given if isinstance(given, int) else int(SHARE * free_bytes(model.device))
+    most = config.max_num_seqs * -(-(config.max_model_len or llama.max_position_embeddings) // config.block_size)
+    num_blocks = min(num_bytes // block_bytes, most)
+    if num_blocks < 1:
+        raise ValueError(f"kv_cache_memory: {num_bytes:,} bytes do not hold one block of {block_bytes:,}")
+    tell(num_blocks * block_bytes, num_blocks, config.block_size, config.kv_cache_dtype if dtype == torch.uint8 else str(dtype))
+    return PagedCache(llama.num_hidden_layers, shape, num_blocks, model.device)
+
+
+def tell(num_bytes: int, num_blocks: int, size: int, dtype: str) -> None:
+    kind = dtype.removeprefix("torch.")
+    print(
+        f"infinilm: keys and values: up to {num_bytes / 1e6:,.0f} MB, {num_blocks:,} blocks of {size} tokens in {kind}",
+        file=sys.stderr,
+    )
