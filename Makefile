@@ -64,7 +64,8 @@ endef
 # The kernel tests with every access checked
 test-asan: setup
 	$(call pytest_with,address,asan) tests/test_ops.py tests/test_functional.py tests/test_rope.py tests/test_layers.py \
-	    tests/test_attention.py tests/test_graph.py tests/test_matmul.py tests/test_quantized_layers.py
+	    tests/test_attention.py tests/test_graph.py tests/test_matmul.py tests/test_quantized_layers.py \
+	    tests/test_sampling_ops.py
 
 # The pool and what runs on it, with every pair of accesses checked for an order. The sanitizer cannot live with every
 # randomised address, nor see the order in torch's own threads.

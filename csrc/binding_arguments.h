@@ -423,8 +423,80 @@ struct Binding<RandomSample> {
         require(a.logits.ndim == 1 && a.logits.shape[0] > 0 && is_float(a.logits.dtype) && has_rows(a.logits),
                 "random_sample: logits must be one contiguous row of floats");
         require(a.logits.shape[0] < (int64_t{1} << 31), "random_sample: too many logits");
+        require(temperature >= 0 && temperature <= 0x1.fffffep127,
+                "random_sample: the temperature must be a float32, and not negative");
         a.random_val = random_val, a.topp = topp, a.topk = topk, a.temperature = temperature;
         r.promise(DType::i64, Tensor{});
+    }
+};
+
+// [rows, vocabulary] of floats, rows contiguous
+void check_logits(const Tensor& logits) {
+    require(logits.ndim == 2 && is_float(logits.dtype) && has_rows(logits),
+            "logits must be [rows, vocabulary] of floats with contiguous rows");
+    require(logits.shape[1] > 0 && logits.shape[1] < (int64_t{1} << 31), "too few or too many logits");
+}
+
+void check_of_rows(const Tensor& t, DType dtype, int64_t num_rows, const char* rule) {
+    require(t.dtype == dtype && t.ndim == 1 && is_contiguous(t) && t.shape[0] == num_rows, rule);
+}
+
+// [rows, 3] of float32
+void check_triples(const Tensor& t, int64_t num_rows, const char* rule) {
+    require(t.dtype == DType::f32 && t.ndim == 2 && has_rows(t), rule);
+    require(t.shape[0] == num_rows && t.shape[1] == 3, rule);
+}
+
+template <>
+struct Binding<Sample> {
+    static void read(Reading<Sample>& r, nb::handle logits, nb::handle uniforms, nb::handle settings,
+                     nb::handle top_k) {
+        Sample& a = r.args;
+        check_logits(r.take(a.logits, logits));
+        const int64_t num_rows = a.logits.shape[0];
+        check_of_rows(r.take(a.uniforms, uniforms), DType::f64, num_rows,
+                      "sample: uniforms must be one float64 a row");
+        check_triples(r.take(a.settings, settings), num_rows, "sample: settings must be three float32 a row");
+        check_of_rows(r.take(a.top_k, top_k), DType::i64, num_rows, "sample: top_k must be one int64 a row");
+        r.promise(DType::i64, a.top_k);
+    }
+};
+
+template <>
+struct Binding<Logprobs> {
+    static void read(Reading<Logprobs>& r, nb::handle logits, nb::handle tokens, int64_t num_top) {
+        Logprobs& a = r.args;
+        check_logits(r.take(a.logits, logits));
+        check_of_rows(r.take(a.tokens, tokens), DType::i64, a.logits.shape[0],
+                      "logprobs: tokens must be one int64 a row");
+        require(num_top >= 0 && num_top <= a.logits.shape[1],
+                "logprobs: num_top must be from 0 to the vocabulary");
+        a.num_top = num_top;
+        r.promise(DType::i64, with_length(a.logits, num_top + 1));
+        a.values.dtype = DType::f32;
+    }
+};
+
+template <>
+struct Binding<AdjustLogits> {
+    static void read(Reading<AdjustLogits>& r, nb::handle logits, nb::handle history, nb::handle ends,
+                     nb::handle penalties, nb::handle allowed) {
+        AdjustLogits& a = r.args;
+        check_logits(r.take(a.logits, logits));
+        const int64_t num_rows = a.logits.shape[0], num_words = (a.logits.shape[1] + 31) / 32;
+        r.take(a.history, history), r.take(a.ends, ends), r.take_if_any(a.allowed, allowed);
+        require(a.history.dtype == DType::i64 && a.history.ndim == 1 && is_contiguous(a.history),
+                "adjust_logits: history must be a row of int64");
+        require(a.ends.dtype == DType::i64 && a.ends.ndim == 2 && is_contiguous(a.ends) &&
+                    a.ends.shape[0] == num_rows && a.ends.shape[1] == 2,
+                "adjust_logits: ends must be two int64 a row");
+        check_triples(r.take(a.penalties, penalties), num_rows,
+                      "adjust_logits: penalties must be three float32 a row");
+        require(allowed.is_none() ||
+                    (a.allowed.dtype == DType::i32 && a.allowed.ndim == 2 && has_rows(a.allowed) &&
+                     a.allowed.shape[0] == num_rows && a.allowed.shape[1] == num_words),
+                "adjust_logits: allowed must be an int32 for each 32 logits of each row");
+        r.promise(DType::f32, a.logits);
     }
 };
 

@@ -44,6 +44,19 @@ void report(const RandomSample& a, int64_t at) {
     if (at == a.logits.shape[0]) refuse("random_sample: every logit is -inf, so there is no token to take");
     refuse("random_sample: logit " + std::to_string(at) + " is NaN or +inf; expected finite values or -inf");
 }
+void report(const Logprobs& a, int64_t at) {
+    report_index("logprobs: token", a.tokens, at, a.logits.shape[1]);
+}
+void report(const AdjustLogits& a, int64_t at) {
+    const int64_t length = a.history.shape[0];
+    if (at < length) report_index("adjust_logits: token", a.history, at, a.logits.shape[1]);
+    const int64_t found = index_at(a.ends.data, a.ends.dtype, at - length);
+    throw nb::index_error(("adjust_logits: end " + std::to_string(found) + " (element " +
+                           std::to_string(at - length) +
+                           ") is before the one in front of it, or beyond the " + std::to_string(length) +
+                           " tokens of the history")
+                              .c_str());
+}
 
 // ---- outputs ----------------------------------------------------------------------------------------------
 

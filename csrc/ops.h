@@ -23,6 +23,9 @@
     X(causal_softmax, CausalSoftmax)           \
     X(embedding, Embedding)                    \
     X(random_sample, RandomSample)             \
+    X(sample, Sample)                          \
+    X(logprobs, Logprobs)                      \
+    X(adjust_logits, AdjustLogits)             \
     X(attention, Attention)                    \
     X(store_kv, StoreKv)                       \
     X(linear, Linear)                          \

@@ -29,10 +29,13 @@ DTYPES = {
 }
 NATIVE_OPS = [op for op in OPS.values() if any(kernel.name == "native" for kernel in op.kernels)]
 # Of these there is nothing to differentiate by.
-WITHOUT_GRADIENT = ("random_sample", "quantized_embedding", "packed_embedding")
-# The output of these may be written over the first input; add_rms_norm has two.
+WITHOUT_GRADIENT = ("random_sample", "sample", "quantized_embedding", "packed_embedding")
+# The output of these may be written over the first input; add_rms_norm has two, that of adjust_logits is
+# float32 whatever the input is.
 ELEMENTWISE = [
-    name for name, may_be_input in _native.ops().items() if may_be_input and name != "add_rms_norm"
+    name
+    for name, may_be_input in _native.ops().items()
+    if may_be_input and name not in ("add_rms_norm", "adjust_logits")
 ]
 
 
