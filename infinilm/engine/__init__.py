@@ -1,0 +1,1 @@
+"""Many requests at once: what each asks, and what it is answered."""
