@@ -24,6 +24,10 @@ class RecordError(RuntimeError):
     """The function computes something that a replay could not repeat."""
 
 
+class Arena:
+    pass
+
+
 class Graph(Generic[Result]):
     """The recorded calls and the result they write to: each `replay` computes it anew."""
 
@@ -32,7 +36,7 @@ class Graph(Generic[Result]):
         self.result = result
 
     @classmethod
-    def record(cls, function: Callable[[], Result]) -> Graph[Result]:
+    def record(cls, function: Callable[[], Result], arena: Any = None) -> Graph[Result]:
         """Run the function and keep its ops."""
         calls: list[Callable[[], None]] = []
         RECORDING.stack.append(calls)

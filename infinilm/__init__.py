@@ -7,8 +7,14 @@ from typing import TYPE_CHECKING
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "DynamicCache",
+    "EngineConfig",
+    "EngineDead",
+    "Logprob",
+    "QueueFull",
+    "RequestError",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputsParams",
@@ -17,11 +23,28 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-HOMES = {"DynamicCache": "cache", "SamplingParams": "sampling", "StructuredOutputsParams": "sampling"}
+HOMES = {
+    "LLM": "llm",
+    "AsyncLLM": "llm",
+    "load_model": "llm",
+    "DynamicCache": "cache",
+    "EngineConfig": "config",
+    "SamplingParams": "sampling",
+    "StructuredOutputsParams": "sampling",
+}
 
 if TYPE_CHECKING:
     from infinilm.cache import DynamicCache
-    from infinilm.llm import LLM, CompletionOutput, RequestOutput, load_model
+    from infinilm.config import EngineConfig
+    from infinilm.engine.request import (
+        CompletionOutput,
+        EngineDead,
+        Logprob,
+        QueueFull,
+        RequestError,
+        RequestOutput,
+    )
+    from infinilm.llm import LLM, AsyncLLM, load_model
     from infinilm.sampling import SamplingParams, StructuredOutputsParams
 else:  # a type checker that saw this function would take every name for one of ours
 
@@ -29,7 +52,7 @@ else:  # a type checker that saw this function would take every name for one of 
         """Names are fetched when they are used, so that `infinilm --help` need not wait for torch."""
         if name not in __all__:
             raise AttributeError(f"module 'infinilm' has no attribute {name!r}")
-        return getattr(import_module(f"infinilm.{HOMES.get(name, 'llm')}"), name)
+        return getattr(import_module(f"infinilm.{HOMES.get(name, 'engine.request')}"), name)
 
 
 def __dir__() -> list[str]:

@@ -1,45 +1,43 @@
-"""LLM: text in, text out."""
+"""LLM and AsyncLLM: text in, text out, over an engine that the caller runs, or a thread of its own."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+import os
+import queue
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import sys
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
-from types import UnionType
 from typing import Any
 
 import torch
 
-from infinicore.checks import integer
-from infinilm.cache import DynamicCache
 from infinilm.checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from infinilm.config import EngineConfig
+from infinilm.engine.engine import Engine, Prompt
+from infinilm.engine.request import EngineDead, QueueFull, Request, RequestError, RequestOutput
 from infinilm.hub import resolve
 from infinilm.models.llama import LlamaForCausalLM
 from infinilm.models.weights import read_config
 from infinilm.sampling import SamplingParams
-from infinilm.tokenizer import Detokenizer, Tokenizer
+from infinilm.tokenizer import Tokenizer, TokenizerError
 
-Messages = Sequence[Mapping[str, str]]
-
-
-@dataclass(frozen=True)
-class CompletionOutput:
-    """One continuation of a prompt."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: str  # "stop" at an end-of-text token, "length" at max_tokens
+Messages = Sequence[Mapping[str, Any]]
+Report = Callable[[int], None]
 
 
-@dataclass(frozen=True)
-class RequestOutput:
-    """A prompt and what followed it."""
+def tell_nobody(num_bytes: int) -> None:
+    """Of the bytes that have been loaded"""
 
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
+
+# ---- loading -----------------------------------------------------------------------------------------------
 
 
 def load_model(
@@ -49,20 +47,26 @@ def load_model(
     dtype: torch.dtype | str | None = None,
     activations: str | None = None,
     quantize: str | None = None,
-    report: Callable[[int], None] = lambda num_bytes: None,
+    report: Report = tell_nobody,
 ) -> tuple[LlamaForCausalLM, Tokenizer]:
     """A model and its tokenizer: a path, a Hugging Face id, or None for the built-in default."""
-    check_arguments(model, device)
-    path = resolve(None if model is None else str(model))
+    return load(
+        EngineConfig(model=model, device=device, dtype=dtype, activations=activations, quantize=quantize), report
+    )
+
+
+def load(config: EngineConfig, report: Report) -> tuple[LlamaForCausalLM, Tokenizer]:
+    check_arguments(config)
+    path = resolve(None if config.model is None else str(config.model))
     with open_checkpoint(path) as checkpoint:
-        tokenizer = tokenizer_of(checkpoint)
+        tokenizer = tokenizer_of(checkpoint, config.chat_template)
         check_vocabulary(checkpoint, tokenizer)
-        llama = LlamaForCausalLM.from_checkpoint(checkpoint, device, dtype, activations, quantize, report)
-        return llama, tokenizer
+        return LlamaForCausalLM.from_checkpoint(checkpoint, config, report), tokenizer
 
 
-def check_arguments(model: str | Path | None, device: torch.device | str | None) -> None:
+def check_arguments(config: EngineConfig) -> None:
     """What would only fail, and less clearly, when half a model has been read."""
+    model, device = config.model, config.device
     if not isinstance(model, str | Path | None) or model == "":
         raise ValueError(
             f"model must be a path, a Hugging Face id such as 'org/name', or None, not {model!r}"
@@ -76,25 +80,11 @@ def check_arguments(model: str | Path | None, device: torch.device | str | None)
         ) from error
 
 
-def items_of(name: str, wanted: str, value: Any, kind: type | UnionType) -> list[Any]:
-    """The items of whatever can be iterated over, all of one kind."""
-    is_list = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
-    items = list(value) if is_list else []
-    if not is_list or not all(isinstance(item, kind) for item in items):
-        raise TypeError(f"{name} must be {wanted}, but are {reprlib.repr(value)}")
-    return items
-
-
-def checked(params: SamplingParams) -> SamplingParams:
-    if not isinstance(params, SamplingParams):
-        raise TypeError(f"sampling_params must be one SamplingParams, but are {reprlib.repr(params)}")
-    return params
-
-
-def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer:
-    if checkpoint.metadata:
-        return Tokenizer.from_gguf(checkpoint.metadata)
-    return Tokenizer.from_folder(checkpoint.path)
+def tokenizer_of(checkpoint: Checkpoint, chat_template: str | None = None) -> Tokenizer:
+    found = Tokenizer.from_gguf(checkpoint.metadata) if checkpoint.metadata else Tokenizer.from_folder(checkpoint.path)
+    if chat_template is not None:
+        found.chat_template = chat_template
+    return found
 
 
 def check_vocabulary(checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
@@ -107,71 +97,342 @@ def check_vocabulary(checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
         )
 
 
-class LLM:
-    """A model with its tokenizer: `generate` continues prompts, `chat` answers, `stream` does as it goes."""
+# ---- what callers give -------------------------------------------------------------------------------------
 
-    def __init__(
-        self,
-        model: str | Path | None = None,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | str | None = None,
-        activations: str | None = None,
-        quantize: str | None = None,
-        report: Callable[[int], None] = lambda num_bytes: None,
-    ) -> None:
-        self.model, self.tokenizer = load_model(
-            model, device=device, dtype=dtype, activations=activations, quantize=quantize, report=report
-        )
+
+def as_prompts(given: Any) -> list[Prompt]:
+    """One prompt, or several: a text, token ids, or a mapping with either"""
+    if isinstance(given, str | Mapping):
+        return [given]
+    items = items_of("prompts", "a text, token ids, or a list of such", given, str | Mapping | Sequence | int)
+    if items and all(isinstance(item, int) for item in items):
+        return [items]
+    if any(isinstance(item, int | bytes) for item in items):
+        raise RequestError(f"prompts must be all of one kind, texts or lists of ids, but are {reprlib.repr(given)}")
+    return items
+
+
+def as_conversations(given: Any) -> list[list[Mapping[str, Any]]]:
+    wanted = "a list of {'role': ..., 'content': ...}, or of such lists"
+    items = items_of("messages", wanted, given, Mapping | list | tuple)
+    return [items] if items and isinstance(items[0], Mapping) else items
+
+
+def items_of(name: str, wanted: str, value: Any, kind: Any) -> list[Any]:
+    """The items of whatever can be iterated over, all of one kind."""
+    is_list = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
+    items = list(value) if is_list else []
+    if not is_list or not all(isinstance(item, kind) for item in items):
+        raise RequestError(f"{name} must be {wanted}, but are {reprlib.repr(value)}")
+    return items
+
+
+def one_each(name: str, given: Any, kind: type, count: int, default: Any) -> list[Any]:
+    """A value for each prompt, of one that is for all, or of a list of them."""
+    values = list(given) if isinstance(given, list | tuple) else [default if given is None else given] * count
+    if len(values) != count:
+        raise RequestError(f"{name} must be one, or one for each of {count} prompts, but are {len(values)}")
+    for value in values:
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise RequestError(f"{name} must be {kind.__name__}, but are {reprlib.repr(given)}")
+    return values
+
+
+@contextmanager
+def as_request_errors() -> Iterator[None]:
+    """A text that cannot be encoded and messages that no template takes are the user's mistakes."""
+    try:
+        yield
+    except TokenizerError as error:
+        raise RequestError(str(error)) from error
+
+
+# ---- LLM ---------------------------------------------------------------------------------------------------
+
+
+def with_options(init: Any) -> Any:
+    """`init` says by its signature that it takes the fields of EngineConfig."""
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    options = [
+        inspect.Parameter(f.name, keyword, default=f.default, annotation=f.type) for f in fields(EngineConfig)[1:]
+    ]
+    own = list(inspect.signature(init).parameters.values())
+    init.__signature__ = inspect.Signature([*own[:-1], *options])
+    return init
+
+
+class LLM:
+    """A model with its tokenizer and engine: `generate` continues prompts, `chat` answers, `stream` does as it
+    goes. Keyword arguments are the fields of EngineConfig."""
+
+    @with_options
+    def __init__(self, model: str | Path | None = None, report: Report = tell_nobody, **options: Any) -> None:
+        self.config = EngineConfig(model=model, **options)
+        self.model, self.tokenizer = load(self.config, report)
+        self.engine = Engine(self.model, self.tokenizer, self.config)
+        self._lock = threading.Lock()
 
     def generate(
-        self, prompts: str | Sequence[str], sampling_params: SamplingParams | None = None
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
+        cache_salt: str | None = None,
     ) -> list[RequestOutput]:
-        """Continue each prompt."""
-        given = [prompts] if isinstance(prompts, str) else prompts
-        texts = items_of("prompts", "a string or a list of strings", given, str)
-        params = checked(sampling_params or SamplingParams())
-        return [self._complete(self.tokenizer.encode(text), params, text) for text in texts]
+        """Continue each prompt: a text, token ids, {"prompt_token_ids": ...}, or a list of such.
+
+        Of several prompts those with a lower priority number go first.
+        """
+        given = as_prompts(prompts)
+        params = one_each("sampling_params", sampling_params, SamplingParams, len(given), SamplingParams())
+        priorities = one_each("priority", priority, int, len(given), 0)
+        with as_request_errors(), self._lock:
+            requests = [
+                self.engine.make(prompt, *rest, cache_salt=cache_salt)
+                for prompt, *rest in zip(given, params, priorities, strict=True)
+            ]
+            return self._finish(requests, use_tqdm)
 
     def chat(
-        self, messages: Messages | Sequence[Messages], sampling_params: SamplingParams | None = None
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        use_tqdm: bool = True,
+        **template_variables: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of several."""
-        wanted = "a list of {'role': ..., 'content': ...}, or of such lists"
-        given = items_of("messages", wanted, messages, Mapping | list | tuple)
-        conversations = [given] if given and isinstance(given[0], Mapping) else given
-        params = checked(sampling_params or SamplingParams())
-        return [self._complete(self.tokenizer.encode_chat(m), params, None) for m in conversations]
+        """Answer one conversation, or each of several. A template that knows tools is given them."""
+        with as_request_errors():
+            prompts = [
+                self.tokenizer.encode_chat(conversation, tools=tools, **template_variables)
+                for conversation in as_conversations(messages)
+            ]
+        return self.generate([{"prompt_token_ids": ids} for ids in prompts], sampling_params, use_tqdm=use_tqdm)
 
-    def stream(self, token_ids: Sequence[int], params: SamplingParams) -> Iterator[tuple[int, str]]:
-        """(token, the text it completes) as they come; an end-of-text token has no text of its own."""
-        ids = [integer("stream", "a token id", token_id) for token_id in token_ids]
-        params = self._with_stops(checked(params), len(ids))
-        prompt = torch.tensor([ids], device=self.model.device)
-        detokenizer = Detokenizer(self.tokenizer)
-        for step, (token,) in enumerate(self.model.steps(prompt, params, DynamicCache()), start=1):
-            if token is None:
-                return
-            text = "" if token in params.stop_token_ids else detokenizer.add(token)
-            is_last = step == params.max_tokens or token in params.stop_token_ids
-            yield token, text + detokenizer.finish() if is_last else text
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[tuple[int, str]]:
+        """(token, the text that can be shown since the last one) as they come, of one continuation."""
+        with as_request_errors(), self._lock:
+            (checked,) = one_each("sampling_params", params, SamplingParams, 1, SamplingParams())
+            request = self.engine.make(prompt, checked)
+            (completion,) = request.completions
+            num_tokens = num_shown = 0
+            for _ in self._steps([request]):
+                drawn, text = completion.token_ids[completion.num_prompt + num_tokens :], completion.text.text
+                num_tokens += len(drawn)
+                for token in drawn[:-1]:
+                    yield token, ""
+                if drawn:
+                    yield drawn[-1], text[num_shown:]
+                    num_shown = len(text)
 
-    def _complete(self, token_ids: list[int], params: SamplingParams, prompt: str | None) -> RequestOutput:
-        pieces = list(self.stream(token_ids, params))
-        stops = self._with_stops(params, len(token_ids)).stop_token_ids
-        tokens, texts = [token for token, _ in pieces], [text for _, text in pieces]
-        reason = "stop" if tokens[-1] in stops else "length"
-        return RequestOutput(prompt, token_ids, [CompletionOutput(0, "".join(texts), tokens, reason)])
+    def _finish(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
+        with progress(len(requests), use_tqdm) as advance:
+            for finished in self._steps(requests):
+                advance(len(finished))
+        return [request.output() for request in requests]
 
-    def _with_stops(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
-        """The parameters with the model's end-of-text tokens, and no more tokens than its context holds."""
-        room = self.model.config.max_position_embeddings - num_prompt_tokens
-        if num_prompt_tokens == 0 or room < 1:
-            limit = self.model.config.max_position_embeddings
-            raise ValueError(f"the prompt has {num_prompt_tokens} tokens; the model takes 1 to {limit - 1}")
-        ends = () if params.ignore_eos else (*self.tokenizer.eos_token_ids, *self.model.config.eos_token_ids)
-        return replace(
-            params,
-            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-            stop_token_ids=tuple({*params.stop_token_ids, *ends}),
-        )
+    def _steps(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
+        """Run steps until all requests have ended; after each, those that ended with it."""
+        engine, waiting = self.engine, deque(requests)
+        try:
+            while waiting or engine.has_work:
+                while waiting and engine.has_room_for(waiting[0]):
+                    engine.enqueue(waiting.popleft())
+                ended = [request for request in engine.step() if request.is_finished]
+                for request in ended:
+                    if request.error is not None:
+                        raise request.error
+                yield ended
+        finally:  # an error, an interrupt, a caller who stopped listening
+            for request in requests:
+                engine.abort(request.request_id)
+
+
+@contextmanager
+def progress(total: int, is_wanted: bool) -> Iterator[Callable[[int], None]]:
+    """A bar on standard error, where someone looks on."""
+    if not is_wanted or total < 2 or sys.stderr is None or not sys.stderr.isatty():
+        yield lambda count: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("prompts", total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+# ---- AsyncLLM ----------------------------------------------------------------------------------------------
+
+
+class Listener:
+    """Where the outputs of one request go: to a coroutine, and no faster than it reads them."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.items: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
+        self.has_unread = False
+
+    def tell(self, item: RequestOutput | BaseException) -> None:
+        self.has_unread = True
+        try:
+            self.loop.call_soon_threadsafe(self.items.put_nowait, item)
+        except RuntimeError:  # the loop is closed, so nobody listens
+            pass
+
+    async def next(self) -> RequestOutput:
+        item = await self.items.get()
+        self.has_unread = False
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+
+class Worker:
+    """The engine's thread. Others put calls into its inbox; it makes them between two steps."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.listeners: dict[str, Listener] = {}
+        self.death: BaseException | None = None
+        self.thread = threading.Thread(target=self.run, name="infinilm-engine", daemon=True)
+
+    def run(self) -> None:
+        try:
+            while self.obey():
+                for request in self.engine.step():
+                    self.tell(request)
+        except BaseException as error:
+            self.die(error)
+        else:
+            self.die(EngineDead("the engine was shut down"))
+
+    def obey(self) -> bool:
+        """Make the calls that wait, at least one where there is nothing else to do; False is the end."""
+        while True:
+            try:
+                call = self.inbox.get(block=not self.engine.has_work)
+            except queue.Empty:
+                return True
+            if call is None:
+                return False
+            call()
+
+    def add(self, request: Request, listener: Listener) -> None:
+        try:
+            self.engine.enqueue(request)
+        except (RequestError, QueueFull) as error:
+            listener.tell(error)
+        else:
+            self.listeners[request.request_id] = listener
+
+    def tell(self, request: Request) -> None:
+        listener = self.listeners[request.request_id]
+        if request.is_finished or not listener.has_unread:
+            listener.tell(request.error or request.output())
+        if request.is_finished:
+            del self.listeners[request.request_id]
+
+    def abort(self, request_id: str) -> None:
+        if listener := self.listeners.pop(request_id, None):
+            request = self.engine.requests[request_id]
+            self.engine.abort(request_id)
+            listener.tell(request.output())
+
+    def die(self, error: BaseException) -> None:
+        """Nobody is left waiting."""
+        self.death = error
+        for listener in self.listeners.values():
+            listener.tell(self.dead())
+        self.listeners.clear()
+
+    def dead(self) -> EngineDead:
+        error = EngineDead(f"the engine has stopped: {self.death}")
+        error.__cause__ = self.death
+        return error
+
+
+class AsyncLLM:
+    """An LLM for coroutines: its engine runs in a thread, all requests at once. Keywords are LLM's."""
+
+    @with_options
+    def __init__(self, model: str | Path | None = None, report: Report = tell_nobody, **options: Any) -> None:
+        self.config = EngineConfig(model=model, **options)
+        self.model, self.tokenizer = load(self.config, report)
+        self._pid = os.getpid()
+        self._worker = Worker(Engine(self.model, self.tokenizer, self.config))
+        self._encoders = ThreadPoolExecutor(2, "infinilm-encoder")
+        self._making: set[str | None] = set()  # requests on their way to the engine
+        self._aborted: set[str | None] = set()  # of those, the ones that are not wanted any more
+        self._worker.thread.start()
+
+    @property
+    def engine(self) -> Engine:
+        return self._worker.engine
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """The output so far, again and again until it has finished. Leaving the loop ends the request."""
+        self._check_alive()
+        (params,) = one_each("sampling_params", sampling_params, SamplingParams, 1, SamplingParams())
+        listener = Listener(asyncio.get_running_loop())
+
+        def make() -> Request:
+            with as_request_errors():
+                return self.engine.make(prompt, params, priority, request_id, cache_salt)
+
+        self._making.add(request_id)
+        try:
+            request = await listener.loop.run_in_executor(self._encoders, make)
+        finally:
+            self._making.discard(request_id)
+        self._worker.inbox.put(lambda: self._worker.add(request, listener))
+        if request_id in self._aborted:
+            self._aborted.discard(request_id)
+            self._worker.inbox.put(lambda: self._worker.abort(request.request_id))
+        is_finished = False
+        try:
+            while not is_finished:
+                self._check_alive()
+                output = await listener.next()
+                is_finished = output.finished
+                yield output
+        finally:
+            if not is_finished:
+                self._worker.inbox.put(lambda: self._worker.abort(request.request_id))
+
+    async def abort(self, request_id: str) -> None:
+        """End a request: its loop sees a last output whose finish_reason is "abort"."""
+        self._check_alive()
+        if request_id in self._making:
+            self._aborted.add(request_id)
+        self._worker.inbox.put(lambda: self._worker.abort(request_id))
+
+    def shutdown(self) -> None:
+        """Stop the engine; what still waits fails."""
+        if self._pid == os.getpid():
+            self._worker.inbox.put(None)
+            self._worker.thread.join()
+            self._encoders.shutdown(wait=False, cancel_futures=True)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_encoders"):
+            self._worker.inbox.put(None)
+            self._encoders.shutdown(wait=False)
+
+    def _check_alive(self) -> None:
+        if self._pid != os.getpid():
+            raise EngineDead("the engine's thread is in the process that made it, not in a fork of it")
+        if self._worker.death is not None:
+            raise self._worker.dead()

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from infinicore.checks import integer
-from infinilm.batch import Stream
 from infinilm.cache import DTYPES, BlockShape, PagedCache
 from infinilm.config import EngineConfig
 from infinilm.engine.blocks import Blocks
@@ -58,28 +57,24 @@ class Engine:
 
     # ---- requests in and out -------------------------------------------------------------------------------
 
-    def add(
+    def make(
         self,
         prompt: Prompt,
         params: SamplingParams,
-        request_id: str | None = None,
         priority: int = 0,
+        request_id: str | None = None,
         cache_salt: str | None = None,
     ) -> Request:
-        """Let a request in, or refuse it: RequestError if it is wrong or can never be served, QueueFull if it
-        comes at a time when too many wait."""
+        """A request that has been checked; RequestError if it is wrong or can never be served."""
+        check_options(priority, request_id, cache_salt)
         text, token_ids = self._tokens_of(prompt)
-        serial = next(self._serials)
-        name = str(serial) if request_id is None else request_id
-        if name in self.requests:
-            raise RequestError(f"request_id {name!r} is in use")
         self._check_ids(token_ids, params)
         max_tokens = self._room_for(len(token_ids), params)
-        self._check_queue(len(token_ids))
+        serial = next(self._serials)
         ends = frozenset() if params.ignore_eos else frozenset(self.eos_ids)
         rope = self.model.config.rope
         request = Request(
-            name,
+            str(serial) if request_id is None else request_id,
             text,
             token_ids,
             params,
@@ -97,10 +92,25 @@ class Engine:
         if params.structured_outputs is not None:
             for completion in request.completions:
                 completion.matcher = self.grammars.compile(params.structured_outputs)
-        self.requests[name] = request
+        return request
+
+    def has_room_for(self, request: Request) -> bool:
+        waiting, config = self.scheduler.waiting, self.config
+        num_tokens = self.scheduler.num_waiting_tokens + len(request.prompt_token_ids)
+        return not waiting or (len(waiting) < config.max_queue and num_tokens <= config.max_queue_tokens)
+
+    def enqueue(self, request: Request) -> None:
+        """Let a request in, or QueueFull at a time when too many wait."""
+        if request.request_id in self.requests:
+            raise RequestError(f"request_id {request.request_id!r} is in use")
+        if not self.has_room_for(request):
+            raise QueueFull(
+                f"{len(self.scheduler.waiting)} requests of {self.scheduler.num_waiting_tokens} tokens wait "
+                f"already; max_queue is {self.config.max_queue}, max_queue_tokens {self.config.max_queue_tokens}"
+            )
+        self.requests[request.request_id] = request
         for completion in request.completions:
             self.scheduler.add(completion)
-        return request
 
     def abort(self, request_id: str) -> None:
         """Forget a request, whatever it is at; its output ends here."""
@@ -212,16 +222,6 @@ class Engine:
             )
         return room if params.max_tokens is None else min(room, params.max_tokens)
 
-    def _check_queue(self, num_tokens: int) -> None:
-        waiting, config = self.scheduler.waiting, self.config
-        if len(waiting) >= config.max_queue:
-            raise QueueFull(f"{len(waiting)} requests wait already, and max_queue is {config.max_queue}")
-        held = self.scheduler.num_waiting_tokens
-        if waiting and held + num_tokens > config.max_queue_tokens:
-            raise QueueFull(
-                f"requests of {held} tokens wait already; {num_tokens} more exceed max_queue_tokens {config.max_queue_tokens}"
-            )
-
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
         """Their tokens at the beginning of a text, and after a space"""
         encoded = [
@@ -230,6 +230,14 @@ class Engine:
             for start in ("", " ")
         ]
         return [token_ids for token_ids in encoded if token_ids]
+
+
+def check_options(priority: Any, request_id: Any, cache_salt: Any) -> None:
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise RequestError(f"priority must be a whole number, but is {priority!r}")
+    for name, value in (("request_id", request_id), ("cache_salt", cache_salt)):
+        if not isinstance(value, str | None):
+            raise RequestError(f"{name} must be a string, but is {value!r}")
 
 
 def make_cache(model: LlamaForCausalLM, config: EngineConfig) -> PagedCache:

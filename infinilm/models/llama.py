@@ -22,7 +22,7 @@ from infinicore.nn.linear import project, project_gated
 from infinilm.batch import Batch
 from infinilm.cache import DynamicCache, PagedCache
 from infinilm.checkpoint import Checkpoint, open_checkpoint
-from infinilm.config import LlamaConfig, parse_dtype
+from infinilm.config import EngineConfig, LlamaConfig
 from infinilm.generation import GenerationMixin
 from infinilm.models.weights import load_weights
 from infinilm.rope import LlamaRoPE
@@ -310,22 +310,19 @@ class LlamaForCausalLM(nn.Module, GenerationMixin):
         is faster and less exact, "float32" slower and exact. quantize "q8_0" or "q4_0" makes a quantised
         model of a checkpoint of floats while it is loaded.
         """
+        config = EngineConfig(device=device, dtype=dtype, activations=activations, quantize=quantize)
         with open_checkpoint(model_path) as checkpoint:
-            return cls.from_checkpoint(checkpoint, device, dtype, activations, quantize)
+            return cls.from_checkpoint(checkpoint, config)
 
     @classmethod
     def from_checkpoint(
         cls,
         checkpoint: Checkpoint,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | str | None = None,
-        activations: str | None = None,
-        quantize: str | None = None,
+        config: EngineConfig,
         report: Callable[[int], None] = lambda num_bytes: None,
     ) -> LlamaForCausalLM:
         """The model of an open checkpoint; `report` is told the bytes of each weight once it is in."""
-        place = torch.device(device or "cpu")
-        return load_weights(cls, checkpoint, place, parse_dtype(dtype), activations, quantize, report)
+        return load_weights(cls, checkpoint, config, report)
 
 
 class AutoLlamaModel:

@@ -15,7 +15,7 @@ from torch import Tensor
 from infinicore import nn
 from infinicore.quantization import BlockType, QuantizedTensor, precise_activation_bits, quantize
 from infinilm.checkpoint import Checkpoint, CheckpointError
-from infinilm.config import DTYPES, LlamaConfig
+from infinilm.config import DTYPES, EngineConfig, LlamaConfig, parse_dtype
 
 # Tables that older files carry and models recompute.
 RECOMPUTED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.masked_bias$|\.attn\.bias$")
@@ -31,16 +31,13 @@ Model = TypeVar("Model", bound=Buildable)
 def load_weights(
     model_class: type[Model],
     checkpoint: Checkpoint,
-    device: torch.device,
-    dtype: torch.dtype | None,
-    activations: str | None,
-    quantize: str | None,
+    engine_config: EngineConfig,
     report: Callable[[int], None],
 ) -> Model:
     """Build the model without memory, then give it the checkpoint's weights one by one."""
     config = read_config(checkpoint)
     check_layers(checkpoint, config)
-    placement = Placement(device, dtype, activations, config, block_type(quantize))
+    placement = Placement(engine_config, config.dtype)
     if placement.block_type is not None:
         check_dense(checkpoint)
     with torch.device("meta"):
@@ -77,27 +74,21 @@ class Placement:
     With a block type, dense matrices are quantised to it, one after the other, and then kept like those.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        dtype: torch.dtype | None,
-        activations: str | None,
-        config: LlamaConfig,
-        block_type: BlockType | None = None,
-    ) -> None:
-        is_plain = device.type == "cpu" and dtype is None
+    def __init__(self, config: EngineConfig, stored_dtype: torch.dtype | None) -> None:
+        device, dtype = torch.device(config.device or "cpu"), parse_dtype(config.dtype)
+        activations, is_plain = config.activations, device.type == "cpu" and dtype is None
         if activations is not None and activations not in ACTIVATION_BITS:
             raise ValueError(f"activations must be one of {sorted(ACTIVATION_BITS)}, but are {activations!r}")
         if activations not in (None, "float32") and not is_plain:
             raise ValueError(f"activations {activations!r} need a CPU and no dtype, not {dtype} on {device}")
         self.packs = is_plain and activations != "float32"
         self.activation_bits = ACTIVATION_BITS[activations] if activations else None
-        if block_type is not None and (device.type != "cpu" or dtype not in (None, torch.float32)):
+        self.block_type = block_type(config.quantize)
+        if self.block_type is not None and (device.type != "cpu" or dtype not in (None, torch.float32)):
             raise ValueError(f"quantize needs a CPU and no dtype or float32, not {dtype} on {device}")
-        self.block_type = block_type
         self.device = device
-        self.keeps_stored = dtype is None and device.type == "cpu"
-        self.dtype = dtype or (torch.float32 if self.keeps_stored else config.dtype or torch.bfloat16)
+        self.keeps_stored = is_plain
+        self.dtype = dtype or (torch.float32 if is_plain else stored_dtype or torch.bfloat16)
 
     def quantized(self, weight: Tensor | QuantizedTensor) -> Tensor | QuantizedTensor:
         """A matrix in blocks, if that was asked for and its rows fill them."""

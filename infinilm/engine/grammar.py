@@ -1,0 +1,2 @@
+class GrammarCompiler:
+    def __init__(self, *a): pass
