@@ -171,6 +171,9 @@ def test_stop_strings_that_end_within_min_tokens_are_text() -> None:
     assert found == ["", "a.", "a.b.", "a.b.c", "a.b.c", "a.b.c"] and stop == "."
     # begun within them, ended after them
     assert grow(Pieces([b"xa", b"b"]), range(2), stop="ab", min_tokens=1) == (["", "x", "x", "x"], "ab")
+    # begun inside one that does not count
+    found, stop = grow(Pieces([b"xab", b"c"]), range(2), stop=["ab", "bc"], min_tokens=1)
+    assert (found, stop) == (["", "xa", "xa", "xa"], "bc")
 
 
 def test_without_detokenising_there_is_no_text(smollm: Tokenizer) -> None:
