@@ -27,17 +27,30 @@ void report_index(const char* what, const Tensor& indices, int64_t at, int64_t l
 
 void report(const Rope& a, int64_t at) { report_index("rope: position", a.positions, at, a.sin.shape[0]); }
 void report(const Embedding& a, int64_t at) { report_index("embedding: id", a.ids, at, a.weight.shape[0]); }
-void report_place(const Tensor& streams, const Tensor& positions, const Tensor& keys, int64_t at) {
-    const auto value = [&](const Tensor& t) { return std::to_string(index_at(t.data, t.dtype, at)); };
-    throw nb::index_error(("token " + std::to_string(at) + " is at position " + value(positions) +
-                           " of stream " + value(streams) + ", but the cache has " +
-                           std::to_string(keys.shape[0]) + " streams of " + std::to_string(keys.shape[2]) +
-                           " positions")
-                              .c_str());
+
+// Of a token that is nowhere, or that sees a slot which is
+template <class Args>
+void report_place(const Args& a, int64_t window, int64_t at) {
+    const int64_t stream = index_at(a.streams.data, a.streams.dtype, at),
+                  slot = index_at(a.slots.data, a.slots.dtype, at), block_size = a.values.shape[2];
+    const auto text = [](int64_t value) { return std::to_string(value); };
+    std::string message =
+        "token " + text(at) + " is at slot " + text(slot) + " of stream " + text(stream) + ", but ";
+    if (!has_slot(a.tables, block_size, stream, slot)) {
+        message += "there are block tables of " + text(a.tables.shape[0]) + " streams, each with room for " +
+                   text(a.tables.shape[1] * block_size) + " slots";
+    } else {
+        const int64_t entry =
+            first_bad_block(a.tables, stream, blocks_seen(slot, window, block_size), a.keys.shape[0]);
+        message += "entry " + text(entry) + " of that stream's block table, of " + text(a.tables.shape[1]) +
+                   ", is " + text(entry < 0 ? entry : table_entry(a.tables, stream, entry)) +
+                   ", and the pools have " + text(a.keys.shape[0]) + " blocks";
+    }
+    throw nb::index_error(message.c_str());
 }
 
-void report(const Attention& a, int64_t at) { report_place(a.streams, a.positions, a.keys, at); }
-void report(const StoreKv& a, int64_t at) { report_place(a.streams, a.positions, a.keys, at); }
+void report(const Attention& a, int64_t at) { report_place(a, a.window, at); }
+void report(const StoreKv& a, int64_t at) { report_place(a, 1, at); }
 void report(const QuantizedEmbedding& a, int64_t at) { report_index("embedding: id", a.ids, at, a.num_rows); }
 void report(const PackedEmbedding& a, int64_t at) { report_index("embedding: id", a.ids, at, a.num_rows); }
 void report(const RandomSample& a, int64_t at) {

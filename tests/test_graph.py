@@ -8,7 +8,7 @@ import torch
 from infinicore import nn, ops
 from infinicore.graph import Graph, RecordError
 from infinicore.nn import functional as F
-from infinicore.ops.reference import random_blocks
+from infinicore.ops.reference import paged, random_blocks, unfold_keys
 from infinicore.quantization import BlockType
 
 
@@ -31,22 +31,23 @@ def test_a_replay_gives_the_bits_of_a_plain_run_on_new_values(level: str) -> Non
 def test_a_replay_calls_the_same_products_attention_and_cache_on_new_values(level: str) -> None:
     """What a decode step is made of: dense and packed products, rope, a cache that grows, attention."""
     dense, packed = torch.randn(64, 64), random_blocks(BlockType.Q4_0, 64, 2).pack()
-    keys, values = torch.zeros(2, 1, 4, 300, 16)
+    keys, values, tables = paged(*torch.zeros(2, 1, 4, 320, 16), block_size=64)
     x, stream, position = torch.randn(1, 64), torch.tensor([0]), torch.tensor([260])
     sin, cos = torch.rand(2, 300, 8)
 
     def step() -> torch.Tensor:
         q = F.rope(F.linear(x, dense).view(1, 4, 16), position, sin, cos)
         k = F.linear(x, packed).view(1, 4, 16)
-        ops.store_kv(keys, values, k, q, stream, position, out=(keys, values))
-        return ops.attention(q, keys, values, stream, position, 0.25, 0)
+        ops.store_kv(keys, values, k, q, tables, stream, position, out=(keys, values))
+        return ops.attention(q, keys, values, tables, stream, position, 0.25, 0)
 
     graph = Graph.record(step)
     for new_position in (261, 262, 3):
         x.normal_()
         position.fill_(new_position)
         replayed = graph.replay().clone()
-        assert keys[0, :, new_position].any() and values[0, :, new_position].any()
+        place = tables[0, new_position // 64], slice(None), new_position % 64
+        assert unfold_keys(keys)[place].any() and values[place].any()
         assert torch.equal(replayed, step()) and replayed.any()
 
 
@@ -84,7 +85,7 @@ def test_a_tensor_that_moved_is_followed_and_one_that_was_resized_is_refused() -
 
 
 def test_storing_into_a_copy_of_a_cache_cannot_be_recorded() -> None:
-    keys, values = torch.zeros(2, 1, 2, 4, 8)
+    pools = paged(*torch.zeros(2, 1, 2, 16, 8), block_size=16)
     k, place = torch.randn(1, 2, 8), torch.tensor([0])
     with pytest.raises(ValueError, match="in place"):
-        Graph.record(lambda: ops.store_kv(keys, values, k, k, place, place))
+        Graph.record(lambda: ops.store_kv(*pools[:2], k, k, pools[2], place, place))
