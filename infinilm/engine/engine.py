@@ -176,7 +176,7 @@ class Engine:
         stream.num_computed += item.num_tokens - len(guesses)
         logprobs = result.logprobs or [[]] * len(result.token_ids)
         num_right = 0
-        for token_id, guess, ranked in zip(result.token_ids, [*guesses, None], logprobs, strict=True):
+        for token_id, guess, ranked in zip(result.token_ids, [*guesses, None], logprobs, strict=False):
             if token_id < 0:
                 self._fail(stream.request)
                 return
