@@ -21,6 +21,7 @@ import torch
 
 from infinilm.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from infinilm.config import EngineConfig
+from infinilm.engine import prefixes
 from infinilm.engine.draft import SpeculativeConfig
 from infinilm.engine.engine import Engine, Prompt
 from infinilm.engine.request import EngineDead, QueueFull, Request, RequestError, RequestOutput
@@ -237,6 +238,16 @@ class LLM:
                 if drawn:
                     yield drawn[-1], text[num_shown:]
                     num_shown = len(text)
+
+    def save_prefixes(self, path: str | Path) -> int:
+        """Write what the cache knows to a file, for another process with this model; the number of blocks"""
+        with self._lock:
+            return prefixes.save(path, self.model, self.engine.cache, self.engine.blocks)
+
+    def load_prefixes(self, path: str | Path) -> int:
+        """Take over saved prefixes, as far as there is room; ValueError if they are not of this very model."""
+        with self._lock:
+            return prefixes.load(path, self.model, self.engine.cache, self.engine.blocks)
 
     def _finish(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
         with progress(len(requests), use_tqdm) as advance:
