@@ -238,7 +238,12 @@ def test_what_another_recording_made_is_an_input_like_any_other() -> None:
     second = Graph.record(lambda: ops.gelu(first.result, "none"), arena)
     x.normal_()
     first.replay()
-    assert torch.equal(second.replay(), ops.gelu(ops.silu(x), "none"))
+    wanted = ops.gelu(ops.silu(x), "none")
+    assert torch.equal(second.replay(), wanted)
+    del first  # the second graph keeps what it reads
+    gc.collect()
+    Graph.record(layers(torch.randn(4, 8), 3), arena)
+    assert torch.equal(second.replay(), wanted)
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
