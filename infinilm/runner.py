@@ -76,7 +76,8 @@ class Runner:
         recording = self._replayed(work, rows) if is_decoding and self.can_record else None
         if recording is not None:
             return collected(work, recording.graph.result, rows, recording.settings, is_drawn=True)
-        return collected(work, self._logits(work), rows, Settings(len(rows)), is_drawn=False)
+        settings = Settings(len(rows)) if rows else None
+        return collected(work, self._logits(work), rows, settings, is_drawn=False)
 
     def _fill_tables(self, work: Sequence[Work]) -> None:
         for row, (stream, _) in enumerate(work):
@@ -176,13 +177,13 @@ class Recording:
 
 
 def collected(
-    work: Sequence[Work], logits: Tensor, rows: Sequence[Row], settings: Settings, is_drawn: bool
+    work: Sequence[Work], logits: Tensor, rows: Sequence[Row], settings: Settings | None, is_drawn: bool
 ) -> list[Drawn]:
     """What came of each item of the work. The tokens of a replay are drawn already, unless a stream has
     something to say about its logits."""
     results = [Drawn() for _ in work]
     logits = without_prompts(work, logits, results)
-    if not rows:
+    if settings is None:  # parts of prompts alone, nothing is drawn
         return results
     streams = [row.stream for row in rows]
     if any(map(needs_adjusting, streams)):

@@ -146,10 +146,16 @@ class Engine:
         return list(moved.values())
 
     def _accept(self, item: Work, stream: Completion, result: Drawn) -> None:
-        """Append what was drawn: a token, and as long as guesses were right the ones after them."""
         stream.request.note_prompt_logprobs(item.prompt_positions, result.prompt_logprobs)
-        guesses = stream.drafts if result.token_ids else []
-        stream.num_computed += item.num_tokens - len(guesses)
+        stream.num_computed += item.num_tokens
+        if result.token_ids:
+            self._append(stream, result)
+        self.scheduler.keep(stream)
+
+    def _append(self, stream: Completion, result: Drawn) -> None:
+        """What was drawn: a token, and as long as guesses were right the ones after them."""
+        guesses, stream.drafts = stream.drafts, []
+        stream.num_computed -= len(guesses)
         logprobs = result.logprobs or [[]] * len(result.token_ids)
         for token_id, guess, ranked in zip(result.token_ids, [*guesses, None], logprobs, strict=True):
             if token_id < 0:
@@ -157,11 +163,8 @@ class Engine:
                 return
             stream.append(token_id, ranked)
             if stream.finish_reason is not None or token_id != guess:
-                break
+                return
             stream.num_computed += 1
-        if result.token_ids:
-            stream.drafts = []
-        self.scheduler.keep(stream)
 
     def _fail(self, request: Request) -> None:
         """Nobody shall find keys that may have NaN among them."""
