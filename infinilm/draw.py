@@ -164,7 +164,8 @@ def banned_tokens(stream: Stream) -> list[int]:
 
 
 def ranked(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[list[Ranked]]:
-    """For each row [V] the given token, then the num_top likeliest ones"""
+    """For each row [V] the given token, then the num_top likeliest ones, or all there are"""
+    num_top = min(num_top, logits.shape[1])
     tokens = torch.tensor(token_ids, device=logits.device)
     ids, values = (t.tolist() for t in ops.logprobs(logits, tokens, num_top))
     return [

@@ -49,7 +49,9 @@ class Engine:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        return *self.tokenizer.eos_token_ids, *self.model.config.eos_token_ids
+        """Files may name others, which the model cannot draw."""
+        named = *self.tokenizer.eos_token_ids, *self.model.config.eos_token_ids
+        return tuple(token_id for token_id in named if token_id < self.model.config.vocab_size)
 
     @property
     def has_work(self) -> bool:
