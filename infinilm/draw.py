@@ -143,6 +143,12 @@ def allowed_tokens(streams: Sequence[Stream], vocab_size: int) -> Tensor:
     return masks
 
 
+def has_choice(stream: Stream, vocab_size: int) -> bool:
+    """Whether any token may come next"""
+    (words,) = allowed_tokens([stream], vocab_size).tolist()
+    return any(words[token_id // WORD] >> token_id % WORD & 1 for token_id in range(vocab_size))
+
+
 def bits_of(token_ids: Sequence[int], num_words: int) -> Tensor:
     words = [0] * num_words
     for token_id in token_ids:

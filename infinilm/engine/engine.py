@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import sys
 import time
@@ -14,6 +15,7 @@ import torch
 from infinicore.checks import integer
 from infinilm.cache import DTYPES, BlockShape, PagedCache
 from infinilm.config import EngineConfig
+from infinilm.draw import has_choice
 from infinilm.engine.blocks import Blocks
 from infinilm.engine.grammar import GrammarCompiler
 from infinilm.engine.memory import SHARE, free_bytes
@@ -141,13 +143,16 @@ class Engine:
             request = stream.request
             if request.error is None:
                 self._accept(item, stream, result)
-            if result.token_ids:
+            if result.token_ids or request.error is not None:
                 moved[request.request_id] = request
         for request in moved.values():
             self._settle(request)
         return list(moved.values())
 
     def _accept(self, item: Work, stream: Completion, result: Drawn) -> None:
+        if any(math.isnan(found[0].logprob) for found in result.prompt_logprobs):
+            self._fail(stream)
+            return
         stream.request.note_prompt_logprobs(item.prompt_positions, result.prompt_logprobs)
         stream.num_computed += item.num_tokens
         if result.token_ids:
@@ -161,18 +166,25 @@ class Engine:
         logprobs = result.logprobs or [[]] * len(result.token_ids)
         for token_id, guess, ranked in zip(result.token_ids, [*guesses, None], logprobs, strict=True):
             if token_id < 0:
-                self._fail(stream.request)
+                self._fail(stream)
                 return
             stream.append(token_id, ranked)
             if stream.finish_reason is not None or token_id != guess:
                 return
             stream.num_computed += 1
 
-    def _fail(self, request: Request) -> None:
+    def _fail(self, stream: Completion) -> None:
         """Nobody shall find keys that may have NaN among them."""
-        request.error = NumericalError(
-            f"request {request.request_id}: the model's logits are NaN or infinite, so that no token can be drawn"
-        )
+        request = stream.request
+        if has_choice(stream, self.model.config.vocab_size):
+            request.error = NumericalError(
+                f"request {request.request_id}: the model's logits are NaN or infinite, so that no token can be drawn"
+            )
+        else:
+            request.error = RequestError(
+                f"request {request.request_id}: no token is left to be drawn, since allowed_token_ids, bad_words, "
+                "min_tokens or structured_outputs rule each of them out"
+            )
         for completion in request.completions:
             self.blocks.forget(completion.block_ids)
             completion.chain = None
