@@ -389,8 +389,8 @@ def test_an_id_that_is_in_use_is_refused_and_its_first_owner_goes_on(tiny: Tiny)
 
 def test_an_id_that_somebody_chose_is_never_one_that_the_engine_chooses(tiny: Tiny) -> None:
     engine = tiny.engine()
-    chosen = [engine.make(prompt(5), GREEDY, request_id=str(i)) for i in range(6)]
-    given = [engine.make(prompt(5), GREEDY) for _ in range(6)]
+    chosen = [engine.make(prompt(5), GREEDY, request_id=str(i)) for i in range(10, 20)]
+    given = [engine.make(prompt(5), GREEDY) for _ in range(10)]
     assert all(output.finished for output in finish(engine, *chosen, *given))
 
 

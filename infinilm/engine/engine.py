@@ -78,7 +78,7 @@ class Engine:
         ends = frozenset() if params.ignore_eos else frozenset(self.eos_ids)
         rope = self.model.config.rope
         request = Request(
-            str(serial) if request_id is None else request_id,
+            f"request-{serial}" if request_id is None else request_id,
             text,
             token_ids,
             params,
