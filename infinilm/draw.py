@@ -94,6 +94,15 @@ class Settings:
             self.tokens.copy_(ops.sample(logits, *(t.to(logits.device) for t in self.tensors)))
 
 
+def draw(logits: Tensor, rows: Sequence[Row]) -> list[int]:
+    """A token from each row [V]; -1 where the logits are no numbers"""
+    streams = [row.stream for row in rows]
+    settings = Settings(len(rows))
+    settings.fill(rows)
+    settings.draw(adjusted(logits, streams) if any(map(needs_adjusting, streams)) else logits)
+    return settings.drawn()
+
+
 # ---- what a stream forbids or makes less likely ------------------------------------------------------------
 
 

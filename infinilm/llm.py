@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 
 from infinilm.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from infinilm.config import EngineConfig
+from infinilm.engine.draft import SpeculativeConfig
 from infinilm.engine.engine import Engine, Prompt
 from infinilm.engine.request import EngineDead, QueueFull, Request, RequestError, RequestOutput
 from infinilm.hub import resolve
@@ -97,6 +98,15 @@ def check_vocabulary(checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
         )
 
 
+def make_engine(config: EngineConfig, report: Report) -> Engine:
+    """The model, what guesses for it if there is such, and an engine that runs them."""
+    speculative = SpeculativeConfig.read(config.speculative_config)
+    draft = None
+    if speculative is not None and speculative.model is not None:
+        draft, _ = load(replace(config, model=speculative.model), tell_nobody)
+    return Engine(*load(config, report), config, draft)
+
+
 # ---- what callers give -------------------------------------------------------------------------------------
 
 
@@ -168,8 +178,8 @@ class LLM:
     @with_options
     def __init__(self, model: str | Path | None = None, report: Report = tell_nobody, **options: Any) -> None:
         self.config = EngineConfig(model=model, **options)
-        self.model, self.tokenizer = load(self.config, report)
-        self.engine = Engine(self.model, self.tokenizer, self.config)
+        self.engine = make_engine(self.config, report)
+        self.model, self.tokenizer = self.engine.model, self.engine.tokenizer
         self._lock = threading.Lock()
 
     def generate(
@@ -362,9 +372,9 @@ class AsyncLLM:
     @with_options
     def __init__(self, model: str | Path | None = None, report: Report = tell_nobody, **options: Any) -> None:
         self.config = EngineConfig(model=model, **options)
-        self.model, self.tokenizer = load(self.config, report)
         self._pid = os.getpid()
-        self._worker = Worker(Engine(self.model, self.tokenizer, self.config))
+        self._worker = Worker(make_engine(self.config, report))
+        self.model, self.tokenizer = self.engine.model, self.engine.tokenizer
         self._encoders = ThreadPoolExecutor(2, "infinilm-encoder")
         self._making: set[str | None] = set()  # requests on their way to the engine
         self._aborted: set[str | None] = set()  # of those, the ones that are not wanted any more

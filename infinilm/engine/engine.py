@@ -17,6 +17,7 @@ from infinilm.cache import DTYPES, BlockShape, PagedCache
 from infinilm.config import EngineConfig
 from infinilm.draw import has_choice
 from infinilm.engine.blocks import Blocks
+from infinilm.engine.draft import ModelDrafter, NgramDrafter, SpeculativeConfig, note_guesses
 from infinilm.engine.grammar import GrammarCompiler
 from infinilm.engine.memory import SHARE, free_bytes
 from infinilm.engine.request import Completion, NumericalError, QueueFull, Request, RequestError
@@ -33,17 +34,24 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 class Engine:
     """Many requests at once over one model, each exactly as if it were alone."""
 
-    def __init__(self, model: LlamaForCausalLM, tokenizer: Tokenizer, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        model: LlamaForCausalLM,
+        tokenizer: Tokenizer,
+        config: EngineConfig,
+        draft: LlamaForCausalLM | None = None,
+    ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.config = config
-        self.cache = make_cache(model, config)
+        self.cache, *others = make_caches([model] if draft is None else [model, draft], config)
         self.blocks = Blocks(self.cache.num_blocks, config.block_size, config.enable_prefix_caching)
         room = self.cache.num_blocks * config.block_size
         self.max_length = min(config.max_model_len or model.config.max_position_embeddings, room)
         tokens = config.max_num_batched_tokens or step_tokens(model.config, model.device)
         self.scheduler = Scheduler(self.blocks, config.max_num_seqs, tokens)
         self.runner = Runner(model, self.cache, config.max_num_seqs, self.max_length)
+        self.drafter = self._drafter(draft, others)
         self.grammars = GrammarCompiler(tokenizer, model.config.vocab_size, self.eos_ids)
         self.requests: dict[str, Request] = {}
         self._serials = itertools.count()
@@ -58,6 +66,20 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return bool(self.requests)
+
+    def _drafter(
+        self, draft: LlamaForCausalLM | None, caches: Sequence[PagedCache]
+    ) -> NgramDrafter | ModelDrafter | None:
+        config = SpeculativeConfig.read(self.config.speculative_config)
+        if config is None:
+            return None
+        if draft is None:
+            return NgramDrafter(config, self.scheduler)
+        if draft.config.vocab_size != self.model.config.vocab_size:
+            sizes = f"{draft.config.vocab_size} tokens, but the model {self.model.config.vocab_size}"
+            raise ValueError(f"speculative_config: the draft model has {sizes}; they must be the same")
+        runner = Runner(draft, caches[0], self.config.max_num_seqs, self.max_length)
+        return ModelDrafter(config, self.scheduler, runner)
 
     # ---- requests in and out -------------------------------------------------------------------------------
 
@@ -128,6 +150,8 @@ class Engine:
 
     def step(self) -> list[Request]:
         """Move requests forward; those are returned that have something new."""
+        if self.drafter is not None:
+            self.drafter.guess()
         work = self.scheduler.schedule()
         if not work:
             return []
@@ -164,14 +188,18 @@ class Engine:
         guesses, stream.drafts = stream.drafts, []
         stream.num_computed -= len(guesses)
         logprobs = result.logprobs or [[]] * len(result.token_ids)
+        num_right = 0
         for token_id, guess, ranked in zip(result.token_ids, [*guesses, None], logprobs, strict=True):
             if token_id < 0:
                 self._fail(stream)
                 return
             stream.append(token_id, ranked)
             if stream.finish_reason is not None or token_id != guess:
-                return
-            stream.num_computed += 1
+                break
+            num_right += 1
+        stream.num_computed += num_right
+        if guesses:
+            note_guesses(stream, num_right)
 
     def _fail(self, stream: Completion) -> None:
         """Nobody shall find keys that may have NaN among them."""
@@ -257,27 +285,36 @@ def check_options(priority: Any, request_id: Any, cache_salt: Any) -> None:
             raise RequestError(f"{name} must be a string, but is {value!r}")
 
 
-def make_cache(model: LlamaForCausalLM, config: EngineConfig) -> PagedCache:
-    """As large as kv_cache_memory says, or a share of what is free, and no larger than all streams can fill."""
-    llama = model.config
-    dtype = model.model.norm.weight.dtype if config.kv_cache_dtype == "auto" else DTYPES[config.kv_cache_dtype]
-    if dtype == torch.uint8 and llama.head_dim % 32:
-        raise ValueError(f"kv_cache_dtype 'q8_0' needs heads of a multiple of 32, but they have {llama.head_dim}")
-    shape = BlockShape(llama.num_key_value_heads, llama.head_dim, config.block_size, dtype)
-    block_bytes = shape.num_bytes * llama.num_hidden_layers
+def make_caches(models: Sequence[LlamaForCausalLM], config: EngineConfig) -> list[PagedCache]:
+    """A cache for each model, of equally many blocks: as many as kv_cache_memory has room for, or a share of what
+    is free, and no more than all streams can fill."""
+    llama = models[0].config
+    shapes = [block_shape(model, config) for model in models]
+    block_bytes = sum(
+        shape.num_bytes * model.config.num_hidden_layers for shape, model in zip(shapes, models, strict=True)
+    )
     given = config.kv_cache_memory
-    num_bytes = given if isinstance(given, int) else int(SHARE * free_bytes(model.device))
+    num_bytes = given if isinstance(given, int) else int(SHARE * free_bytes(models[0].device))
     most = config.max_num_seqs * -(-(config.max_model_len or llama.max_position_embeddings) // config.block_size)
     num_blocks = min(num_bytes // block_bytes, most)
     if num_blocks < 1:
         raise ValueError(f"kv_cache_memory: {num_bytes:,} bytes do not hold one block of {block_bytes:,}")
-    tell(num_blocks * block_bytes, num_blocks, config.block_size, config.kv_cache_dtype if dtype == torch.uint8 else str(dtype))
-    return PagedCache(llama.num_hidden_layers, shape, num_blocks, model.device)
+    tell(num_blocks * block_bytes, num_blocks, shapes[0])
+    return [
+        PagedCache(model.config.num_hidden_layers, shape, num_blocks, model.device)
+        for model, shape in zip(models, shapes, strict=True)
+    ]
 
 
-def tell(num_bytes: int, num_blocks: int, size: int, dtype: str) -> None:
-    kind = dtype.removeprefix("torch.")
-    print(
-        f"infinilm: keys and values: up to {num_bytes / 1e6:,.0f} MB, {num_blocks:,} blocks of {size} tokens in {kind}",
-        file=sys.stderr,
-    )
+def block_shape(model: LlamaForCausalLM, config: EngineConfig) -> BlockShape:
+    dtype = model.model.norm.weight.dtype if config.kv_cache_dtype == "auto" else DTYPES[config.kv_cache_dtype]
+    head_dim = model.config.head_dim
+    if dtype == torch.uint8 and head_dim % 32:
+        raise ValueError(f"kv_cache_dtype 'q8_0' needs heads of a multiple of 32, but they have {head_dim}")
+    return BlockShape(model.config.num_key_value_heads, head_dim, config.block_size, dtype)
+
+
+def tell(num_bytes: int, num_blocks: int, shape: BlockShape) -> None:
+    kind = "q8_0" if shape.dtype == torch.uint8 else str(shape.dtype).removeprefix("torch.")
+    blocks = f"{num_blocks:,} blocks of {shape.size} tokens in {kind}"
+    print(f"infinilm: keys and values: up to {num_bytes / 1e6:,.0f} MB, {blocks}", file=sys.stderr)
