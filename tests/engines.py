@@ -116,12 +116,17 @@ class Job:
     salt: str | None = None
 
 
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """The beginning of a random text"""
+    rng = random.Random(seed)
+    return [rng.randrange(len(SPECIALS), VOCAB_SIZE) for _ in range(length)]
+
+
 def random_prompt(rng: random.Random, max_length: int) -> list[int]:
     """Prompts share beginnings: each follows one of a few long ones for a while."""
-    stem, length = random.Random(rng.randrange(3)), rng.randint(1, max_length)
-    shared = [stem.randrange(len(SPECIALS), VOCAB_SIZE) for _ in range(length)]
+    length = rng.randint(1, max_length)
     num_shared = rng.choice([length, rng.randint(0, length)])
-    return shared[:num_shared] + [rng.randrange(VOCAB_SIZE) for _ in range(length - num_shared)]
+    return prompt(num_shared, rng.randrange(3)) + [rng.randrange(VOCAB_SIZE) for _ in range(length - num_shared)]
 
 
 def random_params(rng: random.Random, max_tokens: int) -> SamplingParams:

@@ -12,8 +12,6 @@ import tokenizers
 import torch
 from engines import (
     MAX_LENGTH,
-    SPECIALS,
-    VOCAB_SIZE,
     Job,
     Tiny,
     check_idle,
@@ -21,6 +19,7 @@ from engines import (
     finish,
     generated,
     is_beginning,
+    prompt,
     random_jobs,
     run,
     said,
@@ -44,11 +43,6 @@ SAMPLED = SamplingParams(temperature=1.0, ignore_eos=True, max_tokens=12, seed=7
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Tiny:
     return Tiny.at(tmp_path_factory.mktemp("tiny"))
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(len(SPECIALS), VOCAB_SIZE) for _ in range(length)]
 
 
 def alone(tiny: Tiny, job: Job, **options: Any) -> RequestOutput:
