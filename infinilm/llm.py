@@ -258,8 +258,9 @@ class LLM:
                 with self._lock:
                     self._forget_unwanted()
                     while waiting and engine.has_room_for(waiting[0]):
-                        engine.enqueue(waiting[0])
-                        running[waiting[0].request_id] = waiting.popleft()
+                        request = waiting.popleft()
+                        running[request.request_id] = request
+                        engine.enqueue(request)
                     engine.step()
                 ended = [running.pop(request_id) for request_id in running.keys() - engine.requests.keys()]
                 for request in ended:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import reprlib
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -232,15 +233,10 @@ class Engine:
     def _tokens_of(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """The text, if that is what was given, and its tokens"""
         if isinstance(prompt, Mapping):
-            if unknown := set(prompt) - {"prompt", "prompt_token_ids"} or len(prompt) != 1:
-                raise RequestError(f"a prompt has 'prompt' or 'prompt_token_ids', but this one has {unknown}")
-            (prompt,) = prompt.values()
+            prompt = content_of(prompt)
         if isinstance(prompt, str):
             return prompt, self.tokenizer.encode(prompt)
-        try:
-            return None, [integer("prompt", "a token id", token_id) for token_id in prompt]
-        except (TypeError, ValueError) as error:
-            raise RequestError(str(error)) from error
+        return None, token_ids_of(prompt)
 
     def _check_ids(self, token_ids: Sequence[int], params: SamplingParams) -> None:
         vocab_size = self.model.config.vocab_size
@@ -275,6 +271,29 @@ class Engine:
             for start in ("", " ")
         ]
         return [token_ids for token_ids in encoded if token_ids]
+
+
+def content_of(prompt: Mapping[str, Any]) -> Any:
+    if len(prompt) != 1 or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
+        keys = reprlib.repr(list(prompt))
+        raise RequestError(f"a prompt has either 'prompt' or 'prompt_token_ids', but this one has {keys}")
+    ((key, value),) = prompt.items()
+    if isinstance(value, str) != (key == "prompt"):
+        wanted = "a text" if key == "prompt" else "a list of token ids"
+        raise RequestError(f"{key} must be {wanted}, but is {reprlib.repr(value)}")
+    return value
+
+
+def token_ids_of(prompt: Any) -> list[int]:
+    if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Iterable):
+        raise RequestError(f"a prompt must be a text or a list of token ids, but is {reprlib.repr(prompt)}")
+    ids = list(prompt)
+    try:
+        if any(isinstance(token_id, bool) for token_id in ids):
+            raise TypeError("a token id must be a whole number, not True or False")
+        return [integer("prompt", "a token id", token_id) for token_id in ids]
+    except (TypeError, ValueError) as error:
+        raise RequestError(str(error)) from error
 
 
 def check_options(priority: Any, request_id: Any, cache_salt: Any) -> None:
