@@ -17,20 +17,22 @@ def sha256(data: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Content:
-    """What a full block holds. Serials are never used twice, so a parent's names all tokens before the block."""
+    """What a full block holds. Serials are never used twice, so a parent's names all tokens before the block;
+    before the first one there is the salt."""
 
     digest: bytes
     serial: int
-    parent: int
+    parent: int | bytes
     token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Chain:
-    """The full blocks at the beginning of a stream that can be found again: how many, and the last of them."""
+    """The full blocks at the beginning of a stream that can be found again: how many, and the last of them, or
+    the salt where there is none."""
 
     digest: bytes
-    serial: int = 0
+    serial: int | bytes
     num_blocks: int = 0
 
 
@@ -95,7 +97,7 @@ class Blocks:
     # ---- prefixes ------------------------------------------------------------------------------------------
 
     def root(self, salt: bytes) -> Chain:
-        return Chain(self.digest(salt))
+        return Chain(self.digest(salt), salt)
 
     def find(self, chain: Chain, token_ids: array[int]) -> tuple[Chain, list[int]]:
         """The longest beginning of token_ids that blocks hold, which the caller holds from now on. The last token

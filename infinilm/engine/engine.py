@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
+import reprlib
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ import torch
 from infinicore.checks import integer
 from infinilm.cache import DTYPES, BlockShape, PagedCache
 from infinilm.config import EngineConfig
+from infinilm.draw import has_choice
 from infinilm.engine.blocks import Blocks
 from infinilm.engine.draft import ModelDrafter, NgramDrafter, SpeculativeConfig, note_guesses
 from infinilm.engine.grammar import GrammarCompiler
@@ -57,7 +60,9 @@ class Engine:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        return *self.tokenizer.eos_token_ids, *self.model.config.eos_token_ids
+        """Files may name others, which the model cannot draw."""
+        named = *self.tokenizer.eos_token_ids, *self.model.config.eos_token_ids
+        return tuple(token_id for token_id in named if token_id < self.model.config.vocab_size)
 
     @property
     def has_work(self) -> bool:
@@ -96,7 +101,7 @@ class Engine:
         ends = frozenset() if params.ignore_eos else frozenset(self.eos_ids)
         rope = self.model.config.rope
         request = Request(
-            str(serial) if request_id is None else request_id,
+            f"request-{serial}" if request_id is None else request_id,
             text,
             token_ids,
             params,
@@ -163,22 +168,31 @@ class Engine:
             request = stream.request
             if request.error is None:
                 self._accept(item, stream, result)
-            if result.token_ids:
+            if result.token_ids or request.error is not None:
                 moved[request.request_id] = request
         for request in moved.values():
             self._settle(request)
         return list(moved.values())
 
     def _accept(self, item: Work, stream: Completion, result: Drawn) -> None:
-        """Append what was drawn: a token, and as long as guesses were right the ones after them."""
+        if any(math.isnan(found[0].logprob) for found in result.prompt_logprobs):
+            self._fail(stream)
+            return
         stream.request.note_prompt_logprobs(item.prompt_positions, result.prompt_logprobs)
-        guesses = stream.drafts if result.token_ids else []
-        stream.num_computed += item.num_tokens - len(guesses)
+        stream.num_computed += item.num_tokens
+        if result.token_ids:
+            self._append(stream, result)
+        self.scheduler.keep(stream)
+
+    def _append(self, stream: Completion, result: Drawn) -> None:
+        """What was drawn: a token, and as long as guesses were right the ones after them."""
+        guesses, stream.drafts = stream.drafts, []
+        stream.num_computed -= len(guesses)
         logprobs = result.logprobs or [[]] * len(result.token_ids)
         num_right = 0
         for token_id, guess, ranked in zip(result.token_ids, [*guesses, None], logprobs, strict=False):
             if token_id < 0:
-                self._fail(stream.request)
+                self._fail(stream)
                 return
             stream.append(token_id, ranked)
             if stream.finish_reason is not None or token_id != guess:
@@ -187,14 +201,19 @@ class Engine:
         stream.num_computed += num_right
         if guesses:
             note_guesses(stream, num_right)
-            stream.drafts = []
-        self.scheduler.keep(stream)
 
-    def _fail(self, request: Request) -> None:
+    def _fail(self, stream: Completion) -> None:
         """Nobody shall find keys that may have NaN among them."""
-        request.error = NumericalError(
-            f"request {request.request_id}: the model's logits are NaN or infinite, so that no token can be drawn"
-        )
+        request = stream.request
+        if has_choice(stream, self.model.config.vocab_size):
+            request.error = NumericalError(
+                f"request {request.request_id}: the model's logits are NaN or infinite, so that no token can be drawn"
+            )
+        else:
+            request.error = RequestError(
+                f"request {request.request_id}: no token is left to be drawn, since allowed_token_ids, bad_words, "
+                "min_tokens or structured_outputs rule each of them out"
+            )
         for completion in request.completions:
             self.blocks.forget(completion.block_ids)
             completion.chain = None
@@ -214,15 +233,10 @@ class Engine:
     def _tokens_of(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """The text, if that is what was given, and its tokens"""
         if isinstance(prompt, Mapping):
-            if unknown := set(prompt) - {"prompt", "prompt_token_ids"} or len(prompt) != 1:
-                raise RequestError(f"a prompt has 'prompt' or 'prompt_token_ids', but this one has {unknown}")
-            (prompt,) = prompt.values()
+            prompt = content_of(prompt)
         if isinstance(prompt, str):
             return prompt, self.tokenizer.encode(prompt)
-        try:
-            return None, [integer("prompt", "a token id", token_id) for token_id in prompt]
-        except (TypeError, ValueError) as error:
-            raise RequestError(str(error)) from error
+        return None, token_ids_of(prompt)
 
     def _check_ids(self, token_ids: Sequence[int], params: SamplingParams) -> None:
         vocab_size = self.model.config.vocab_size
@@ -257,6 +271,29 @@ class Engine:
             for start in ("", " ")
         ]
         return [token_ids for token_ids in encoded if token_ids]
+
+
+def content_of(prompt: Mapping[str, Any]) -> Any:
+    if len(prompt) != 1 or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
+        keys = reprlib.repr(list(prompt))
+        raise RequestError(f"a prompt has either 'prompt' or 'prompt_token_ids', but this one has {keys}")
+    ((key, value),) = prompt.items()
+    if isinstance(value, str) != (key == "prompt"):
+        wanted = "a text" if key == "prompt" else "a list of token ids"
+        raise RequestError(f"{key} must be {wanted}, but is {reprlib.repr(value)}")
+    return value
+
+
+def token_ids_of(prompt: Any) -> list[int]:
+    if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Iterable):
+        raise RequestError(f"a prompt must be a text or a list of token ids, but is {reprlib.repr(prompt)}")
+    ids = list(prompt)
+    try:
+        if any(isinstance(token_id, bool) for token_id in ids):
+            raise TypeError("a token id must be a whole number, not True or False")
+        return [integer("prompt", "a token id", token_id) for token_id in ids]
+    except (TypeError, ValueError) as error:
+        raise RequestError(str(error)) from error
 
 
 def check_options(priority: Any, request_id: Any, cache_salt: Any) -> None:
