@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,16 @@ class Matcher:
         if not words.any():
             raise RequestError(f"structured_outputs.{self._kind}: no token of this model can follow here")
 
+    def new_mask(self) -> Tensor:
+        """The words that `fill` writes"""
+        mask = self._vocabulary.new_mask()
+        self.fill(mask)
+        return mask[0]
+
+    @property
+    def no_token(self) -> Tensor:
+        return self._vocabulary.new_mask()[0]
+
     def accept(self, token_id: int) -> None:
         """The token that came next, one of those that `fill` allowed."""
         with refusals(self._kind):
@@ -134,6 +145,39 @@ class Matcher:
     def _check_state(self) -> None:
         if self._matcher.is_error():
             raise refused(self._kind, self._matcher.get_error())
+
+
+class Masks:
+    """A matcher whose masks are made in another thread while the model runs.
+
+    Where a text cannot be completed nothing is allowed, so that no token is drawn.
+    """
+
+    def __init__(self, matcher: Matcher, threads: Executor) -> None:
+        self._matcher = matcher
+        self._threads = threads
+        self._next: Future[Tensor] | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        return self._matcher.is_finished
+
+    def prepare(self) -> None:
+        """Begin the next mask; a step begins."""
+        if self._next is None:
+            self._next = self._threads.submit(self._matcher.new_mask)
+
+    def mask(self) -> Tensor:
+        self.prepare()
+        try:
+            return self._next.result()  # type: ignore[union-attr]
+        except RequestError:
+            return self._matcher.no_token
+
+    def accept(self, token_id: int) -> None:
+        self._next = None
+        with suppress(RequestError):  # the next mask says it again
+            self._matcher.accept(token_id)
 
 
 class Vocabulary:
