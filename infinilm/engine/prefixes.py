@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ def fingerprint(model: Any, cache: PagedCache) -> dict[str, str]:
     return {
         "format": FORMAT,
         "weights": digest_of_weights(model),
-        "config": json.dumps(model.config.to_dict(), sort_keys=True, default=str),
+        "config": repr(model.config),
         "dtype": str(cache.shape.dtype),
         "block_size": str(cache.shape.size),
         "instruction_set": _native.isa(),
