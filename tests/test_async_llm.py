@@ -137,7 +137,9 @@ def test_a_users_mistake_is_a_request_error_and_harms_nobody(
 
 
 @pytest.mark.parametrize("limit", [{"max_queue": 2}, {"max_queue_tokens": 25}], ids=str)
-def test_more_than_may_wait_are_turned_away_and_the_others_answered(limit: dict[str, int], folder: Path) -> None:
+def test_more_than_may_wait_are_turned_away_and_the_others_answered(
+    limit: dict[str, int], folder: Path
+) -> None:
     llm = AsyncLLM(folder, **OPTIONS, max_num_seqs=1, **limit)
 
     async def crowd() -> list[Any]:

@@ -109,7 +109,9 @@ class World:
         assert blocks.num_free == NUM_BLOCKS - len(holders)
         assert not blocks.contents.keys() & set(blocks.empty)
         assert set(blocks.reusable) <= blocks.contents.keys()
-        assert {blocks.found[content.digest] for content in blocks.contents.values()} == blocks.contents.keys()
+        assert {
+            blocks.found[content.digest] for content in blocks.contents.values()
+        } == blocks.contents.keys()
         assert all(content.digest in blocks.found for content in blocks.contents.values())
         serials = [content.serial for content in blocks.contents.values()]
         assert len(set(serials)) == len(serials) and 0 not in serials
@@ -120,7 +122,9 @@ class World:
 
 TOKENS = st.lists(st.integers(0, 1), max_size=5)
 DEEDS = st.one_of(
-    st.tuples(st.just("begin"), st.sampled_from([b"", b"salt"]), st.lists(st.integers(0, 1), min_size=1, max_size=9)),
+    st.tuples(
+        st.just("begin"), st.sampled_from([b"", b"salt"]), st.lists(st.integers(0, 1), min_size=1, max_size=9)
+    ),
     st.tuples(st.just("compute"), st.integers(0, 5), TOKENS),
     st.tuples(st.sampled_from(["end", "fail"]), st.integers(0, 5)),
 )
