@@ -1,4 +1,4 @@
-"""A tiny model whose engine takes a thousand steps a second, mixes of requests, and what must hold after a step."""
+"""A tiny model whose engine is quick, mixes of requests for it, and what must hold after every step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LLM and load_model: what is wrong with their arguments is said, and calls do not get into each other's way."""
+"""LLM and load_model say what is wrong with their arguments, and calls do not get in each other's way."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_a_wrong_setting_names_itself_and_is_no_request() -> None:
         SamplingParams(temperature=-1)
 
 
-# ---- many ----------------------------------------------------------------------------------------------------
+# ---- many --------------------------------------------------------------------------------------------------
 
 
 def test_more_prompts_than_may_wait_are_all_answered_in_their_order(folder: Path, llm: LLM) -> None:
@@ -204,7 +204,7 @@ def test_max_tokens_none_goes_as_far_as_the_model(llm: LLM) -> None:
     assert len(list(llm.stream([5] * (MAX_LENGTH - 7), params))) == 7
 
 
-# ---- streams ---------------------------------------------------------------------------------------------------
+# ---- streams -----------------------------------------------------------------------------------------------
 
 
 def test_a_stream_gives_the_tokens_and_text_of_generate(llm: LLM) -> None:
@@ -251,7 +251,7 @@ def test_threads_get_what_each_would_get_alone(llm: LLM) -> None:
     check_idle(llm.engine)
 
 
-# ---- what goes wrong -------------------------------------------------------------------------------------------
+# ---- what goes wrong ---------------------------------------------------------------------------------------
 
 
 def test_an_error_in_a_step_reaches_the_caller_and_leaves_nothing(
