@@ -14,6 +14,7 @@ from concurrent.futures import Executor, Future
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 
 import llguidance
@@ -232,14 +233,14 @@ def words_of(token_ids: list[int], vocab_size: int) -> Tensor:
 def grammar_of(wanted: StructuredOutputsParams) -> tuple[str, str]:
     """Which kind it is, and the grammar."""
     if wanted.json is not None:
-        return "json", grammar_of_schema(json.loads(str(wanted.json)))
+        return "json", grammar_of_schema(str(wanted.json))
     if wanted.regex is not None:
         return "regex", llguidance.LLMatcher.grammar_from_regex(wanted.regex)
     if wanted.choice is not None:
         return "choice", lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, wanted.choice)))
     if wanted.grammar is not None:
         return "grammar", lark(wanted.grammar)
-    return "json_object", grammar_of_schema({"type": "object"})
+    return "json_object", grammar_of_schema('{"type":"object"}')
 
 
 def lark(text: str) -> str:
@@ -247,10 +248,10 @@ def lark(text: str) -> str:
     return json.dumps({"grammars": [{"lark_grammar": text}]})
 
 
-def grammar_of_schema(schema: dict[str, Any]) -> str:
-    check_schema(schema)
+def grammar_of_schema(schema: str) -> str:
     options: Any = {"whitespace_pattern": WHITESPACE, "json_allowed_escapes": ESCAPES}
     with refusals("json"):
+        check_schema(json.loads(schema))
         return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=options)
 
 
@@ -259,24 +260,40 @@ def check_schema(schema: dict[str, Any]) -> None:
     if "x-guidance" in schema:
         raise refused("json", "'x-guidance' is no keyword of JSON Schema; leave it out")
     num_patterns = 0
-    for found in objects_in(schema):
-        required = found.get("required")
-        num_required = len(required) if isinstance(required, list) else 0
-        num_patterns += len(found.get("patternProperties") or ())
-        # Keys that are not named may come twice, and then count twice.
-        if isinstance(found.get("minProperties"), int) and found["minProperties"] > max(num_required, 1):
-            raise refused("json", "minProperties above 1 is only known for properties that are required")
+    for found in filter(lambda value: isinstance(value, dict), values_in(schema)):
+        check_min_properties(found)
+        check_numbers(found)
+        patterns = found.get("patternProperties")
+        num_patterns += len(patterns) if isinstance(patterns, dict) else 0
     if num_patterns > MAX_PATTERN_PROPERTIES:
         raise refused("json", f"{num_patterns} patternProperties, but {MAX_PATTERN_PROPERTIES} are the most")
 
 
-def objects_in(value: Any) -> Iterator[dict[str, Any]]:
-    """Every object, also where a schema has data: a $ref can lead there."""
+def check_min_properties(schema: dict[str, Any]) -> None:
+    """Keys that are not named may come twice, and then count twice."""
+    required, wanted = schema.get("required"), schema.get("minProperties")
+    num_required = len(set(map(str, required))) if isinstance(required, list) else 0
+    if isinstance(wanted, int) and wanted > max(num_required, 1):
+        raise refused("json", "minProperties above 1 is only known for properties that are required")
+
+
+def check_numbers(schema: dict[str, Any]) -> None:
+    """llguidance keeps them as float64; bounds beyond 64 bits it brings back inside."""
+    bounds = (value for value in schema.values() if isinstance(value, int))
+    lost = [value for value in bounds if abs(value) < 2**63 - 1 and int(float(value)) != value]
+    values = values_in([schema.get("const"), schema.get("enum")])
+    lost += [value for value in values if isinstance(value, int) and abs(value) > 2**53]
+    if lost:
+        raise refused("json", f"the integer {short(lost[0])} has more digits than are told apart")
+
+
+def values_in(value: Any) -> Iterator[Any]:
+    """All of them, at any depth, also where a schema has data: a $ref can lead there."""
     waiting = [value]
     while waiting:
         found = waiting.pop()
+        yield found
         if isinstance(found, dict):
-            yield found
             waiting += found.values()
         elif isinstance(found, list):
             waiting += found
@@ -316,6 +333,8 @@ def refusals(kind: str) -> Iterator[None]:
     """Whatever llguidance throws is about this request, panics included."""
     try:
         yield
+    except RequestError:
+        raise
     except (ValueError, RuntimeError) as error:
         raise refused(kind, str(error)) from error
     except BaseException as error:
