@@ -1,4 +1,4 @@
-"""infinilm generate | chat | bench | info: arguments to calls. Heavy imports wait until they are needed."""
+"""The infinilm command: arguments to calls. Heavy imports wait until they are needed."""
 
 from __future__ import annotations
 
@@ -98,6 +98,17 @@ def parser() -> argparse.ArgumentParser:
     add_cache_options(chat)
     add_sampling_options(chat)
     chat.set_defaults(run=run_chat)
+    batch = commands.add_parser("batch", help="answer a file of requests, in OpenAI's batch format")
+    batch.add_argument("input", metavar="IN.jsonl", type=Path, help="a request a line")
+    batch.add_argument(
+        "output",
+        metavar="OUT.jsonl",
+        type=Path,
+        help="an answer a line; lines that have one there are not asked",
+    )
+    add_model_options(batch)
+    add_cache_options(batch)
+    batch.set_defaults(run=run_batch)
     bench = commands.add_parser("bench", help="measure speed").add_subparsers(required=True, metavar="WHAT")
     latency = bench.add_parser("latency", help="prefill and decode tokens per second")
     add_model_options(latency)
@@ -200,21 +211,22 @@ def load(options: argparse.Namespace) -> LLM:
     with open_checkpoint(path) as checkpoint:
         num_bytes = checkpoint.num_bytes
     with progress("loading", num_bytes) as report:
-        return LLM(path, **engine_options(options), report=report)
+        llm: LLM = LLM(path, **engine_options(options), report=report)
+    return llm
 
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Any]:
     """A bar on standard error that goes away when it is done; nothing where no one looks on."""
     if not sys.stderr.isatty():
-        yield lambda num_bytes: None
+        yield lambda count: None
         return
     from rich.console import Console
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total)
-        yield lambda num_bytes: bar.advance(task, num_bytes)
+        yield lambda count: bar.advance(task, count)
 
 
 class Stats:
@@ -364,6 +376,20 @@ class Chat:
         except (OSError, ValueError, RuntimeError) as error:  # of a disk, a NUL in the name, no such home
             reason = error.strerror if isinstance(error, OSError) else error
             print(f"infinilm: cannot write {path}: {reason}", file=sys.stderr)
+
+
+def run_batch(options: argparse.Namespace) -> None:
+    from infinilm.batch_files import Answers, Questions, Run
+
+    questions = Questions(options.input)
+    if options.output.exists() and options.output.samefile(options.input):
+        raise ValueError(f"{options.output}: is the input; answers need a file of their own")
+    with Answers(options.output, questions.num_lines) as answers:
+        llm = load(options)
+        with progress("answering", questions.num_lines) as report:
+            counts = Run(llm, questions, answers, report).run()
+    known = f", {counts.known:,} were there already" if counts.known else ""
+    print(f"{counts.answered:,} answered, {counts.refused:,} refused{known}", file=sys.stderr)
 
 
 def run_latency(options: argparse.Namespace) -> None:
