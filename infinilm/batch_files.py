@@ -207,6 +207,7 @@ class Job:
     question: Question
     ask: Ask
     requests: list[Request]
+    num_finished: int = 0
 
 
 @dataclass
@@ -271,8 +272,9 @@ class Run:
         self.waiting.extend(requests)
 
     def finish(self, job: Job) -> None:
-        """Once the last of a job's requests has ended"""
-        if not all(request.is_finished for request in job.requests):
+        """One more of a job's requests has ended; the last brings the answer."""
+        job.num_finished += 1
+        if job.num_finished < len(job.requests):
             return
         errors = [request.error for request in job.requests if request.error is not None]
         if errors:
