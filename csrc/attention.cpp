@@ -1,23 +1,143 @@
-// store_kv:  keys[stream[n], :, position[n]] = k[n], values likewise
+// store_kv:  the key and value of slot[n] of stream[n] become k[n] and v[n]
 // attention: y[n, h] = sum over j of softmax_j(scale * q[n, h] . keys[s, g, j]) * values[s, g, j], where
-//            s = stream[n], g = h / (heads / kv heads), and j runs over the positions up to position[n]
-//            (the last `window` of them)
-// Keys are taken in splits of kSplit absolute positions. A split's maximum, sum and weighted values are found
-// alone, and folded into the result in the order of the splits. So a token's result depends on its own keys
-// only: not on the other tokens, on how a prompt was cut up, nor on the threads. Few tokens over long streams
-// share out their splits.
+//            s = stream[n], g = h / (heads / kv heads), and j runs over the slots up to slot[n] (the last
+//            `window` of them)
+// Slot j of stream s lies in block tables[s, j / S] of the pools, S slots a block. Keys lie there as they are
+// read: sixteen side by side, a lane for each.
+//
+// Slots are taken in splits of kSplit, counted from the start of the stream. A split's maximum, sum and
+// weighted values are found alone, and folded into the result in the order of the splits. So a token's result
+// depends on its own keys only: not on the other tokens, on how a prompt was cut up, where blocks lie, nor on
+// the threads. Few tokens over long streams share out their splits.
 #include "attention.h"
+#include "quant.h"
 #include "rows.h"
 
 namespace infini::INFINI_LEVEL {
 namespace {
 
 constexpr int64_t kSplit = 256;
+constexpr int kLanes = kKeyLanes, kVectors = kLanes / W;
+constexpr int kGroups = kSplit / kLanes;
+constexpr int kScores = kSplit + W;  // a vector may begin at the last key
+constexpr int kMaxDim = kMaxHeadDim;
 constexpr int64_t kStateFloats = kMaxGroupFloats;  // of one task's running results
+static_assert(kSplit % kMaxBlockSize == 0);
 
-struct Span { int64_t begin, end; };
+struct q8 { uint8_t byte; };  // of a pool in q8_0
+
+// Calls body with a value of the pool's element type
+template <class Body>
+void with_pool_type(DType dtype, Body&& body) {
+    if (dtype == DType::u8)
+        body(q8{});
+    else
+        with_type(dtype, body);
+}
 
 inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// ---- what pools hold --------------------------------------------------------------------------------------
+
+// A split: where each sixteen of its slots lie
+template <class T>
+struct Split {
+    const T *keys[kGroups], *values[kGroups];
+    int64_t key_stride, value_stride;  // from one of D to the next, from one slot to the next
+};
+
+constexpr int kRun = 32;  // of D, which share a scale in q8_0
+
+// Sixteen keys, a lane for each. `enter` comes before a run, `at` gives vector n of the i-th of it.
+template <class T>
+struct KeyLanes {
+    const T* data;
+    int64_t stride;
+    const T* run;
+
+    INFINI_INLINE void enter(int64_t first) { run = data + first * stride; }
+    INFINI_INLINE vf at(int64_t i, int n) const { return load(run + i * stride + n * W); }
+};
+
+template <>
+struct KeyLanes<q8> {
+    const q8* data;
+    int64_t stride;  // runs are contiguous
+    const int8_t* codes;
+    vf scales[kVectors];
+
+    INFINI_INLINE void enter(int64_t first) {
+        const uint8_t* run = &data->byte + first / kRun * kLanes * Q8_0::kBytes;
+        for (int n = 0; n < kVectors; ++n) scales[n] = load(reinterpret_cast<const f16*>(run) + n * W);
+        codes = reinterpret_cast<const int8_t*>(run) + kLanes * sizeof(f16);
+    }
+    INFINI_INLINE vf at(int64_t i, int n) const { return scales[n] * load(codes + i * kLanes + n * W); }
+};
+
+template <class T>
+INFINI_INLINE inline KeyLanes<T> lanes_of(const Split<T>& split, int64_t group) {
+    KeyLanes<T> lanes;
+    lanes.data = split.keys[group], lanes.stride = split.key_stride;
+    return lanes;
+}
+
+// Elements i to i + W of the value at `row`
+template <class T>
+INFINI_INLINE inline vf value_at(const T* row, int64_t i) {
+    return load(row + i);
+}
+INFINI_INLINE inline vf value_at(const q8* row, int64_t i) {
+    const uint8_t* block = &row->byte + i / kRun * Q8_0::kBytes;
+    return splat_half(block) * load(reinterpret_cast<const int8_t*>(block) + sizeof(f16) + i % kRun);
+}
+
+// The first `count` < W of them, which rows of blocks never need
+template <class T>
+INFINI_INLINE inline vf value_at(const T* row, int64_t i, int64_t count) {
+    if constexpr (std::is_same_v<T, q8>)
+        return vf{};
+    else
+        return load_n(row + i, count);
+}
+
+// Room for a split as floats
+struct Widened {
+    alignas(64) float keys[kMaxDim * kSplit], values[kMaxDim * kSplit];
+
+    // The groups of a split that hold its slots from `begin` to `end`. A scale times a code is exact, so it is
+    // all the same whether what is computed reads these or the pool.
+    template <class T>
+    Split<float> read(const Split<T>& split, int64_t begin, int64_t end, int64_t dim) {
+        Split<float> wide{{}, {}, kLanes, dim};
+        for (int64_t group = begin / kLanes; group * kLanes < end; ++group) {
+            wide.keys[group] = keys + group * kLanes * dim,
+            wide.values[group] = values + group * kLanes * dim;
+            read_keys(keys + group * kLanes * dim, lanes_of(split, group), dim);
+            for (int64_t j = 0; j < kLanes; ++j)
+                read_value(values + (group * kLanes + j) * dim, split.values[group] + j * split.value_stride,
+                           dim);
+        }
+        return wide;
+    }
+
+    template <class T>
+    static void read_keys(float* to, KeyLanes<T> lanes, int64_t dim) {
+        for (int64_t first = 0; first < dim; first += kRun) {
+            lanes.enter(first);
+            for (int64_t i = 0; i < smaller(kRun, dim - first); ++i, to += kLanes)
+                for (int n = 0; n < kVectors; ++n) store(to + n * W, lanes.at(i, n));
+        }
+    }
+
+    template <class T>
+    static void read_value(float* to, const T* row, int64_t dim) {
+        int64_t i = 0;
+        for (; i + W <= dim; i += W) store(to + i, value_at(row, i));
+        if (i < dim) store_n(to + i, value_at(row, i, dim - i), dim - i);
+    }
+};
+
+// ---- a split for some queries -----------------------------------------------------------------------------
 
 // What is known of a token's head after some keys: the largest score, sum of exp(score - max), and weighted
 // values.
@@ -26,57 +146,6 @@ struct State {
     float& top() const { return data[0]; }
     float& sum() const { return data[1]; }
     float* values() const { return data + 2; }
-};
-
-// Dot products run over the head size from first to last, with a lane for each key, and values over the keys:
-// what a query gets does not depend on the queries beside it.
-constexpr int kLanes = 16;  // keys scored side by side
-constexpr int kVectors = kLanes / W;
-constexpr int kScores = kSplit + W;  // a vector may begin at the last key
-constexpr int kMaxDim = kMaxHeadDim;
-
-// keys[j][0:dim] for j < num_keys with a lane for each key: [key / kLanes][dim][kLanes], zeros behind the
-// last
-struct Keys {
-    alignas(64) float data[kMaxDim * kSplit];
-
-    template <class T>
-    void read(const T* k, int64_t stride, int64_t num_keys, int64_t dim) {
-        for (int64_t j = 0; j < (num_keys + kLanes - 1) / kLanes * kLanes; j += 4) {
-            alignas(64) float room[4][kMaxDim];
-            const float* rows[4];
-            for (int i = 0; i < 4; ++i)
-                rows[i] = as_floats(room[i], j + i < num_keys ? k + (j + i) * stride : nullptr, dim);
-            float* to = data + j / kLanes * kLanes * dim + j % kLanes;
-            int64_t d = 0;
-            for (; d + 4 <= dim; d += 4) transpose(to + d * kLanes, rows, d);
-            for (; d < dim; ++d)
-                for (int i = 0; i < 4; ++i) to[d * kLanes + i] = rows[i][d];
-        }
-    }
-
-    template <class T>
-    static const float* as_floats(float* room, const T* row, int64_t dim) {
-        if (!row) return static_cast<const float*>(memset(room, 0, dim * sizeof(float)));
-        if constexpr (std::is_same_v<T, float>) return row;
-        map([](vf v) { return v; }, dim, room, row);
-        return room;
-    }
-
-    static void transpose(float* to, const float* const* rows, int64_t at) {
-        typedef float v4 __attribute__((vector_size(16)));
-        v4 a, b, c, d;
-        memcpy(&a, rows[0] + at, 16), memcpy(&b, rows[1] + at, 16), memcpy(&c, rows[2] + at, 16),
-            memcpy(&d, rows[3] + at, 16);
-        const v4 ab = __builtin_shufflevector(a, b, 0, 4, 1, 5),
-                 cd = __builtin_shufflevector(c, d, 0, 4, 1, 5);
-        const v4 AB = __builtin_shufflevector(a, b, 2, 6, 3, 7),
-                 CD = __builtin_shufflevector(c, d, 2, 6, 3, 7);
-        const v4 columns[] = {
-            __builtin_shufflevector(ab, cd, 0, 1, 4, 5), __builtin_shufflevector(ab, cd, 2, 3, 6, 7),
-            __builtin_shufflevector(AB, CD, 0, 1, 4, 5), __builtin_shufflevector(AB, CD, 2, 3, 6, 7)};
-        for (int i = 0; i < 4; ++i) memcpy(to + i * kLanes, &columns[i], 16);
-    }
 };
 
 // N vectors for each of M queries: lists rather than arrays, which GCC would keep in memory. each(f) calls
@@ -117,48 +186,90 @@ struct Grid<0, N> {
     INFINI_INLINE void each(F&&) {}
 };
 
-// scores[m][j] = scale * q[m] . keys[j], to the next kLanes of num_keys
-template <int M>
-void score(float (*scores)[kScores], const float* const* q, const Keys& keys, int64_t num_keys, int64_t dim,
-           float scale) {
-    for (int64_t j = 0; j < num_keys; j += kLanes) {
-        Grid<M, kVectors> sums;
-        sums.each([&](vf& s, int, int) INFINI_INLINE { s = vf{}; });
-        const float* row = keys.data + j * dim;
-        for (int64_t d = 0; d < dim; ++d, row += kLanes)
-            sums.each([&](vf& s, int m, int n)
-                          INFINI_INLINE { s = fma(splat(q[m][d]), load(row + n * W), s); });
-        sums.each([&](vf& s, int m, int n) INFINI_INLINE { store(scores[m] + j + n * W, s * scale); });
+// How many vectors of sums to keep for each of M queries: enough to hide the latency of an fma
+constexpr int sums_each(int num_queries, int most) {
+    int count = 1;
+    while (count * 2 <= most && num_queries * count * 2 <= kAttentionSums) count *= 2;
+    return count;
+}
+
+// scores[m][j] = scale * q[m] . keys[j] for the keys of G groups. Dot products run over the head size from
+// first to last, with a lane for each key, so what a query gets does not depend on the queries beside it.
+// While a line of keys is read, one of `ahead` is asked for.
+template <int M, int G, class T>
+void score_groups(float (*scores)[kScores], const float* const* q, const Split<T>& split, int64_t group,
+                  int64_t dim, float scale, const T* const* ahead) {
+    Grid<M, G * kVectors> sums;
+    KeyLanes<T> keys[G];
+    sums.each([&](vf& s, int, int) INFINI_INLINE { s = vf{}; });
+    for (int g = 0; g < G; ++g) keys[g] = lanes_of(split, group + g);
+    for (int64_t first = 0; first < dim; first += kRun) {
+        const int64_t count = smaller(kRun, dim - first);
+        for (int g = 0; g < G; ++g) keys[g].enter(first);
+        for (int64_t i = 0; i < count; ++i) {
+            if (ahead && i % (4 / sizeof(T)) == 0)
+                for (int g = 0; g < G; ++g) ask_for(ahead[group + g] + (first + i) * kLanes);
+            sums.each([&](vf& s, int m, int n) INFINI_INLINE {
+                s = fma(splat(q[m][first + i]), keys[n / kVectors].at(i, n % kVectors), s);
+            });
+        }
+    }
+    sums.each([&](vf& s, int m, int n)
+                  INFINI_INLINE { store(scores[m] + group * kLanes + n * W, s * scale); });
+}
+
+// Of the groups that hold slots from `begin` to `end`: what others they hold is scored as well, for nothing
+template <int M, class T>
+void score(float (*scores)[kScores], const float* const* q, const Split<T>& split, int64_t begin, int64_t end,
+           int64_t dim, float scale, const T* const* ahead) {
+    constexpr int G = sums_each(M * kVectors, 4);
+    int64_t group = begin / kLanes;
+    const int64_t last = (end + kLanes - 1) / kLanes;
+    for (; group + G <= last; group += G) score_groups<M, G>(scores, q, split, group, dim, scale, ahead);
+    for (; group < last; ++group) score_groups<M, 1>(scores, q, split, group, dim, scale, ahead);
+}
+
+// f(j, row) for the values of the slots from `begin` to `end`
+template <class T, class F>
+INFINI_INLINE inline void each_row(const Split<T>& split, int64_t begin, int64_t end, F&& f) {
+    for (int64_t j = begin; j < end;) {
+        const T* row = split.values[j / kLanes] + j % kLanes * split.value_stride;
+        const int64_t stop = smaller(end, j / kLanes * kLanes + kLanes);
+        for (; j < stop; ++j, row += split.value_stride) f(j, row);
     }
 }
 
-// out[m] += weights[m][j] * v[j] for the keys j from `begin` to `end`, in that order for every element. The
-// first pass over values that are far away fetches whole rows.
+// out[m][i : i + N * W] += weights[m][j] * values[j] for the slots j from `begin` to `end`, in that order
+template <int M, int N, class T>
+void add_columns(float* const* out, const float (*weights)[kScores], const Split<T>& split, int64_t begin,
+                 int64_t end, int64_t i, int64_t dim, const T* const* ahead) {
+    Grid<M, N> sums;
+    sums.each([&](vf& s, int m, int n) INFINI_INLINE { s = load(out[m] + i + n * W); });
+    each_row(split, begin, end, [&](int64_t j, const T* row) INFINI_INLINE {
+        for (int64_t d = 0; ahead && d < dim; d += 64 / sizeof(T))
+            ask_for(ahead[j / kLanes] + j % kLanes * dim + d);
+        sums.each([&](vf& s, int m, int n)
+                      INFINI_INLINE { s = fma(splat(weights[m][j]), value_at(row, i + n * W), s); });
+    });
+    sums.each([&](vf& s, int m, int n) INFINI_INLINE { store(out[m] + i + n * W, s); });
+}
+
+// All columns. While a row is read, as much of `ahead` is asked for.
 template <int M, class T>
-void add_values(float* const* out, const float (*weights)[kScores], const T* v, int64_t stride, int64_t begin,
-                int64_t end, int64_t dim, bool is_far = false) {
-    constexpr int kWidth = 4;
+void add_values(float* const* out, const float (*weights)[kScores], const Split<T>& split, int64_t begin,
+                int64_t end, int64_t dim, const T* const* ahead = nullptr) {
+    constexpr int N = sums_each(M, 4);
     int64_t i = 0;
-    for (; i + kWidth * W <= dim; i += kWidth * W) {
-        Grid<M, kWidth> sums;
-        sums.each([&](vf& s, int m, int n) INFINI_INLINE { s = load(out[m] + i + n * W); });
-        for (int64_t j = begin; j < end; ++j) {
-            for (int64_t d = 0; is_far && i == 0 && d < dim; d += 64 / sizeof(T))
-                __builtin_prefetch(v + (j + kAttentionPrefetchRows) * stride + d);
-            sums.each([&](vf& s, int m, int n) INFINI_INLINE {
-                s = fma(splat(weights[m][j]), load(v + j * stride + i + n * W), s);
-            });
-        }
-        sums.each([&](vf& s, int m, int n) INFINI_INLINE { store(out[m] + i + n * W, s); });
-    }
-    for (; i < dim; i += W) {
-        const int64_t count = dim - i < W ? dim - i : W;
-        for (int m = 0; m < M; ++m) {
-            vf sum = load_n(out[m] + i, count);
-            for (int64_t j = begin; j < end; ++j)
-                sum = fma(splat(weights[m][j]), load_n(v + j * stride + i, count), sum);
-            store_n(out[m] + i, sum, count);
-        }
+    for (; i + N * W <= dim; i += N * W, ahead = nullptr)
+        add_columns<M, N>(out, weights, split, begin, end, i, dim, ahead);
+    for (; i + W <= dim; i += W, ahead = nullptr)
+        add_columns<M, 1>(out, weights, split, begin, end, i, dim, ahead);
+    for (int m = 0; i < dim && m < M; ++m) {
+        vf sum = load_n(out[m] + i, dim - i);
+        each_row(split, begin, end, [&](int64_t j, const T* row) INFINI_INLINE {
+            sum = fma(splat(weights[m][j]), value_at(row, i, dim - i), sum);
+        });
+        store_n(out[m] + i, sum, dim - i);
     }
 }
 
@@ -176,46 +287,46 @@ void soften(State out, float* scores, int64_t begin, int64_t end) {
     out.sum() = sum(total);
 }
 
-// One query head of one token, and the keys of a split that it sees
+// One query head of one token, and the slots of a split that it sees
 struct Query {
     const float* q;
     State out;
     int64_t begin, end;
 };
 
-// The states of M queries after the keys of one split alone
+// The states of M queries after one split alone. If the split is `far`, its values and then the keys of the
+// `next` one, if any, are asked for in time.
 template <int M, class T>
-void attend_queries(const Query* queries, const Keys& keys, const T* v, int64_t v_stride, int64_t dim,
-                    float scale, bool is_far) {
+void attend_queries(const Query* queries, const Split<T>& split, int64_t dim, float scale, bool is_far,
+                    const Split<T>* next) {
     alignas(64) float scores[M][kScores];
     const float* q[M];
     float* out[M];
-    int64_t last = 0, shared_begin = 0, shared_end = kSplit;
+    int64_t first = kSplit, last = 0, shared_begin = 0, shared_end = kSplit;
     for (int m = 0; m < M; ++m) {
         q[m] = queries[m].q, out[m] = queries[m].out.values();
         memset(out[m], 0, dim * sizeof(float));
-        last = queries[m].end > last ? queries[m].end : last;
-        shared_begin = queries[m].begin > shared_begin ? queries[m].begin : shared_begin;
-        shared_end = queries[m].end < shared_end ? queries[m].end : shared_end;
+        first = smaller(first, queries[m].begin), last = larger(last, queries[m].end);
+        shared_begin = larger(shared_begin, queries[m].begin);
+        shared_end = smaller(shared_end, queries[m].end);
     }
-    score<M>(scores, q, keys, last, dim, scale);
+    score<M>(scores, q, split, first, last, dim, scale, is_far ? split.values : nullptr);
     for (int m = 0; m < M; ++m) soften(queries[m].out, scores[m], queries[m].begin, queries[m].end);
     if (shared_end < shared_begin) shared_end = shared_begin;
     for (int m = 0; m < M; ++m)
-        add_values<1>(out + m, scores + m, v, v_stride, queries[m].begin,
-                      smaller(shared_begin, queries[m].end), dim);
-    add_values<M>(out, scores, v, v_stride, shared_begin, shared_end, dim, is_far);
-    for (int m = 0; m < M; ++m)
-        add_values<1>(out + m, scores + m, v, v_stride, larger(shared_end, queries[m].begin), queries[m].end,
+        add_values<1>(out + m, scores + m, split, queries[m].begin, smaller(shared_begin, queries[m].end),
                       dim);
+    add_values<M>(out, scores, split, shared_begin, shared_end, dim, is_far && next ? next->keys : nullptr);
+    for (int m = 0; m < M; ++m)
+        add_values<1>(out + m, scores + m, split, larger(shared_end, queries[m].begin), queries[m].end, dim);
 }
 
 template <int M, class T>
-void attend_all(const Query* queries, int64_t count, const Keys& keys, const T* v, int64_t v_stride,
-                int64_t dim, float scale, bool is_far) {
+void attend_all(const Query* queries, int64_t count, const Split<T>& split, int64_t dim, float scale,
+                bool is_far, const Split<T>* next) {
     for (; count >= M; count -= M, queries += M, is_far = false)
-        attend_queries<M>(queries, keys, v, v_stride, dim, scale, is_far);
-    if constexpr (M > 1) attend_all<M - 1>(queries, count, keys, v, v_stride, dim, scale, is_far);
+        attend_queries<M>(queries, split, dim, scale, is_far, next);
+    if constexpr (M > 1) attend_all<M - 1>(queries, count, split, dim, scale, is_far, next);
 }
 
 inline float scalar_exp(float x) { return exp(splat(x))[0]; }
@@ -234,22 +345,22 @@ void fold(State all, State part, int64_t dim) {
         part.values());
 }
 
+// ---- all tokens -------------------------------------------------------------------------------------------
+
 struct Problem {
     const Attention& a;
-    int64_t num_tokens, num_heads, num_kv_heads, group, dim, state_size;
+    int64_t num_tokens, num_heads, num_kv_heads, group, dim, state_size, block_size;
 
     explicit Problem(const Attention& a)
         : a(a), num_tokens(a.q.shape[0]), num_heads(a.q.shape[1]), num_kv_heads(a.keys.shape[1]),
-          group(num_heads / num_kv_heads), dim(a.q.shape[2]), state_size(dim + 2) {}
+          group(num_heads / num_kv_heads), dim(a.q.shape[2]), state_size(dim + 2),
+          block_size(a.values.shape[2]) {}
 
     int64_t stream(int64_t n) const { return index_at(a.streams.data, a.streams.dtype, n); }
-    int64_t position(int64_t n) const { return index_at(a.positions.data, a.positions.dtype, n); }
-    int64_t num_splits(int64_t n) const { return position(n) / kSplit + 1; }
-    int64_t first_split(int64_t n) const { return first_key(n) / kSplit; }
+    int64_t slot(int64_t n) const { return index_at(a.slots.data, a.slots.dtype, n); }
+    int64_t num_splits(int64_t n) const { return slot(n) / kSplit + 1; }
+    int64_t first_split(int64_t n) const { return first_slot(slot(n), a.window) / kSplit; }
     bool sees(int64_t n, int64_t split) const { return split >= first_split(n) && split < num_splits(n); }
-    int64_t first_key(int64_t n) const {
-        return a.window > 0 && position(n) >= a.window ? position(n) - a.window + 1 : 0;
-    }
 
     // A query as float32: where it lies, or widened into the room
     const float* query(float* room, int64_t n, int64_t h) const {
@@ -261,33 +372,44 @@ struct Problem {
         return room;
     }
 
-    // The keys of a split that token n sees, counted from the split's first
-    Span visible(int64_t n, int64_t split) const {
+    // The slots of a split that token n sees, counted from the split's first
+    Range visible(int64_t n, int64_t split) const {
         const int64_t start = split * kSplit;
-        return {larger(first_key(n) - start, 0), smaller(position(n) + 1 - start, kSplit)};
+        return {larger(first_slot(slot(n), a.window) - start, 0), smaller(slot(n) + 1 - start, kSplit)};
     }
 
     Query ask(const float* q, int64_t n, int64_t split, State out) const {
-        const Span keys = visible(n, split);
-        return {q, out, keys.begin, keys.end};
+        const Range slots = visible(n, split);
+        return {q, out, slots.begin, slots.end};
+    }
+
+    // An entry that no token sees may be anything; it then stands for a block whose slots are read for nothing.
+    int64_t block_at(int64_t stream, int64_t i) const {
+        const int64_t block = i < a.tables.shape[1] ? table_entry(a.tables, stream, i) : 0;
+        return block >= 0 && block < a.keys.shape[0] ? block : 0;
     }
 
     template <class T>
-    static const T* at(const Tensor& cache, int64_t stream, int64_t g, int64_t split) {
-        return static_cast<const T*>(cache.data) + stream * cache.stride[0] + g * cache.stride[1] +
-               split * kSplit * cache.stride[2];
+    Split<T> split_of(int64_t stream, int64_t g, int64_t split) const {
+        Split<T> found;
+        found.key_stride = a.keys.stride[3], found.value_stride = a.values.stride[2];
+        const auto *keys = static_cast<const T*>(a.keys.data) + g * a.keys.stride[1],
+                   *values = static_cast<const T*>(a.values.data) + g * a.values.stride[1];
+        for (int64_t slot = 0; slot < kSplit; slot += block_size) {
+            const int64_t block = block_at(stream, (split * kSplit + slot) / block_size);
+            for (int64_t i = 0; i < block_size; i += kLanes) {
+                const int64_t at = (slot + i) / kLanes;
+                found.keys[at] = keys + block * a.keys.stride[0] + i / kLanes * a.keys.stride[2];
+                found.values[at] = values + block * a.values.stride[0] + i * a.values.stride[2];
+            }
+        }
+        return found;
     }
 
     template <class T>
-    void read_keys(Keys* keys, int64_t n, int64_t g, int64_t split, int64_t num_keys) const {
-        keys->read(at<T>(a.keys, stream(n), g, split), a.keys.stride[2], num_keys, dim);
-    }
-
-    template <class T>
-    void answer(const Query* queries, int64_t count, const Keys& keys, int64_t n, int64_t g, int64_t split,
-                bool is_first) const {
-        const T* v = at<T>(a.values, stream(n), g, split);
-        attend_all<kAttentionQueries>(queries, count, keys, v, a.values.stride[2], dim, a.scale, is_first);
+    void answer(const Query* queries, int64_t count, const Split<T>& split, bool is_far,
+                const Split<T>* next = nullptr) const {
+        attend_all<kAttentionQueries>(queries, count, split, dim, a.scale, is_far, next);
     }
 
     void finish(State state, int64_t n, int64_t h) const {
@@ -303,45 +425,72 @@ constexpr int kBatch = 16;  // queries asked at once
 
 // What a thread works with
 struct Room {
-    Keys keys;
+    Widened widened;
     alignas(64) float states[kStateFloats], queries[kStateFloats], parts[kBatch][kMaxDim + 2];
+    const float* q[kStateFloats / 3];  // a state has three floats at least
 };
 
 // One task: some tokens of one stream and the query heads of one key head, split after split, so that the
 // keys and values of a split are read from memory once for all of them.
 template <class T>
-void attend_tokens(const Problem& p, int64_t begin, int64_t end, int64_t g) {
-    Room& room = *own_scratch<Room>();
-    const int64_t count = (end - begin) * p.group;
-    const auto token = [&](int64_t i) { return begin + i / p.group; };
-    const auto head = [&](int64_t i) { return g * p.group + i % p.group; };
-    const auto state = [&](int64_t i) { return State{room.states + i * p.state_size}; };
-    const float* q[kStateFloats / 3];  // a state has three floats at least
-    for (int64_t i = 0; i < count; ++i) q[i] = p.query(room.queries + i * p.dim, token(i), head(i));
-    int64_t first = p.first_split(begin), last = 0;
-    for (int64_t n = begin; n < end; ++n)
-        first = smaller(first, p.first_split(n)), last = larger(last, p.num_splits(n));
-    for (int64_t i = 0; i < count; ++i) start(state(i), p.dim);
-    for (int64_t split = first; split < last; ++split) {
-        int64_t num_keys = 0;
-        for (int64_t n = begin; n < end; ++n) num_keys = larger(num_keys, p.visible(n, split).end);
-        p.read_keys<T>(&room.keys, begin, g, split, num_keys);
-        for (int64_t i = 0; i < count;) {
-            const bool is_first = i == 0;
-            Query questions[kBatch];
+struct Task {
+    const Problem& p;
+    int64_t begin, end, g;
+    Room& room;
+    int64_t count = (end - begin) * p.group;
+
+    int64_t token(int64_t i) const { return begin + i / p.group; }
+    int64_t head(int64_t i) const { return g * p.group + i % p.group; }
+    State state(int64_t i) const { return {room.states + i * p.state_size}; }
+
+    void run() {
+        int64_t first = p.first_split(begin), last = 0;
+        for (int64_t n = begin; n < end; ++n)
+            first = smaller(first, p.first_split(n)), last = larger(last, p.num_splits(n));
+        for (int64_t i = 0; i < count; ++i) {
+            room.q[i] = p.query(room.queries + i * p.dim, token(i), head(i));
+            start(state(i), p.dim);
+        }
+        Split<T> next = p.template split_of<T>(p.stream(begin), g, first);
+        for (int64_t split = first; split < last; ++split) {
+            const Split<T> found = next;
+            const bool is_last = split + 1 == last;
+            if (!is_last) next = p.template split_of<T>(p.stream(begin), g, split + 1);
+            take(split, found, is_last ? nullptr : &next);
+        }
+        for (int64_t i = 0; i < count; ++i) p.finish(state(i), token(i), head(i));
+    }
+
+    void take(int64_t split, const Split<T>& found, const Split<T>* next) {
+        if constexpr (!std::is_same_v<T, float>)
+            if (count > kAttentionNarrowQueries) {
+                Range slots{kSplit, 0};
+                for (int64_t n = begin; n < end; ++n)
+                    if (p.sees(n, split))
+                        slots = {smaller(slots.begin, p.visible(n, split).begin),
+                                 larger(slots.end, p.visible(n, split).end)};
+                return ask<float>(split, room.widened.read(found, slots.begin, slots.end, p.dim), false,
+                                  nullptr);
+            }
+        ask<T>(split, found, true, next);
+    }
+
+    template <class Read>
+    void ask(int64_t split, const Split<Read>& found, bool is_far, const Split<Read>* next) {
+        for (int64_t i = 0; i < count; is_far = false) {
+            Query queries[kBatch];
             int64_t asked[kBatch], num_asked = 0;
             for (; i < count && num_asked < kBatch; ++i)
                 if (p.sees(token(i), split)) {
                     asked[num_asked] = i;
-                    questions[num_asked] = p.ask(q[i], token(i), split, State{room.parts[num_asked]});
+                    queries[num_asked] = p.ask(room.q[i], token(i), split, State{room.parts[num_asked]});
                     ++num_asked;
                 }
-            p.answer<T>(questions, num_asked, room.keys, begin, g, split, is_first);
-            for (int64_t k = 0; k < num_asked; ++k) fold(state(asked[k]), questions[k].out, p.dim);
+            p.answer(queries, num_asked, found, is_far, next);
+            for (int64_t k = 0; k < num_asked; ++k) fold(state(asked[k]), queries[k].out, p.dim);
         }
     }
-    for (int64_t i = 0; i < count; ++i) p.finish(state(i), token(i), head(i));
-}
+};
 
 // Tokens [begin, end) of one stream that one task takes
 int64_t end_of_run(const Problem& p, int64_t begin) {
@@ -364,7 +513,7 @@ void attend_by_tokens(const Problem& p, int64_t most_splits) {
                          int64_t end = end_of_run(p, n);
                          const int64_t room = last - item;
                          if (end - n > room) end = n + room;
-                         attend_tokens<T>(p, n, end, g);
+                         Task<T>{p, n, end, g, *own_scratch<Room>()}.run();
                          item += end - n;
                      }
                  });
@@ -379,20 +528,26 @@ void attend_by_splits(const Problem& p, int64_t most_splits) {
         return State{parts + ((n * p.num_heads + h) * most_splits + split) * p.state_size};
     };
     const int64_t rows = p.num_tokens * p.num_kv_heads;
+    const auto split_at = [&](int64_t item) {
+        const int64_t n = item / most_splits / p.num_kv_heads, g = item / most_splits % p.num_kv_heads;
+        return p.split_of<T>(p.stream(n), g, item % most_splits);
+    };
     parallel_for(rows * most_splits, 1, [&](int64_t first, int64_t last) {
         Room& room = *own_scratch<Room>();
+        Split<T> next = split_at(first);
         for (int64_t item = first; item < last; ++item) {
             const int64_t n = item / most_splits / p.num_kv_heads, g = item / most_splits % p.num_kv_heads;
             const int64_t split = item % most_splits;
+            const Split<T> found = next;
+            if (item + 1 < last) next = split_at(item + 1);
             if (!p.sees(n, split)) continue;
-            p.read_keys<T>(&room.keys, n, g, split, p.visible(n, split).end);
             for (int64_t first_head = 0; first_head < p.group; first_head += kBatch) {
                 Query queries[kBatch];
                 const int64_t count = smaller(kBatch, p.group - first_head), h = g * p.group + first_head;
                 for (int64_t i = 0; i < count; ++i)
                     queries[i] =
                         p.ask(p.query(room.queries + i * p.dim, n, h + i), n, split, part(n, h + i, split));
-                p.answer<T>(queries, count, room.keys, n, g, split, first_head == 0);
+                p.answer(queries, count, found, first_head == 0, item + 1 < last ? &next : nullptr);
             }
         }
     });
@@ -407,26 +562,88 @@ void attend_by_splits(const Problem& p, int64_t most_splits) {
         }
 }
 
-int64_t first_bad_token(const Tensor& streams, const Tensor& positions, const Tensor& keys) {
-    for (int64_t n = 0; n < num_elements(positions); ++n) {
-        const int64_t stream = index_at(streams.data, streams.dtype, n),
-                      position = index_at(positions.data, positions.dtype, n);
-        if (stream < 0 || stream >= keys.shape[0] || position < 0 || position >= keys.shape[2]) return n;
+// ---- where tokens are -------------------------------------------------------------------------------------
+
+// The first token that is nowhere, or sees a slot that is. Tokens of one stream that follow each other look at
+// an entry of its table once.
+template <class Args>
+int64_t first_bad_token(const Args& a, int64_t window) {
+    const int64_t block_size = a.values.shape[2];
+    int64_t last_stream = -1;
+    Range good{0, 0};
+    for (int64_t n = 0; n < num_elements(a.slots); ++n) {
+        const int64_t stream = index_at(a.streams.data, a.streams.dtype, n),
+                      slot = index_at(a.slots.data, a.slots.dtype, n);
+        if (!has_slot(a.tables, block_size, stream, slot)) return n;
+        if (stream != last_stream) last_stream = stream, good = {0, 0};
+        const Range seen = blocks_seen(slot, window, block_size);
+        const bool is_near = seen.begin <= good.end && good.begin <= seen.end;
+        if (!is_near) good = {seen.begin, seen.begin};
+        if (first_bad_block(a.tables, stream, {seen.begin, good.begin}, a.keys.shape[0]) >= 0) return n;
+        if (first_bad_block(a.tables, stream, {good.end, seen.end}, a.keys.shape[0]) >= 0) return n;
+        good = {smaller(seen.begin, good.begin), larger(seen.end, good.end)};
     }
     return kOk;
+}
+
+// ---- storing ----------------------------------------------------------------------------------------------
+
+template <class T, class From>
+void store_key(T* group, int64_t stride, int64_t lane, const From* k, int64_t dim) {
+    for (int64_t first = 0; first < dim; first += kRun) {
+        T rounded[kRun];
+        const int64_t count = smaller(kRun, dim - first);
+        map([](vf v) { return v; }, count, rounded, k + first);
+        for (int64_t i = 0; i < count; ++i) group[(first + i) * stride + lane] = rounded[i];
+    }
+}
+
+template <class From>
+void store_key(q8* group, int64_t, int64_t lane, const From* k, int64_t dim) {
+    uint8_t* run = &group->byte;
+    for (int64_t first = 0; first < dim; first += kRun, run += kLanes * Q8_0::kBytes) {
+        uint8_t block[Q8_0::kBytes];
+        quantize_row<Q8_0>(block, k + first, kRun);
+        memcpy(run + lane * sizeof(f16), block, sizeof(f16));
+        for (int i = 0; i < kRun; ++i) run[kLanes * sizeof(f16) + i * kLanes + lane] = block[sizeof(f16) + i];
+    }
+}
+
+template <class T, class From>
+void store_value(T* row, const From* v, int64_t dim) {
+    if constexpr (std::is_same_v<T, q8>)
+        quantize_row<Q8_0>(&row->byte, v, dim);
+    else
+        map([](vf x) { return x; }, dim, row, v);
+}
+
+template <class T, class From>
+void store_head(const StoreKv& a, int64_t g) {
+    const int64_t num_tokens = a.k.shape[0], dim = a.k.shape[2], block_size = a.values.shape[2];
+    auto* keys = static_cast<T*>(a.keys.data) + g * a.keys.stride[1];
+    auto* values = static_cast<T*>(a.values.data) + g * a.values.stride[1];
+    for (int64_t n = 0; n < num_tokens; ++n) {
+        const int64_t slot = index_at(a.slots.data, a.slots.dtype, n), place = slot % block_size;
+        const int64_t block =
+            table_entry(a.tables, index_at(a.streams.data, a.streams.dtype, n), slot / block_size);
+        store_key(keys + block * a.keys.stride[0] + place / kLanes * a.keys.stride[2], a.keys.stride[3],
+                  place % kLanes, static_cast<const From*>(a.k.data) + n * a.k.stride[0] + g * a.k.stride[1],
+                  dim);
+        store_value(values + block * a.values.stride[0] + place * a.values.stride[2],
+                    static_cast<const From*>(a.v.data) + n * a.v.stride[0] + g * a.v.stride[1], dim);
+    }
 }
 
 }  // namespace
 
 int64_t attention(const Attention& a) {
-    if (const int64_t bad = first_bad_token(a.streams, a.positions, a.keys); bad != kOk) return bad;
+    if (const int64_t bad = first_bad_token(a, a.window); bad != kOk) return bad;
     if (num_elements(a.q) == 0) return kOk;
     const Problem p(a);
     int64_t most_splits = 0;
-    for (int64_t n = 0; n < p.num_tokens; ++n)
-        most_splits = p.num_splits(n) > most_splits ? p.num_splits(n) : most_splits;
+    for (int64_t n = 0; n < p.num_tokens; ++n) most_splits = larger(most_splits, p.num_splits(n));
     const bool by_splits = p.num_tokens <= kAttentionMaxSplitTokens && most_splits > 1;
-    with_type(a.keys.dtype, [&](auto type) {
+    with_pool_type(a.keys.dtype, [&](auto type) {
         using T = decltype(type);
         if (by_splits)
             attend_by_splits<T>(p, most_splits);
@@ -436,22 +653,18 @@ int64_t attention(const Attention& a) {
     return kOk;
 }
 
+// Heads in parallel: of two tokens at one slot, the later one stays.
 int64_t store_kv(const StoreKv& a) {
-    if (const int64_t bad = first_bad_token(a.streams, a.positions, a.keys); bad != kOk) return bad;
-    const int64_t num_tokens = a.k.shape[0], num_heads = a.k.shape[1], dim = a.k.shape[2];
-    const auto copy = [&](auto to_type, auto from_type, const Tensor& to, const Tensor& from, int64_t n,
-                          int64_t h) {
-        const int64_t s = index_at(a.streams.data, a.streams.dtype, n),
-                      t = index_at(a.positions.data, a.positions.dtype, n);
-        map([](vf v) { return v; }, dim,
-            static_cast<decltype(to_type)*>(to.data) + s * to.stride[0] + h * to.stride[1] + t * to.stride[2],
-            static_cast<const decltype(from_type)*>(from.data) + n * from.stride[0] + h * from.stride[1]);
-    };
-    with_type(a.keys.dtype, [&](auto to) {
+    if (const int64_t bad = first_bad_token(a, 1); bad != kOk) return bad;
+    if (num_elements(a.k) == 0) return kOk;
+    const int64_t num_heads = a.k.shape[1], of_a_head = a.k.shape[0] * a.k.shape[2];
+    with_pool_type(a.keys.dtype, [&](auto to) {
         with_type(a.k.dtype, [&](auto from) {
-            for (int64_t n = 0; n < num_tokens; ++n)
-                for (int64_t h = 0; h < num_heads; ++h)
-                    copy(to, from, a.keys, a.k, n, h), copy(to, from, a.values, a.v, n, h);
+            parallel_for(num_heads, (kGrainElements + of_a_head - 1) / of_a_head,
+                         [&](int64_t begin, int64_t end) {
+                             for (int64_t g = begin; g < end; ++g)
+                                 store_head<decltype(to), decltype(from)>(a, g);
+                         });
         });
     });
     return kOk;

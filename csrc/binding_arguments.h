@@ -364,29 +364,49 @@ void check_heads(const Tensor& t, const char* rule) {
     require(t.ndim == 3 && is_float(t.dtype) && has_rows(t), rule);
 }
 
-void check_cache(const Tensor& keys, const Tensor& values, int64_t dim) {
-    require(keys.ndim == 4 && is_float(keys.dtype) && has_rows(keys) && keys.shape[3] == dim,
-            "the key cache must be [streams, kv heads, room, dim] of floats with contiguous rows");
-    require(values.dtype == keys.dtype && has_rows(values) && same_shape(keys, values),
-            "the value cache must be like the key cache");
+// dim as a pool has it: elements, or bytes of q8_0 blocks for each of `keys` side by side
+int64_t room_of(const Tensor& pool, int64_t dim, int64_t keys) {
+    const BlockSize block = block_size(BlockType::q8_0);
+    if (pool.dtype != DType::u8) return dim;
+    return dim % block.elements ? -1 : dim / block.elements * block.bytes * keys;
 }
 
-void check_places(const Tensor& streams, const Tensor& positions, int64_t num_tokens) {
-    for (const Tensor* t : {&streams, &positions})
+void check_pools(const Tensor& keys, const Tensor& values, int64_t dim) {
+    const bool is_q8 = keys.dtype == DType::u8;
+    require(is_q8 || is_float(keys.dtype), "pools must be float32, float16, bfloat16, or uint8 for q8_0");
+    require(keys.ndim == (is_q8 ? 4 : 5) && has_rows(keys) &&
+                keys.shape[3] == room_of(keys, dim, kKeyLanes) && (is_q8 || keys.shape[4] == kKeyLanes),
+            "the key pool must be [blocks, kv heads, slots / 16, dim, 16] with contiguous lanes, "
+            "or [blocks, kv heads, slots / 16, dim / 32 * 544] of q8_0");
+    require(values.ndim == 4 && values.dtype == keys.dtype && has_rows(values) &&
+                values.shape[3] == room_of(values, dim, 1) && values.shape[0] == keys.shape[0] &&
+                values.shape[1] == keys.shape[1] && values.shape[2] == keys.shape[2] * kKeyLanes,
+            "the value pool must be [blocks, kv heads, slots, dim] like the key pool, "
+            "or [blocks, kv heads, slots, dim / 32 * 34] of q8_0");
+    const int64_t size = values.shape[2];
+    require(size >= kKeyLanes && size <= kMaxBlockSize && (size & (size - 1)) == 0,
+            "a block must have 16, 32, 64, 128 or 256 slots");
+}
+
+void check_places(const Tensor& tables, const Tensor& streams, const Tensor& slots, int64_t num_tokens) {
+    require(
+        tables.ndim == 2 && (tables.dtype == DType::i32 || tables.dtype == DType::i64) && has_rows(tables),
+        "block tables must be [streams, blocks] of int32 or int64 with contiguous rows");
+    for (const Tensor* t : {&streams, &slots})
         require(t->ndim == 1 && is_index(t->dtype) && is_contiguous(*t) && t->shape[0] == num_tokens,
-                "streams and positions must be one integer a token");
+                "streams and slots must be one integer a token");
 }
 
 template <>
 struct Binding<Attention> {
     static void read(Reading<Attention>& r, nb::handle q, nb::handle keys, nb::handle values,
-                     nb::handle streams, nb::handle positions, double scale, int64_t window) {
+                     nb::handle tables, nb::handle streams, nb::handle slots, double scale, int64_t window) {
         Attention& a = r.args;
         r.take(a.q, q), r.take(a.keys, keys), r.take(a.values, values);
-        r.take(a.streams, streams), r.take(a.positions, positions);
+        r.take(a.tables, tables), r.take(a.streams, streams), r.take(a.slots, slots);
         check_heads(a.q, "attention: q must be [tokens, heads, dim] of floats with contiguous rows");
-        check_cache(a.keys, a.values, a.q.shape[2]);
-        check_places(a.streams, a.positions, a.q.shape[0]);
+        check_pools(a.keys, a.values, a.q.shape[2]);
+        check_places(a.tables, a.streams, a.slots, a.q.shape[0]);
         const int64_t num_heads = a.q.shape[1], num_kv_heads = a.keys.shape[1], dim = a.q.shape[2];
         require(num_kv_heads > 0 && num_heads % num_kv_heads == 0,
                 "attention: query heads must be a multiple of key heads");
@@ -401,16 +421,16 @@ struct Binding<Attention> {
 template <>
 struct Binding<StoreKv> {
     static void read(Reading<StoreKv>& r, nb::handle keys, nb::handle values, nb::handle k, nb::handle v,
-                     nb::handle streams, nb::handle positions) {
+                     nb::handle tables, nb::handle streams, nb::handle slots) {
         StoreKv& a = r.args;
         r.take(a.keys, keys), r.take(a.values, values), r.take(a.k, k), r.take(a.v, v);
-        r.take(a.streams, streams), r.take(a.positions, positions);
+        r.take(a.tables, tables), r.take(a.streams, streams), r.take(a.slots, slots);
         check_heads(a.k, "store_kv: k must be [tokens, kv heads, dim] of floats with contiguous rows");
         check_heads(a.v, "store_kv: v must be [tokens, kv heads, dim] of floats with contiguous rows");
-        check_cache(a.keys, a.values, a.k.shape[2]);
+        check_pools(a.keys, a.values, a.k.shape[2]);
         require(a.k.dtype == a.v.dtype && same_shape(a.k, a.v) && a.keys.shape[1] == a.k.shape[1],
-                "store_kv: k and v must have the heads of the cache");
-        check_places(a.streams, a.positions, a.k.shape[0]);
+                "store_kv: k and v must have the heads of the pools");
+        check_places(a.tables, a.streams, a.slots, a.k.shape[0]);
     }
 };
 

@@ -1,8 +1,11 @@
 // Kernels called from Python: at once, bound to their tensors to be called again and again, or many in one
 // replay.
 #pragma once
-#include <algorithm>
+#include <atomic>
 #include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
 #include <vector>
 
 #include "binding_arguments.h"
@@ -27,17 +30,30 @@ void report_index(const char* what, const Tensor& indices, int64_t at, int64_t l
 
 void report(const Rope& a, int64_t at) { report_index("rope: position", a.positions, at, a.sin.shape[0]); }
 void report(const Embedding& a, int64_t at) { report_index("embedding: id", a.ids, at, a.weight.shape[0]); }
-void report_place(const Tensor& streams, const Tensor& positions, const Tensor& keys, int64_t at) {
-    const auto value = [&](const Tensor& t) { return std::to_string(index_at(t.data, t.dtype, at)); };
-    throw nb::index_error(("token " + std::to_string(at) + " is at position " + value(positions) +
-                           " of stream " + value(streams) + ", but the cache has " +
-                           std::to_string(keys.shape[0]) + " streams of " + std::to_string(keys.shape[2]) +
-                           " positions")
-                              .c_str());
+
+// Of a token that is nowhere, or that sees a slot which is
+template <class Args>
+void report_place(const Args& a, int64_t window, int64_t at) {
+    const int64_t stream = index_at(a.streams.data, a.streams.dtype, at),
+                  slot = index_at(a.slots.data, a.slots.dtype, at), block_size = a.values.shape[2];
+    const auto text = [](int64_t value) { return std::to_string(value); };
+    std::string message =
+        "token " + text(at) + " is at slot " + text(slot) + " of stream " + text(stream) + ", but ";
+    if (!has_slot(a.tables, block_size, stream, slot)) {
+        message += "there are block tables of " + text(a.tables.shape[0]) + " streams, each with room for " +
+                   text(a.tables.shape[1] * block_size) + " slots";
+    } else {
+        const int64_t entry =
+            first_bad_block(a.tables, stream, blocks_seen(slot, window, block_size), a.keys.shape[0]);
+        message += "entry " + text(entry) + " of that stream's block table, of " + text(a.tables.shape[1]) +
+                   ", is " + text(entry < 0 ? entry : table_entry(a.tables, stream, entry)) +
+                   ", and the pools have " + text(a.keys.shape[0]) + " blocks";
+    }
+    throw nb::index_error(message.c_str());
 }
 
-void report(const Attention& a, int64_t at) { report_place(a.streams, a.positions, a.keys, at); }
-void report(const StoreKv& a, int64_t at) { report_place(a.streams, a.positions, a.keys, at); }
+void report(const Attention& a, int64_t at) { report_place(a, a.window, at); }
+void report(const StoreKv& a, int64_t at) { report_place(a, 1, at); }
 void report(const QuantizedEmbedding& a, int64_t at) { report_index("embedding: id", a.ids, at, a.num_rows); }
 void report(const PackedEmbedding& a, int64_t at) { report_index("embedding: id", a.ids, at, a.num_rows); }
 void report(const RandomSample& a, int64_t at) {
@@ -58,6 +74,121 @@ void report(const AdjustLogits& a, int64_t at) {
                               .c_str());
 }
 
+// ---- the memory of recordings -----------------------------------------------------------------------------
+
+// Slabs of memory cut into regions, one for each tensor that a recording makes. A region goes back when the
+// storage of its tensor dies, which is when the last view does, and serves what is made from then on.
+class Slabs {
+public:
+    char* take(int64_t bytes, uint64_t recording) {
+        const int64_t size = (bytes + kAlignment - 1) / kAlignment * kAlignment;
+        std::lock_guard lock(mutex_);
+        auto hole = smallest_hole(size);
+        if (hole == holes_.end()) hole = add_slab(size);
+        const auto [begin, room] = *hole;
+        holes_.erase(hole);
+        if (room > size) holes_[begin + size] = room - size;
+        regions_[begin] = {size, recording};
+        return begin;
+    }
+
+    void give_back(char* begin) {
+        std::lock_guard lock(mutex_);
+        const auto region = regions_.find(begin);
+        auto hole = holes_.emplace(begin, region->second.size).first;
+        regions_.erase(region);
+        if (auto next = std::next(hole); next != holes_.end()) join(hole, next);
+        if (hole != holes_.begin()) join(std::prev(hole), hole);
+    }
+
+    // Whether the address lies in what this recording made and what still lives
+    bool holds(const void* address, uint64_t recording) {
+        auto* p = const_cast<char*>(static_cast<const char*>(address));
+        std::lock_guard lock(mutex_);
+        auto region = regions_.upper_bound(p);
+        if (region == regions_.begin()) return false;
+        const auto& [begin, found] = *--region;
+        return p < begin + found.size && found.recording == recording;
+    }
+
+    int64_t num_bytes() {
+        std::lock_guard lock(mutex_);
+        return num_bytes_;
+    }
+
+    std::mutex replay;  // graphs that share memory run one at a time
+
+private:
+    struct Region {
+        int64_t size;
+        uint64_t recording;
+    };
+    struct Free {
+        void operator()(char* slab) const { ::operator delete(slab, std::align_val_t{kAlignment}); }
+    };
+    using Holes = std::map<char*, int64_t>;
+
+    Holes::iterator smallest_hole(int64_t size) {
+        auto best = holes_.end();
+        for (auto hole = holes_.begin(); hole != holes_.end(); ++hole)
+            if (hole->second >= size && (best == holes_.end() || hole->second < best->second)) best = hole;
+        return best;
+    }
+
+    Holes::iterator add_slab(int64_t size) {
+        const int64_t room = size > kSlabBytes ? size : kSlabBytes;
+        auto* memory = static_cast<char*>(::operator new(room, std::align_val_t{kAlignment}));
+        slabs_.emplace_back(memory);
+        num_bytes_ += room;
+        return holes_.emplace(memory, room).first;
+    }
+
+    void join(Holes::iterator hole, Holes::iterator next) {
+        if (hole->first + hole->second != next->first) return;
+        hole->second += next->second;
+        holes_.erase(next);
+    }
+
+    static constexpr int64_t kAlignment = 64, kSlabBytes = 1 << 20;
+    std::mutex mutex_;
+    std::vector<std::unique_ptr<char, Free>> slabs_;
+    Holes holes_;
+    std::map<char*, Region> regions_;
+    int64_t num_bytes_ = 0;
+};
+
+// What Python holds of slabs; graphs and tensors hold them too
+struct Arena { std::shared_ptr<Slabs> slabs = std::make_shared<Slabs>(); };
+
+struct Recording {
+    std::shared_ptr<Slabs> slabs;
+    uint64_t id = 0;
+
+    bool made(const void* address) const { return slabs->holds(address, id); }
+    nb::object empty_like(nb::object plain) const;
+};
+
+thread_local Recording t_recording;  // without slabs while nothing is recorded
+
+// A tensor laid out like this one in the recording's memory. What kernels could not read stays as it is.
+nb::object Recording::empty_like(nb::object plain) const {
+    Tensor t;
+    if (!read(plain, &t) || num_elements(t) == 0) return plain;
+    struct Lease {
+        std::shared_ptr<Slabs> slabs;
+        char* region;
+        ~Lease() { slabs->give_back(region); }
+    };
+    const Span bytes = span(t);
+    auto* lease = new Lease{slabs, slabs->take(bytes.end - bytes.begin, id)};
+    const nb::capsule owner(lease, [](void* p) noexcept { delete static_cast<Lease*>(p); });
+    size_t shape[kMaxDims];
+    for (int i = 0; i < t.ndim; ++i) shape[i] = static_cast<size_t>(t.shape[i]);
+    const auto& type = kDlpackTypes[static_cast<int>(t.dtype)];
+    return nb::cast(nb::ndarray<nb::pytorch>(lease->region, t.ndim, shape, owner, t.stride,
+                                             nb::dlpack::dtype{type.code, type.bits, 1}));
+}
+
 // ---- outputs ----------------------------------------------------------------------------------------------
 
 // What keeps an output from being written while the other tensors are read, or null
@@ -75,11 +206,16 @@ const char* broken_overlap(const Args& args) {
     return nullptr;
 }
 
-nb::object new_output(const Tensor& promised, nb::handle like) {
+nb::object plain_output(const Tensor& promised, nb::handle like) {
     if (like.is_valid()) return g_torch.empty_like(like);
     nb::list sizes;
     for (int i = 0; i < promised.ndim; ++i) sizes.append(promised.shape[i]);
     return g_torch.empty(sizes, nb::arg("dtype") = g_torch.dtypes[static_cast<int>(promised.dtype)]);
+}
+
+nb::object new_output(const Tensor& promised, nb::handle like) {
+    nb::object plain = plain_output(promised, like);
+    return t_recording.slabs ? t_recording.empty_like(std::move(plain)) : plain;
 }
 
 void check_output(const Tensor& y, const Tensor& promised, bool may_widen) {
@@ -167,7 +303,6 @@ bool accepts_op(nb::handle out, P... given) {
 struct Call {
     std::vector<nb::object> owners;  // null where an optional tensor is absent
     std::vector<Tensor> layouts;
-    size_t num_made;  // of the tensors, the first so many come to be by the call
     std::function<int64_t(const std::vector<void*>&)> run;
     std::function<void(int64_t, const std::vector<void*>&)> report;
 
@@ -214,7 +349,6 @@ Call bind_op(KernelOf<Args> member, nb::handle out, P... given) {
     Binding<Args>::read(r, given...);
     take_outputs(r, out);
     Call call;
-    call.num_made = Args::kRoles.is_in_place ? 0 : Args::kRoles.outputs;
     for (int i = 0; i < Args::kRoles.tensors; ++i) {
         call.owners.push_back(nb::borrow(r.owners[i]));
         call.layouts.push_back(r.tensors()[i]);
@@ -232,44 +366,54 @@ Call bind_op(KernelOf<Args> member, nb::handle out, P... given) {
     return call;
 }
 
-// Calls replayed in order by one call from Python. Tensors that no call of the graph made may be moved or
-// resized by others, so they are looked at again before each replay.
+// Calls replayed in order by one call from Python. What the recording made stays where it was, whether or not
+// its tensor lives: of it there is the address alone. All other tensors may be moved or resized, so they are
+// kept and looked at again before each replay.
 class Graph {
 public:
-    explicit Graph(const nb::list& calls) {
-        for (nb::handle h : calls) calls_.push_back(nb::cast<Call*>(h)), keep_.push_back(nb::borrow(h));
-        std::vector<PyObject*> made;
-        for (const Call* call : calls_) {
-            data_.emplace_back(call->owners.size());
-            for (size_t i = 0; i < call->owners.size(); ++i) {
-                PyObject* owner = call->owners[i].ptr();
-                data_.back()[i] = call->layouts[i].data;
-                if (i < call->num_made) made.push_back(owner);
-                if (owner && std::find(made.begin(), made.end(), owner) == made.end())
-                    outside_.push_back({data_.size() - 1, i});
-            }
+    explicit Graph(const Arena& arena) : recording_{arena.slabs, ++last_id} {}
+
+    const Recording& recording() const { return recording_; }
+
+    void append(const Call& call) {
+        Step step{call, {}};
+        for (size_t i = 0; i < call.owners.size(); ++i) {
+            step.data.push_back(call.layouts[i].data);
+            if (!call.owners[i].is_valid()) continue;
+            if (recording_.made(call.layouts[i].data))
+                step.call.owners[i].reset();
+            else
+                outside_.push_back({steps_.size(), i});
         }
+        steps_.push_back(std::move(step));
     }
 
     void replay() {
-        for (const auto& [call, i] : outside_)
-            data_[call][i] = calls_[call]->address(i, calls_[call]->owners[i]);
+        for (const auto& [at, i] : outside_) {
+            Step& step = steps_[at];
+            step.data[i] = step.call.address(i, step.call.owners[i]);
+        }
         size_t at = 0;
         int64_t status = kOk;
         {
             nb::gil_scoped_release release;
-            while (at < calls_.size() && (status = calls_[at]->run(data_[at])) == kOk) ++at;
+            std::lock_guard lock(recording_.slabs->replay);
+            while (at < steps_.size() && (status = steps_[at].call.run(steps_[at].data)) == kOk) ++at;
         }
-        if (status != kOk) calls_[at]->report(status, data_[at]);
+        if (status != kOk) steps_[at].call.report(status, steps_[at].data);
     }
 
-    size_t size() const { return calls_.size(); }
+    size_t size() const { return steps_.size(); }
 
 private:
-    struct Place { size_t call, index; };
-    std::vector<Call*> calls_;
-    std::vector<nb::object> keep_;
-    std::vector<std::vector<void*>> data_;
+    struct Step {
+        Call call;
+        std::vector<void*> data;
+    };
+    struct Place { size_t step, index; };
+    inline static std::atomic<uint64_t> last_id{0};
+    Recording recording_;
+    std::vector<Step> steps_;
     std::vector<Place> outside_;
 };
 

@@ -32,15 +32,19 @@ struct TorchTypes {
 
 constexpr int kDlpackCpu = 1;
 
+// DLPack's names of the types, in the order of DType
+constexpr struct {
+    uint8_t code, bits;
+} kDlpackTypes[] = {{2, 32}, {2, 64}, {2, 16}, {4, 16}, {0, 8},  {0, 16},
+                    {0, 32}, {0, 64}, {1, 8},  {1, 16}, {1, 32}, {1, 64}};
+
 bool read_dtype(nb::dlpack::dtype found, DType* dtype) {
-    struct {
-        int code, bits;
-        DType dtype;
-    } const known[] = {{2, 32, DType::f32}, {2, 64, DType::f64}, {2, 16, DType::f16}, {4, 16, DType::bf16},
-                       {0, 8, DType::i8},   {0, 16, DType::i16}, {0, 32, DType::i32}, {0, 64, DType::i64},
-                       {1, 8, DType::u8},   {1, 16, DType::u16}, {1, 32, DType::u32}, {1, 64, DType::u64}};
-    for (const auto& k : known)
-        if (k.code == found.code && k.bits == found.bits && found.lanes == 1) return *dtype = k.dtype, true;
+    int index = 0;
+    for (const auto& known : kDlpackTypes) {
+        if (known.code == found.code && known.bits == found.bits && found.lanes == 1)
+            return *dtype = static_cast<DType>(index), true;
+        ++index;
+    }
     return false;
 }
 

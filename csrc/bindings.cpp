@@ -128,8 +128,14 @@ nb::list level_names() {
 NB_MODULE(_native, m) {
     nb::set_leak_warnings(false);  // models may live until the process ends
     nb::class_<Call>(m, "Call").def("__call__", [](const Call& call, nb::args tensors) { call(tensors); });
+    nb::class_<Arena>(m, "Arena").def(nb::init<>()).def_prop_ro("num_bytes", [](const Arena& arena) {
+        return arena.slabs->num_bytes();
+    });
     nb::class_<Graph>(m, "Graph")
-        .def(nb::init<nb::list>())
+        .def(nb::init<const Arena&>())
+        .def("append", &Graph::append)
+        .def("empty_like",
+             [](const Graph& graph, nb::object tensor) { return graph.recording().empty_like(tensor); })
         .def("replay", &Graph::replay)
         .def("__len__", &Graph::size);
     nb::class_<Weight>(m, "Weight")
@@ -157,6 +163,9 @@ NB_MODULE(_native, m) {
     m.def("block_sizes", &block_sizes);
     m.attr("PACKED_ROWS") = kPackedRows;
 
+    m.def(
+        "record_into", [](const Graph* graph) { t_recording = graph ? graph->recording() : Recording{}; },
+        nb::arg().none());
     m.def("use_torch", &use_torch);
     m.def("read_all", &read_all);
     m.def("num_threads", &num_threads);

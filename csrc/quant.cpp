@@ -71,66 +71,6 @@ void for_packed_rows(const Pack& a, Body&& body) {
                  });
 }
 
-// The largest absolute value, as its bits: they order numbers as they order integers, and NaN above all
-uint32_t largest_bits(const float* x) {
-    uint32_t bits[32], largest = 0;
-    memcpy(bits, x, sizeof bits);
-    for (const uint32_t b : bits) largest = std::max(largest, b & 0x7fffffffu);
-    return largest;
-}
-
-float from_bits(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-// The float16 scale at `block`, and what to multiply by: 0 where the block is zero, or so small that
-// 1 / scale is not finite
-float write_scale(uint8_t* block, float scale) {
-    f16 lanes[W];
-    store(lanes, splat(scale));
-    memcpy(block, lanes, sizeof(f16));
-    const float inverse = 1 / scale;
-    return std::isfinite(inverse) ? inverse : 0;
-}
-
-void quantize_block(Q8_0, uint8_t* __restrict block, const float* __restrict x) {
-    const float inverse = write_scale(block, from_bits(largest_bits(x)) / 127);
-    int8_t q[32];
-    for (int i = 0; i < 32; ++i) {  // halves are rounded away from zero
-        const float scaled = x[i] * inverse, size = std::fabs(scaled);
-        const int32_t whole = static_cast<int32_t>(size);
-        const int32_t rounded = whole + (size - static_cast<float>(whole) >= 0.5f);
-        q[i] = static_cast<int8_t>(scaled < 0 ? -rounded : rounded);
-    }
-    memcpy(block + 2, q, 32);
-}
-
-// The extreme value keeps its sign and becomes -8, the end of the range that has one more step; the first of
-// equals counts.
-void quantize_block(Q4_0, uint8_t* __restrict block, const float* __restrict x) {
-    const float largest = from_bits(largest_bits(x));
-    int at = 0;
-    while (at < 31 && std::fabs(x[at]) != largest) ++at;
-    const float inverse = write_scale(block, largest == largest ? x[at] / -8 : largest);
-    uint8_t q[32];
-    for (int i = 0; i < 32; ++i) {
-        const int32_t field = static_cast<int32_t>(x[i] * inverse + 8.5f);
-        q[i] = static_cast<uint8_t>(field < 15 ? field : 15);
-    }
-    for (int i = 0; i < 16; ++i) block[2 + i] = static_cast<uint8_t>(q[i] | q[16 + i] << 4);
-}
-
-template <class Block, class T>
-void quantize_row(uint8_t* blocks, const T* x, int64_t length) {
-    for (int64_t k = 0; k < length; k += 32, blocks += Block::kBytes) {
-        alignas(64) float values[32];
-        for (int i = 0; i < 32; i += W) store(values + i, load(x + k + i));
-        quantize_block(Block{}, blocks, values);
-    }
-}
-
 template <class Look>
 int64_t embed(const QuantizedEmbedding& a, int64_t row_length, Look&& look) {
     const int64_t num_ids = num_elements(a.ids);

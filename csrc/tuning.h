@@ -48,7 +48,9 @@ constexpr int kAttentionQueries = 4;
 #else
 constexpr int kAttentionQueries = 2;
 #endif
-constexpr int kAttentionPrefetchRows = 16;        // of values
+constexpr int kAttentionSums = kVectorRegisters / 2;  // running sums in registers
+constexpr int kAttentionNarrowQueries =
+    2 * kAttentionQueries;                        // up to which halves and codes are converted as read
 constexpr int64_t kAttentionMaxSplitTokens = 16;  // which share out the keys of long streams
 
 }  // namespace infini::INFINI_LEVEL

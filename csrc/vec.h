@@ -176,6 +176,39 @@ inline void store(f16* p, vf v) {
 }
 #endif
 
+inline vf load(const int8_t* p) {
+#if defined(INFINI_AVX512)
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif defined(INFINI_AVX2)
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#elif defined(INFINI_NEON)
+    int32_t bytes;
+    memcpy(&bytes, p, sizeof bytes);
+    return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(bytes))))));
+#else
+    vf v;
+    for (int i = 0; i < W; ++i) v[i] = p[i];
+    return v;
+#endif
+}
+
+// The float16 at p in every lane
+inline vf splat_half(const void* p) {
+    uint16_t bits;
+    memcpy(&bits, p, sizeof bits);
+#if defined(INFINI_AVX512)
+    return _mm512_cvtph_ps(_mm256_set1_epi16(static_cast<int16_t>(bits)));
+#elif defined(INFINI_AVX2)
+    return _mm256_cvtph_ps(_mm_set1_epi16(static_cast<int16_t>(bits)));
+#elif defined(INFINI_NEON)
+    return vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(bits)));
+#else
+    f16 lanes[W];
+    for (f16& lane : lanes) lane.bits = bits;
+    return load(lanes);
+#endif
+}
+
 // The first n < W elements; the other lanes read as `fill` and are not written.
 template <class T>
 inline vf load_n(const T* p, int64_t n, float fill = 0) {

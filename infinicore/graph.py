@@ -3,11 +3,15 @@
 The function runs on fixed buffers. What changes from step to step (tokens, positions) is written into them
 before a replay, never decided in Python. Only ops with native kernels can be recorded; whatever else torch
 would compute during the recording is refused, because a replay would leave it out.
+
+What the function makes lies in an arena, and a tensor that has died leaves its place to the next: a recording
+takes the memory of what lives at once, and the next one with that arena takes the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -24,28 +28,32 @@ class RecordError(RuntimeError):
     """The function computes something that a replay could not repeat."""
 
 
-class Arena:
-    pass
+class Arena(_native.Arena):
+    """Memory for recordings, `num_bytes` of it so far. It lives as long as a graph or a tensor needs it.
+
+    Graphs that share an arena write over each other's tensors: what one has computed is to be read before
+    another is recorded or replayed. Replays wait for each other, wherever they are called. It grows least
+    when the largest is recorded first.
+    """
 
 
 class Graph(Generic[Result]):
-    """The recorded calls and the result they write to: each `replay` computes it anew."""
+    """The recorded calls and the result they write to: each `replay` computes it anew.
 
-    def __init__(self, calls: list[Callable[[], None]], result: Result) -> None:
-        self._graph = _native.Graph(calls)
+    The result stays as it is until this graph, or one with the same arena, is replayed or recorded.
+    """
+
+    def __init__(self, graph: _native.Graph, result: Result) -> None:
+        self._graph = graph
         self.result = result
 
     @classmethod
-    def record(cls, function: Callable[[], Result], arena: Any = None) -> Graph[Result]:
-        """Run the function and keep its ops."""
-        calls: list[Callable[[], None]] = []
-        RECORDING.stack.append(calls)
-        try:
-            with torch.inference_mode(), OnlyViews():
-                result = function()
-        finally:
-            RECORDING.stack.pop()
-        return cls(calls, result)
+    def record(cls, function: Callable[[], Result], arena: Arena | None = None) -> Graph[Result]:
+        """Run the function and keep its ops; what they make lies in the arena, or in one of its own."""
+        graph = _native.Graph(Arena() if arena is None else arena)
+        with recording(graph), torch.inference_mode(), OnlyViews(graph):
+            result = function()
+        return cls(graph, result)
 
     def replay(self) -> Result:
         self._graph.replay()
@@ -55,11 +63,27 @@ class Graph(Generic[Result]):
         return len(self._graph)
 
 
+@contextmanager
+def recording(graph: _native.Graph) -> Iterator[None]:
+    """The ops that this thread runs go into the graph, and their results into its arena."""
+    RECORDING.stack.append(graph)
+    _native.record_into(graph)
+    try:
+        yield
+    finally:
+        RECORDING.stack.pop()
+        _native.record_into(RECORDING.stack[-1] if RECORDING.stack else None)
+
+
 class OnlyViews(TorchFunctionMode):
-    """Lets torch make empty tensors and views, and refuses every computation.
+    """Lets torch make empty tensors, which then lie in the arena, and views; refuses every computation.
 
     It watches calls from Python, which is all that can come between two native ops.
     """
+
+    def __init__(self, graph: _native.Graph) -> None:
+        super().__init__()
+        self.graph = graph
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -70,11 +94,17 @@ class OnlyViews(TorchFunctionMode):
         if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
             raise RecordError(f"{name} writes without a native op, so a replay would leave it out")
         result = func(*args, **(kwargs or {}))
+        if name.removeprefix("new_").startswith("empty"):
+            return result if (kwargs or {}).get("out") is not None else self.in_arena(result)
         results = result if isinstance(result, tuple | list) else (result,)
         made = [t for t in results if isinstance(t, Tensor)]
-        if made and not name.removeprefix("new_").startswith("empty") and not are_views(made, args):
+        if made and not are_views(made, args):
             raise RecordError(f"{name} is not a native op, so a replay would leave it out")
         return result
+
+    def in_arena(self, made: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            return self.graph.empty_like(made)
 
 
 def are_views(made: list[Tensor], args: tuple[Any, ...]) -> bool:

@@ -94,6 +94,15 @@ class Settings:
             self.tokens.copy_(ops.sample(logits, *(t.to(logits.device) for t in self.tensors)))
 
 
+def draw(logits: Tensor, rows: Sequence[Row]) -> list[int]:
+    """A token from each row [V]; -1 where the logits are no numbers"""
+    streams = [row.stream for row in rows]
+    settings = Settings(len(rows))
+    settings.fill(rows)
+    settings.draw(adjusted(logits, streams) if any(map(needs_adjusting, streams)) else logits)
+    return settings.drawn()
+
+
 # ---- what a stream forbids or makes less likely ------------------------------------------------------------
 
 
@@ -143,6 +152,12 @@ def allowed_tokens(streams: Sequence[Stream], vocab_size: int) -> Tensor:
     return masks
 
 
+def has_choice(stream: Stream, vocab_size: int) -> bool:
+    """Whether any token may come next"""
+    (words,) = allowed_tokens([stream], vocab_size).tolist()
+    return any(words[token_id // WORD] >> token_id % WORD & 1 for token_id in range(vocab_size))
+
+
 def bits_of(token_ids: Sequence[int], num_words: int) -> Tensor:
     words = [0] * num_words
     for token_id in token_ids:
@@ -164,7 +179,8 @@ def banned_tokens(stream: Stream) -> list[int]:
 
 
 def ranked(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[list[Ranked]]:
-    """For each row [V] the given token, then the num_top likeliest ones"""
+    """For each row [V] the given token, then the num_top likeliest ones, or all there are"""
+    num_top = min(num_top, logits.shape[1])
     tokens = torch.tensor(token_ids, device=logits.device)
     ids, values = (t.tolist() for t in ops.logprobs(logits, tokens, num_top))
     return [

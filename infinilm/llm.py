@@ -12,8 +12,8 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import fields
+from contextlib import contextmanager, suppress
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ import torch
 
 from infinilm.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from infinilm.config import EngineConfig
+from infinilm.engine import prefixes
+from infinilm.engine.draft import SpeculativeConfig
 from infinilm.engine.engine import Engine, Prompt
 from infinilm.engine.request import EngineDead, QueueFull, Request, RequestError, RequestOutput
 from infinilm.hub import resolve
@@ -97,6 +99,15 @@ def check_vocabulary(checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
         )
 
 
+def make_engine(config: EngineConfig, report: Report) -> Engine:
+    """The model, what guesses for it if there is such, and an engine that runs them."""
+    speculative = SpeculativeConfig.read(config.speculative_config)
+    draft = None
+    if speculative is not None and speculative.model is not None:
+        draft, _ = load(replace(config, model=speculative.model), tell_nobody)
+    return Engine(*load(config, report), config, draft)
+
+
 # ---- what callers give -------------------------------------------------------------------------------------
 
 
@@ -168,9 +179,10 @@ class LLM:
     @with_options
     def __init__(self, model: str | Path | None = None, report: Report = tell_nobody, **options: Any) -> None:
         self.config = EngineConfig(model=model, **options)
-        self.model, self.tokenizer = load(self.config, report)
-        self.engine = Engine(self.model, self.tokenizer, self.config)
-        self._lock = threading.Lock()
+        self.engine = make_engine(self.config, report)
+        self.model, self.tokenizer = self.engine.model, self.engine.tokenizer
+        self._lock = threading.Lock()  # held for a step, so that callers in other threads move along
+        self._unwanted: list[str] = []  # requests that nobody waits for any more
 
     def generate(
         self,
@@ -188,12 +200,12 @@ class LLM:
         given = as_prompts(prompts)
         params = one_each("sampling_params", sampling_params, SamplingParams, len(given), SamplingParams())
         priorities = one_each("priority", priority, int, len(given), 0)
-        with as_request_errors(), self._lock:
+        with as_request_errors():
             requests = [
                 self.engine.make(prompt, *rest, cache_salt=cache_salt)
                 for prompt, *rest in zip(given, params, priorities, strict=True)
             ]
-            return self._finish(requests, use_tqdm)
+        return self._finish(requests, use_tqdm)
 
     def chat(
         self,
@@ -214,19 +226,31 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[tuple[int, str]]:
         """(token, the text that can be shown since the last one) as they come, of one continuation."""
-        with as_request_errors(), self._lock:
-            (checked,) = one_each("sampling_params", params, SamplingParams, 1, SamplingParams())
+        (checked,) = one_each("sampling_params", params, SamplingParams, 1, SamplingParams())
+        if checked.n != 1:
+            raise RequestError(f"stream gives one continuation, but n is {checked.n}; generate gives several")
+        with as_request_errors():
             request = self.engine.make(prompt, checked)
-            (completion,) = request.completions
-            num_tokens = num_shown = 0
-            for _ in self._steps([request]):
-                drawn, text = completion.token_ids[completion.num_prompt + num_tokens :], completion.text.text
-                num_tokens += len(drawn)
-                for token in drawn[:-1]:
-                    yield token, ""
-                if drawn:
-                    yield drawn[-1], text[num_shown:]
-                    num_shown = len(text)
+        (completion,) = request.completions
+        num_tokens = num_shown = 0
+        for _ in self._steps([request]):
+            drawn, text = completion.token_ids[completion.num_prompt + num_tokens :], completion.text.text
+            num_tokens += len(drawn)
+            for token in drawn[:-1]:
+                yield token, ""
+            if drawn:
+                yield drawn[-1], text[num_shown:]
+                num_shown = len(text)
+
+    def save_prefixes(self, path: str | Path) -> int:
+        """Write what the cache knows to a file, for another process with this model; the number of blocks"""
+        with self._lock:
+            return prefixes.save(path, self.model, self.engine.cache, self.engine.blocks)
+
+    def load_prefixes(self, path: str | Path) -> int:
+        """Take over saved prefixes, as far as there is room; ValueError if they are not of this very model."""
+        with self._lock:
+            return prefixes.load(path, self.model, self.engine.cache, self.engine.blocks)
 
     def _finish(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
         with progress(len(requests), use_tqdm) as advance:
@@ -235,20 +259,40 @@ class LLM:
         return [request.output() for request in requests]
 
     def _steps(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
-        """Run steps until all requests have ended; after each, those that ended with it."""
-        engine, waiting = self.engine, deque(requests)
+        """Run steps until all requests have ended; after each, those that have ended since the last one.
+
+        Between two of them anybody may run others, which move these requests as well.
+        """
+        engine, waiting, running = self.engine, deque(requests), dict[str, Request]()
         try:
-            while waiting or engine.has_work:
-                while waiting and engine.has_room_for(waiting[0]):
-                    engine.enqueue(waiting.popleft())
-                ended = [request for request in engine.step() if request.is_finished]
+            while waiting or running:
+                with self._lock:
+                    self._forget_unwanted()
+                    while waiting and engine.has_room_for(waiting[0]):
+                        request = waiting.popleft()
+                        running[request.request_id] = request
+                        engine.enqueue(request)
+                    engine.step()
+                ended = [running.pop(request_id) for request_id in running.keys() - engine.requests.keys()]
                 for request in ended:
                     if request.error is not None:
                         raise request.error
                 yield ended
         finally:  # an error, an interrupt, a caller who stopped listening
-            for request in requests:
-                engine.abort(request.request_id)
+            self._give_up(running)
+
+    def _give_up(self, request_ids: Iterable[str]) -> None:
+        """Whoever runs a step at this moment, perhaps this very thread, will forget them before the next."""
+        self._unwanted += request_ids
+        if self._lock.acquire(blocking=False):
+            try:
+                self._forget_unwanted()
+            finally:
+                self._lock.release()
+
+    def _forget_unwanted(self) -> None:
+        while self._unwanted:
+            self.engine.abort(self._unwanted.pop())
 
 
 @contextmanager
@@ -271,8 +315,10 @@ def progress(total: int, is_wanted: bool) -> Iterator[Callable[[int], None]]:
 class Listener:
     """Where the outputs of one request go: to a coroutine, and no faster than it reads them."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, request_id: str | None) -> None:
         self.loop = loop
+        self.request_id = request_id
+        self.is_unwanted = False  # before the engine has heard of it
         self.items: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
         self.has_unread = False
 
@@ -323,6 +369,9 @@ class Worker:
             call()
 
     def add(self, request: Request, listener: Listener) -> None:
+        if self.death is not None:
+            listener.tell(self.dead())
+            return
         try:
             self.engine.enqueue(request)
         except (RequestError, QueueFull) as error:
@@ -337,18 +386,25 @@ class Worker:
         if request.is_finished:
             del self.listeners[request.request_id]
 
-    def abort(self, request_id: str) -> None:
-        if listener := self.listeners.pop(request_id, None):
-            request = self.engine.requests[request_id]
-            self.engine.abort(request_id)
-            listener.tell(request.output())
+    def abort(self, request_id: str, owner: Listener | None = None) -> None:
+        """On behalf of its owner, where one is given: another request may have the same id by now."""
+        listener = self.listeners.get(request_id)
+        if listener is None or owner not in (None, listener):
+            return
+        request = self.engine.requests[request_id]
+        self.engine.abort(request_id)
+        self.tell(request)
 
     def die(self, error: BaseException) -> None:
-        """Nobody is left waiting."""
+        """Nobody is left waiting, nor those whose calls nobody has made yet."""
         self.death = error
         for listener in self.listeners.values():
             listener.tell(self.dead())
         self.listeners.clear()
+        with suppress(queue.Empty):
+            while True:
+                if call := self.inbox.get(block=False):
+                    call()
 
     def dead(self) -> EngineDead:
         error = EngineDead(f"the engine has stopped: {self.death}")
@@ -362,12 +418,11 @@ class AsyncLLM:
     @with_options
     def __init__(self, model: str | Path | None = None, report: Report = tell_nobody, **options: Any) -> None:
         self.config = EngineConfig(model=model, **options)
-        self.model, self.tokenizer = load(self.config, report)
         self._pid = os.getpid()
-        self._worker = Worker(Engine(self.model, self.tokenizer, self.config))
+        self._worker = Worker(make_engine(self.config, report))
+        self.model, self.tokenizer = self.engine.model, self.engine.tokenizer
         self._encoders = ThreadPoolExecutor(2, "infinilm-encoder")
-        self._making: set[str | None] = set()  # requests on their way to the engine
-        self._aborted: set[str | None] = set()  # of those, the ones that are not wanted any more
+        self._making: set[Listener] = set()  # of requests on their way to the engine
         self._worker.thread.start()
 
     @property
@@ -386,38 +441,38 @@ class AsyncLLM:
         """The output so far, again and again until it has finished. Leaving the loop ends the request."""
         self._check_alive()
         (params,) = one_each("sampling_params", sampling_params, SamplingParams, 1, SamplingParams())
-        listener = Listener(asyncio.get_running_loop())
+        listener = Listener(asyncio.get_running_loop(), request_id)
 
         def make() -> Request:
             with as_request_errors():
                 return self.engine.make(prompt, params, priority, request_id, cache_salt)
 
-        self._making.add(request_id)
+        self._making.add(listener)
         try:
             request = await listener.loop.run_in_executor(self._encoders, make)
         finally:
-            self._making.discard(request_id)
-        self._worker.inbox.put(lambda: self._worker.add(request, listener))
-        if request_id in self._aborted:
-            self._aborted.discard(request_id)
-            self._worker.inbox.put(lambda: self._worker.abort(request.request_id))
-        is_finished = False
+            self._making.discard(listener)
+        worker, is_finished = self._worker, False
+        worker.inbox.put(lambda: worker.add(request, listener))
+        if listener.is_unwanted:
+            worker.inbox.put(lambda: worker.abort(request.request_id, listener))
+        self._check_alive()  # after the call is in the inbox: who dies later will find it there
         try:
             while not is_finished:
-                self._check_alive()
                 output = await listener.next()
                 is_finished = output.finished
                 yield output
         finally:
             if not is_finished:
-                self._worker.inbox.put(lambda: self._worker.abort(request.request_id))
+                worker.inbox.put(lambda: worker.abort(request.request_id, listener))
 
     async def abort(self, request_id: str) -> None:
         """End a request: its loop sees a last output whose finish_reason is "abort"."""
         self._check_alive()
-        if request_id in self._making:
-            self._aborted.add(request_id)
-        self._worker.inbox.put(lambda: self._worker.abort(request_id))
+        for listener in list(self._making):
+            listener.is_unwanted |= listener.request_id == request_id
+        worker = self._worker
+        worker.inbox.put(lambda: worker.abort(request_id))
 
     def shutdown(self) -> None:
         """Stop the engine; what still waits fails."""
@@ -427,7 +482,7 @@ class AsyncLLM:
             self._encoders.shutdown(wait=False, cancel_futures=True)
 
     def __del__(self) -> None:
-        if hasattr(self, "_encoders"):
+        if hasattr(self, "_encoders") and self._pid == os.getpid():
             self._worker.inbox.put(None)
             self._encoders.shutdown(wait=False)
 

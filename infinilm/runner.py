@@ -13,7 +13,7 @@ from torch import Tensor
 from infinicore.graph import Arena, Graph, RecordError
 from infinilm.batch import Batch, Stream
 from infinilm.cache import PagedCache
-from infinilm.draw import Ranked, Row, Settings, adjusted, needs_adjusting, ranked
+from infinilm.draw import Ranked, Row, Settings, draw, needs_adjusting, ranked
 
 MAX_RECORDED = 64  # tokens of a step that is recorded; there is a recording for each number of them
 
@@ -75,8 +75,8 @@ class Runner:
         is_decoding = len(rows) == sum(item.num_tokens for item in work) <= MAX_RECORDED
         recording = self._replayed(work, rows) if is_decoding and self.can_record else None
         if recording is not None:
-            return collected(work, recording.graph.result, rows, recording.settings, is_drawn=True)
-        return collected(work, self._logits(work), rows, Settings(len(rows)), is_drawn=False)
+            return collected(work, recording.graph.result, rows, recording.settings.drawn())
+        return collected(work, self._logits(work), rows)
 
     def _fill_tables(self, work: Sequence[Work]) -> None:
         for row, (stream, _) in enumerate(work):
@@ -176,22 +176,17 @@ class Recording:
 
 
 def collected(
-    work: Sequence[Work], logits: Tensor, rows: Sequence[Row], settings: Settings, is_drawn: bool
+    work: Sequence[Work], logits: Tensor, rows: Sequence[Row], tokens: list[int] | None = None
 ) -> list[Drawn]:
-    """What came of each item of the work. The tokens of a replay are drawn already, unless a stream has
-    something to say about its logits."""
+    """What came of each item of the work. The tokens of a replay are drawn already, but that does not count where
+    a stream has something to say about its logits."""
     results = [Drawn() for _ in work]
     logits = without_prompts(work, logits, results)
     if not rows:
         return results
     streams = [row.stream for row in rows]
-    if any(map(needs_adjusting, streams)):
-        settings.fill(rows)
-        settings.draw(adjusted(logits, streams))
-    elif not is_drawn:
-        settings.fill(rows)
-        settings.draw(logits)
-    tokens = settings.drawn()
+    if tokens is None or any(map(needs_adjusting, streams)):
+        tokens = draw(logits, rows)
     logprobs = chosen_logprobs(logits, streams, tokens)
     at = 0
     for item, result in zip(work, results, strict=True):

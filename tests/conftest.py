@@ -57,6 +57,21 @@ def keep_threads() -> Iterator[None]:
     infinicore.set_num_threads(before)
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """What is tiny runs on one thread: several would wait for each other longer than they work."""
+    import torch
+
+    import infinicore
+
+    before = infinicore.get_num_threads(), torch.get_num_threads()
+    infinicore.set_num_threads(1)
+    torch.set_num_threads(1)
+    yield
+    infinicore.set_num_threads(before[0])
+    torch.set_num_threads(before[1])
+
+
 @pytest.fixture(scope="session")
 def default_model_path() -> Path:
     return hub.resolve(None)

@@ -34,7 +34,7 @@ HOMES = {
     "tokenizers": "infinilm/tokenizer/",
     "jinja2": "infinilm/tokenizer/",
     "huggingface_hub": "infinilm/hub.py",
-    "llguidance": "infinilm/engine/grammar.py",
+    "llguidance": "infinilm/engine/grammar",
     "triton": "infinicore/ops/triton/",
     "transformers": "nowhere",
     "gguf": "nowhere",

@@ -1,6 +1,8 @@
-"""Attention over a cache: a token's result depends on its own keys alone, bit for bit."""
+"""Attention over pools of blocks: a token's result depends on its own keys alone, bit for bit."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -8,57 +10,215 @@ from torch import Tensor
 
 import infinicore
 from infinicore import ops
+from infinicore.ops.reference import fold_keys, paged, rows_as, unfold_keys, values_of
+from infinicore.quantization import BlockType, quantize
 
-LENGTH = 700
+LENGTH, ROOM = 700, 768
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
+Place = tuple[int, int]  # a stream and a slot in it
 
 
-def problem(dtype: torch.dtype = torch.float32, num_streams: int = 3) -> tuple[Tensor, Tensor, Tensor]:
-    """(queries of every position of every stream [B, T, H, D], keys, values)"""
+def problem(
+    dtype: torch.dtype = torch.float32, block_size: int = 16, num_kv_heads: int = 2
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """(queries of every slot of three streams [B, T, H, D], (key pool, value pool, block tables))"""
     generator = torch.Generator().manual_seed(0)
-    q = torch.randn(num_streams, LENGTH, 6, 32, generator=generator)
-    keys, values = torch.randn(2, num_streams, 2, LENGTH, 32, generator=generator).to(dtype)
-    return q, keys, values
+    q = torch.randn(3, LENGTH, 6, 32, generator=generator)
+    keys, values = torch.randn(2, 3, num_kv_heads, ROOM, 32, generator=generator)
+    return q, paged(keys, values, block_size, dtype)
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, places: list[tuple[int, int]], window: int = 0) -> Tensor:
-    streams, positions = torch.tensor(places).t().contiguous()
-    queries = torch.stack([q[stream, position] for stream, position in places])
-    return ops.attention(queries, keys, values, streams, positions, 0.2, window)
+def attend(
+    q: Tensor, pools: tuple[Tensor, Tensor, Tensor], places: Iterable[Place], window: int = 0
+) -> Tensor:
+    streams, slots = torch.tensor(list(places)).t().contiguous()
+    return ops.attention(q[streams, slots], *pools, streams, slots, 0.2, window)
 
 
 @pytest.mark.parametrize("window", [0, 40, 300])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_token_gets_the_same_bits_alone_in_a_batch_and_in_a_prompt(
     dtype: torch.dtype, window: int, level: str
 ) -> None:
-    q, keys, values = problem(dtype)
-    for stream, position in ((0, 0), (1, 255), (2, 256), (0, 699)):
-        alone = attend(q, keys, values, [(stream, position)], window)[0]
-        batch = [(s, (position + 97 * s) % LENGTH) for s in range(3)] * 2
-        batch[4] = (stream, position)
-        assert torch.equal(attend(q, keys, values, batch, window)[4], alone)
-        prompt = [(stream, p) for p in range(max(0, position - 50), position + 1)]
-        assert torch.equal(attend(q, keys, values, prompt, window)[-1], alone)
+    q, pools = problem(dtype)
+    for stream, slot in ((0, 0), (1, 255), (2, 256), (0, 699)):
+        alone = attend(q, pools, [(stream, slot)], window)[0]
+        batch = [(s, (slot + 97 * s) % LENGTH) for s in range(3)] * 2
+        batch[4] = (stream, slot)
+        assert torch.equal(attend(q, pools, batch, window)[4], alone)
+        prompt = [(stream, s) for s in range(max(0, slot - 50), slot + 1)]
+        assert torch.equal(attend(q, pools, prompt, window)[-1], alone)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_blocks_of_any_size_and_order_give_the_same_bits(dtype: torch.dtype, level: str) -> None:
+    places = [(0, 0), (1, 511), (2, 699), (2, 16)]
+    prompt = [(1, slot) for slot in range(500, 560)]
+    (q, pools), *others = (problem(dtype, block_size) for block_size in (16, 32, 64, 128, 256))
+    for _, other in others:
+        for some in (places, prompt):
+            assert torch.equal(attend(q, other, some, 300), attend(q, pools, some, 300))
 
 
 def test_one_two_and_three_threads_give_the_same_bits(level: str, keep_threads: None) -> None:
-    q, keys, values = problem()
-    for places in ([(0, 650), (1, 3)], [(2, position) for position in range(LENGTH)]):
-        results = []
-        for count in (1, 2, 3):
-            infinicore.set_num_threads(count)
-            results.append(attend(q, keys, values, places))
-        assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    for dtype in (torch.float32, torch.uint8):
+        q, pools = problem(dtype)
+        for places in ([(0, 650), (1, 3)], [(2, slot) for slot in range(LENGTH)]):
+            results = []
+            for count in (1, 2, 3):
+                infinicore.set_num_threads(count)
+                results.append(attend(q, pools, places))
+            assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
-def test_places_outside_the_cache_are_refused_and_nothing_is_stored(level: str) -> None:
-    q, keys, values = problem()
-    before = keys.clone()
-    for place in ((0, LENGTH), (0, -1), (3, 0), (-1, 0)):
-        streams, positions = torch.tensor([place]).t().contiguous()
-        with pytest.raises(IndexError, match="3 streams of 700 positions"):
-            ops.attention(q[0, :1], keys, values, streams, positions, 0.2, 0)
-        with pytest.raises(IndexError, match="3 streams of 700 positions"):
-            new = torch.zeros(1, 2, 32)
-            ops.store_kv(keys, values, new, new, streams, positions, out=(keys, values))
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 6])
+def test_heads_that_share_a_key_head_get_the_bits_they_get_with_keys_of_their_own(
+    num_kv_heads: int, level: str
+) -> None:
+    q, (keys, values, tables) = problem(num_kv_heads=num_kv_heads)
+    own = [t.repeat_interleave(6 // num_kv_heads, 1) for t in (keys, values)]
+    for places in ([(1, 600)], [(0, slot) for slot in range(250, 290)]):
+        shared = attend(q, (keys, values, tables), places)
+        assert torch.equal(attend(q, (*own, tables), places), shared)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [0, 20])
+def test_what_a_token_does_not_see_may_be_nan_and_its_blocks_nowhere(
+    dtype: torch.dtype, window: int, level: str
+) -> None:
+    q, (keys, values, tables) = problem(dtype, block_size=32)
+    for place in ((0, 5), (1, 261), (2, 639)):
+        wanted = attend(q, (keys, values, tables), [place], window)
+        stream, slot = place
+        first = max(slot - window + 1, 0) if window else 0
+        spoilt = only_seen(keys, values, tables, stream, range(first, slot + 1))
+        assert torch.equal(attend(q, spoilt, [place], window), wanted) and wanted.isfinite().all()
+
+
+def only_seen(
+    keys: Tensor, values: Tensor, tables: Tensor, stream: int, slots: range
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Pools that are NaN but for some slots of a stream, and tables that name no block but theirs"""
+    nan = rows_as(values.dtype, torch.full((values.shape[1], 32), torch.nan))
+    rows, block_size = unfold_keys(keys), values.shape[2]
+    new_rows, new_values = nan[:, None].expand_as(rows).clone(), nan[:, None].expand_as(values).clone()
+    new_tables = torch.full_like(tables, -1)
+    for slot in slots:
+        block, at = tables[stream, slot // block_size], slot % block_size
+        new_tables[stream, slot // block_size] = block
+        new_rows[block, :, at], new_values[block, :, at] = rows[block, :, at], values[block, :, at]
+    return fold_keys(new_rows), new_values, new_tables
+
+
+def test_tokens_far_apart_in_a_window_do_not_read_the_blocks_between_them(level: str) -> None:
+    q, (keys, values, tables) = problem()
+    places = [(0, 5), (0, 250)]
+    wanted = attend(q, (keys, values, tables), places, 10)
+    tables[0, 1:15] = torch.arange(14) * 10**15 - 10**10
+    assert torch.equal(attend(q, (keys, values, tables), places, 10), wanted)
+
+
+def test_places_outside_the_tables_are_refused_and_nothing_is_stored(level: str) -> None:
+    q, (keys, values, tables) = problem()
+    before = keys.clone(), values.clone()
+    for place in ((0, ROOM), (0, -1), (3, 0), (-1, 0), (0, 2**62)):
+        streams, slots = torch.tensor([(0, 0), place]).t().contiguous()
+        found = f"token 1 is at slot {place[1]} of stream {place[0]}, .* 3 streams, .* room for 768 slots"
+        with pytest.raises(IndexError, match=found):
+            ops.attention(q[0, :2], keys, values, tables, streams, slots, 0.2, 0)
+        with pytest.raises(IndexError, match=found):
+            new = torch.zeros(2, 2, 32)
+            ops.store_kv(keys, values, new, new, tables, streams, slots, out=(keys, values))
+    assert torch.equal(keys, before[0]) and torch.equal(values, before[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("block", [-1, 144, 2**31 - 1])
+def test_a_token_that_sees_no_block_is_refused_and_nothing_is_stored(
+    block: int, dtype: torch.dtype, level: str
+) -> None:
+    q, (keys, values, tables) = problem()
+    before, tables = keys.clone(), tables.to(dtype)
+    tables[2, 3] = block
+    places = [(2, 47), (0, 700), (2, 30), (2, 690), (2, 50)]
+    streams, slots = torch.tensor(places).t().contiguous()
+    where = f"entry 3 of that stream's block table, of 48, is {block}, and the pools have 144 blocks"
+    queries = q[0, :5]
+    with pytest.raises(IndexError, match=f"token 3 is at slot 690 of stream 2, but {where}"):
+        ops.attention(queries, keys, values, tables, streams, slots, 0.2, 0)
+    with pytest.raises(IndexError, match=f"token 4 is at slot 50 of stream 2, but {where}"):
+        ops.attention(queries, keys, values, tables, streams, slots, 0.2, 30)
+    with pytest.raises(IndexError, match=f"token 4 is at slot 50 of stream 2, but {where}"):
+        new = torch.zeros(5, 2, 32)
+        ops.store_kv(keys, values, new, new, tables, streams, slots, out=(keys, values))
     assert torch.equal(keys, before)
+
+
+def test_a_stored_key_and_value_in_q8_0_have_the_bits_of_a_quantised_row(level: str) -> None:
+    k, v = torch.randn(2, 40, 3, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(-9, 4, 64)
+    keys, values, tables = paged(*torch.zeros(2, 1, 3, 64, 64), block_size=16, dtype=torch.uint8)
+    places = torch.zeros(40, dtype=torch.int64), torch.arange(40).flip(0)
+    ops.store_kv(keys, values, k, v, tables, *places, out=(keys, values))
+    for pool, rows in ((unfold_keys(keys), k), (values, v)):
+        stored = pool[tables[0]].transpose(0, 1).flatten(1, 2)[:, places[1]]  # [K, N, bytes]
+        wanted = quantize(rows.transpose(0, 1).contiguous(), BlockType.Q8_0)
+        assert torch.equal(stored.flatten(0, 1), wanted.blocks)
+        assert torch.equal(values_of(stored), wanted.dequantize())
+
+
+def test_of_two_tokens_at_one_slot_the_later_stays(level: str, keep_threads: None) -> None:
+    k = torch.randn(2, 4, 64, generator=torch.Generator().manual_seed(0))
+    for count in (1, 2):
+        infinicore.set_num_threads(count)
+        keys, values, tables = paged(*torch.zeros(2, 1, 4, 16, 64), block_size=16)
+        place = torch.zeros(2, dtype=torch.int64)
+        ops.store_kv(keys, values, k, k, tables, place, place, out=(keys, values))
+        assert torch.equal(values[0, :, 0], k[1]) and torch.equal(unfold_keys(keys)[0, :, 0], k[1])
+
+
+def refused_pools() -> list[tuple[Tensor, Tensor, Tensor]]:
+    _, (keys, values, tables) = problem()
+    _, (q8_keys, q8_values, _) = problem(torch.uint8)
+    wide = torch.zeros(144, 2, 16, 64)
+    return [
+        (keys[:-1], values, tables),
+        (keys[:, :1], values, tables),
+        (keys[..., :-1, :], values, tables),
+        (keys[..., :8], values, tables),
+        (keys.transpose(-1, -2), values, tables),
+        (keys, values[:, :, :-1], tables),
+        (keys, values[..., :-1], tables),
+        (keys, wide[..., ::2], tables),
+        (keys, values.half(), tables),
+        (keys.to(torch.int8), values.to(torch.int8), tables),
+        (keys[:, :, :0], values[:, :, :0], tables),
+        (keys.repeat(1, 1, 3, 1, 1), values.repeat(1, 1, 3, 1), tables),
+        (keys.repeat(1, 1, 32, 1, 1), values.repeat(1, 1, 32, 1), tables),
+        (q8_keys, values, tables),
+        (q8_keys[..., :-1], q8_values, tables),
+        (q8_keys, q8_values[..., :-1], tables),
+        (q8_keys, q8_values.view(torch.int8), tables),
+        (keys, values, tables[0]),
+        (keys, values, tables.to(torch.int16)),
+        (keys, values, tables.t().contiguous().t()),
+        (keys, values, tables.float()),
+    ]
+
+
+@pytest.mark.parametrize("pools", refused_pools(), ids=lambda pools: str([tuple(t.shape) for t in pools]))
+def test_kernels_decline_pools_and_tables_they_could_not_stay_within(
+    pools: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    new, place = torch.zeros(1, 2, 32), torch.tensor([0])
+    assert ops.attention.pick(new, *pools, place, place, 0.2, 0) is None
+    assert ops.store_kv.pick(*pools[:2], new, new, pools[2], place, place, out=pools[:2]) is None
+
+
+def test_kernels_decline_places_that_are_not_one_for_each_token() -> None:
+    q, (keys, values, tables) = problem()
+    place, new = torch.tensor([0]), torch.zeros(2, 2, 32)
+    for streams, slots in ((place, place), (torch.tensor([0, 0]), place), (torch.zeros(2), torch.zeros(2))):
+        assert ops.attention.pick(q[0, :2], keys, values, tables, streams, slots, 0.2, 0) is None
+        out = (keys, values)
+        assert ops.store_kv.pick(keys, values, new, new, tables, streams, slots, out=out) is None

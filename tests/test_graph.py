@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
+from torch import Tensor
 
 from infinicore import nn, ops
-from infinicore.graph import Graph, RecordError
+from infinicore.graph import Arena, Graph, RecordError
 from infinicore.nn import functional as F
-from infinicore.ops.reference import random_blocks
+from infinicore.ops.reference import paged, random_blocks, unfold_keys
 from infinicore.quantization import BlockType
 
 
@@ -17,7 +22,7 @@ def test_a_replay_gives_the_bits_of_a_plain_run_on_new_values(level: str) -> Non
     norm.weight.load(torch.randn(64))
     x, residual = torch.randn(3, 64), torch.randn(3, 64)
 
-    def step() -> torch.Tensor:
+    def step() -> Tensor:
         normed, total = F.add_rms_norm(x, residual, [64], norm.weight)
         return ops.add(F.swiglu(norm(normed), total).view(3, 2, 32), F.silu(x).view(3, 2, 32))
 
@@ -31,22 +36,23 @@ def test_a_replay_gives_the_bits_of_a_plain_run_on_new_values(level: str) -> Non
 def test_a_replay_calls_the_same_products_attention_and_cache_on_new_values(level: str) -> None:
     """What a decode step is made of: dense and packed products, rope, a cache that grows, attention."""
     dense, packed = torch.randn(64, 64), random_blocks(BlockType.Q4_0, 64, 2).pack()
-    keys, values = torch.zeros(2, 1, 4, 300, 16)
+    keys, values, tables = paged(*torch.zeros(2, 1, 4, 320, 16), block_size=64)
     x, stream, position = torch.randn(1, 64), torch.tensor([0]), torch.tensor([260])
     sin, cos = torch.rand(2, 300, 8)
 
-    def step() -> torch.Tensor:
+    def step() -> Tensor:
         q = F.rope(F.linear(x, dense).view(1, 4, 16), position, sin, cos)
         k = F.linear(x, packed).view(1, 4, 16)
-        ops.store_kv(keys, values, k, q, stream, position, out=(keys, values))
-        return ops.attention(q, keys, values, stream, position, 0.25, 0)
+        ops.store_kv(keys, values, k, q, tables, stream, position, out=(keys, values))
+        return ops.attention(q, keys, values, tables, stream, position, 0.25, 0)
 
     graph = Graph.record(step)
     for new_position in (261, 262, 3):
         x.normal_()
         position.fill_(new_position)
         replayed = graph.replay().clone()
-        assert keys[0, :, new_position].any() and values[0, :, new_position].any()
+        place = tables[0, new_position // 64], slice(None), new_position % 64
+        assert unfold_keys(keys)[place].any() and values[place].any()
         assert torch.equal(replayed, step()) and replayed.any()
 
 
@@ -84,7 +90,206 @@ def test_a_tensor_that_moved_is_followed_and_one_that_was_resized_is_refused() -
 
 
 def test_storing_into_a_copy_of_a_cache_cannot_be_recorded() -> None:
-    keys, values = torch.zeros(2, 1, 2, 4, 8)
+    pools = paged(*torch.zeros(2, 1, 2, 16, 8), block_size=16)
     k, place = torch.randn(1, 2, 8), torch.tensor([0])
     with pytest.raises(ValueError, match="in place"):
-        Graph.record(lambda: ops.store_kv(keys, values, k, k, place, place))
+        Graph.record(lambda: ops.store_kv(*pools[:2], k, k, pools[2], place, place))
+
+
+SLAB = 1 << 20  # what an arena grows by, at least
+
+
+def layers(x: Tensor, num_layers: int) -> Callable[[], Tensor]:
+    """A function of ops of the size of x, six of whose tensors live at once"""
+    weight = torch.randn(x.shape[-1])
+
+    def layer(x: Tensor) -> Tensor:
+        normed, total = ops.add_rms_norm(x, x, weight, 1e-5)
+        gate, up = ops.silu(normed), ops.gelu(total, "tanh")
+        return ops.swiglu(gate, up)
+
+    def run() -> Tensor:
+        y = x
+        for _ in range(num_layers):
+            y = layer(y)
+        return y
+
+    return run
+
+
+def test_a_recording_takes_the_memory_of_what_lives_at_once() -> None:
+    x, arena = torch.randn(128, 4096), Arena()
+    run = layers(x, 30)
+    graph = Graph.record(run, arena)
+    num_bytes = x.nbytes
+    assert 5 * num_bytes <= arena.num_bytes <= 6 * num_bytes + SLAB  # 150 tensors are made
+    for _ in range(2):
+        x.normal_()
+        assert torch.equal(graph.replay(), run())
+
+
+def test_recordings_that_share_an_arena_take_the_memory_of_the_largest() -> None:
+    arena, inputs = Arena(), [torch.randn(num_rows, 4096) for num_rows in (64, 32, 16, 1)]
+    runs = [layers(x, 5) for x in inputs]
+    graphs = [Graph.record(run, arena) for run in runs]
+    results = sum(x.nbytes for x in inputs)
+    assert arena.num_bytes <= 6 * inputs[0].nbytes + results + SLAB
+    for _ in range(2):
+        for x, run, graph in zip(inputs, runs, graphs, strict=True):
+            x.normal_()
+            assert torch.equal(graph.replay(), run())
+
+
+def views_by_split(made: Tensor) -> tuple[Tensor, ...]:
+    return made.split(64, -1)
+
+
+def views_by_slices(made: Tensor) -> tuple[Tensor, ...]:
+    return made[:, 3:67], made[:, 64:]
+
+
+def views_of_views(made: Tensor) -> tuple[Tensor, ...]:
+    half = made.view(4, 2, 64).transpose(0, 1)[1]
+    return half, made.unflatten(-1, (2, 64))[:, 0]
+
+
+@pytest.mark.parametrize("views", [views_by_split, views_by_slices, views_of_views])
+def test_a_view_keeps_its_memory_when_the_tensor_it_was_made_of_is_gone(
+    views: Callable[[Tensor], tuple[Tensor, ...]],
+) -> None:
+    x, other = torch.randn(4, 128), torch.randn(4, 128)
+
+    def step() -> Tensor:
+        first, second = views(ops.silu(x))
+        gc.collect()
+        for _ in range(5):  # into whatever memory is free
+            ops.gelu(other, "none")
+        return ops.add(first, second)
+
+    graph = Graph.record(step)
+    assert torch.equal(graph.result, step())
+    for _ in range(2):
+        x.normal_()
+        assert torch.equal(graph.replay(), step())
+
+
+def test_memory_goes_to_the_next_tensor_when_the_last_view_dies() -> None:
+    x = torch.randn(4, 128)
+    places = []
+
+    def step() -> Tensor:
+        made = ops.silu(x)
+        view = made[:, 3:]
+        places.append(made.data_ptr())
+        del made
+        kept = ops.silu(x)
+        del view
+        places.extend((kept.data_ptr(), ops.silu(x).data_ptr()))
+        return kept
+
+    Graph.record(step)
+    assert places[1] != places[0] == places[2]
+
+
+def test_empty_tensors_come_from_the_arena_and_are_written_by_ops() -> None:
+    x, arena = torch.randn(64, 4096), Arena()
+
+    def step() -> Tensor:
+        y = x
+        for make in (torch.empty_like, lambda t: t.new_empty(t.shape), lambda t: torch.empty(t.shape)) * 4:
+            y = ops.silu(y, out=make(y))
+        assert torch.empty_like(y.t()).stride() == (1, 4096)
+        assert torch.empty(3, dtype=torch.bfloat16).dtype == torch.bfloat16
+        assert torch.empty(0, 4).shape == (0, 4)
+        return y
+
+    graph = Graph.record(step, arena)
+    assert arena.num_bytes <= 3 * x.nbytes + SLAB
+    x.normal_()
+    assert torch.equal(graph.replay(), step())
+
+
+def test_ops_that_write_to_tensors_from_outside_keep_them_and_follow_them() -> None:
+    x, out = torch.randn(4, 8), torch.empty(4, 8)
+    graph = Graph.record(lambda: ops.silu(ops.silu(x), out=out))
+    x.normal_()
+    out.set_(torch.zeros(4, 8))
+    assert graph.replay() is out and torch.equal(out, ops.silu(ops.silu(x)))
+    out.resize_(2, 8)
+    with pytest.raises(ValueError, match="shape"):
+        graph.replay()
+
+
+def test_memory_outlives_the_arena_and_a_result_its_graph() -> None:
+    x = torch.randn(64, 4096)
+    graph = Graph.record(layers(x, 2), Arena())
+    gc.collect()
+    result = graph.replay()
+    values = result.clone()
+    del graph
+    gc.collect()
+    Graph.record(layers(x, 3))
+    assert torch.equal(result, values)
+
+
+def test_what_another_recording_made_is_an_input_like_any_other() -> None:
+    x, arena = torch.randn(4, 8), Arena()
+    first = Graph.record(lambda: ops.silu(x), arena)
+    second = Graph.record(lambda: ops.gelu(first.result, "none"), arena)
+    x.normal_()
+    first.replay()
+    wanted = ops.gelu(ops.silu(x), "none")
+    assert torch.equal(second.replay(), wanted)
+    del first  # the second graph keeps what it reads
+    gc.collect()
+    Graph.record(layers(torch.randn(4, 8), 3), arena)
+    assert torch.equal(second.replay(), wanted)
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_recording_in_the_midst_of_another_leaves_it_alone(is_shared: bool) -> None:
+    x, y, arena = torch.randn(4, 8), torch.randn(4, 8), Arena()
+    inner: list[Graph[Tensor]] = []
+
+    def outer() -> Tensor:
+        before = ops.silu(x)
+        inner.append(Graph.record(lambda: ops.silu(ops.gelu(y, "none")), arena if is_shared else None))
+        with pytest.raises(RecordError):
+            Graph.record(lambda: ops.silu(y) + 1, arena if is_shared else None)
+        return ops.add(before, ops.silu(x))
+
+    graph = Graph.record(outer, arena)
+    assert len(graph) == 3 and len(inner[0]) == 2
+    assert torch.equal(graph.result, 2 * ops.silu(x))
+    x.normal_(), y.normal_()
+    assert torch.equal(graph.replay(), 2 * ops.silu(x))
+    assert torch.equal(inner[0].replay(), ops.silu(ops.gelu(y, "none")))
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_threads_record_at_once_and_get_the_bits_they_get_alone(is_shared: bool) -> None:
+    shared = Arena()
+
+    def task(thread: int) -> bool:
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(thread))
+        run = layers(x, 10)
+        for _ in range(5):
+            graph = Graph.record(run, shared if is_shared else Arena())
+            if is_shared:
+                graph.replay()  # of which others write over the result
+            elif not torch.equal(graph.replay(), run()):
+                return False
+        return len(graph) == 40
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(task, range(4)))
+
+
+def test_an_op_after_a_recording_makes_memory_of_its_own() -> None:
+    x, arena = torch.randn(64, 4096), Arena()
+    graph = Graph.record(lambda: ops.silu(x), arena)
+    num_bytes = arena.num_bytes
+    plain = [ops.silu(x) for _ in range(5)]
+    x.normal_()
+    graph.replay()
+    assert arena.num_bytes == num_bytes and torch.equal(plain[0], plain[-1])

@@ -1,23 +1,35 @@
-"""LLM and load_model say what is wrong with their arguments."""
+"""LLM and load_model: what is wrong with their arguments is said, and calls do not get into each other's way."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engines import MAX_LENGTH, VOCAB_SIZE, check_idle, generated, prompt, said, write_model
 
-from infinilm import LLM, DynamicCache, SamplingParams, load_model
+from infinilm import LLM, RequestError, SamplingParams, load_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=5)
+SAMPLED = SamplingParams(seed=1, ignore_eos=True, max_tokens=9, logprobs=1)
 
 
 @pytest.fixture(scope="module")
-def llm(default_model_path: Path) -> LLM:
-    return LLM(default_model_path)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("tiny"))
 
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=2)
+@pytest.fixture(scope="module")
+def llm(folder: Path, one_thread: None) -> LLM:
+    return LLM(folder, kv_cache_memory="4MB", block_size=16)
+
+
+# ---- loading -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", [123, "", [], b"model.gguf"])
@@ -37,43 +49,211 @@ def test_a_device_that_cannot_be_used_is_named_before_anything_is_read(device: A
         load_model(tmp_path, device=device)
 
 
-@pytest.mark.parametrize("prompts", [None, b"x", 5, {"a": 1}, [["a", "b"]], [None], ["a", b"b"], [1, 2]])
-def test_prompts_are_strings(prompts: Any, llm: LLM) -> None:
-    with pytest.raises(TypeError, match="prompts must be a string or a list of strings, but are"):
+def test_a_setting_that_does_not_exist_is_a_type_error_before_anything_is_read(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="max_sequences"):
+        LLM(tmp_path, max_sequences=5)
+
+
+# ---- the user's mistakes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [None, b"x", 5, 1.5, {"a": 1}, {}, [["a", "b"]], [None], ["a", b"b"], ["a", 1], [[1], 2], [[1.5]], [[None]]]
+    + [{"prompt": b"x"}, {"prompt": None}, {"prompt": 5}, {"prompt_token_ids": [True]}, [torch.tensor([1])]]
+    + [{"prompt": "a", "prompt_token_ids": [1]}, {"prompt": "a", "extra": 1}, [[]], "", [[2**70]], [[-1]]]
+    + [[[VOCAB_SIZE]], [[5] * MAX_LENGTH], "\ud800", {"prompt_token_ids": "12"}],
+)
+def test_prompts_that_are_none_are_request_errors(prompts: Any, llm: LLM) -> None:
+    with pytest.raises(RequestError) as error:
         llm.generate(prompts, GREEDY)
+    assert len(str(error.value)) < 300
+    check_idle(llm.engine)
 
 
-def test_prompts_may_come_from_any_iterable(llm: LLM) -> None:
-    prompts = ("One, two,", "Red, green,")
-    assert llm.generate((text for text in prompts), GREEDY) == llm.generate(prompts, GREEDY)  # type: ignore[arg-type]
+def test_of_several_prompts_none_is_run_if_one_is_wrong(llm: LLM) -> None:
+    with pytest.raises(RequestError, match=f"token id {VOCAB_SIZE}; the model's are 0 to {VOCAB_SIZE - 1}"):
+        llm.generate([[1, 2], [VOCAB_SIZE]], GREEDY)
+    check_idle(llm.engine)
 
 
-@pytest.mark.parametrize("messages", [None, "hi", 3, {"role": "user", "content": "x"}, [None], ["hi"]])
-def test_messages_are_lists_of_mappings(messages: Any, llm: LLM) -> None:
-    with pytest.raises(TypeError, match="messages must be a list of .*, but are"):
+@pytest.mark.parametrize("prompts", [[5, 6], [[5, 6]], {"prompt_token_ids": [5, 6]}, ((5, 6),), iter([[5, 6]])])
+def test_prompts_may_be_ids_in_any_shape(prompts: Any, llm: LLM) -> None:
+    (output,) = llm.generate(prompts, GREEDY)
+    assert output.prompt_token_ids == [5, 6] and output.prompt is None and output.finished
+
+
+def test_prompts_may_be_texts_from_any_iterable(llm: LLM) -> None:
+    texts = ("One, two,", "Red, green,")
+    outputs = llm.generate((text for text in texts), GREEDY)
+    assert [output.prompt for output in outputs] == list(texts)
+    assert list(map(said, outputs)) == [said(llm.generate({"prompt": text}, GREEDY)[0]) for text in texts]
+
+
+def test_no_prompts_have_no_outputs(llm: LLM) -> None:
+    assert llm.generate([], GREEDY) == llm.chat([], GREEDY) == []
+
+
+@pytest.mark.parametrize("messages", [None, "hi", 3, {"role": "user", "content": "x"}, [None], ["hi"], [["hi"]], [[]]])
+def test_messages_that_are_none_are_request_errors(messages: Any, llm: LLM) -> None:
+    with pytest.raises(RequestError):
         llm.chat(messages, GREEDY)
 
 
-@pytest.mark.parametrize("params", [5, {"max_tokens": 3}, "greedy", [GREEDY, GREEDY]])
-def test_sampling_params_are_of_their_class(params: Any, llm: LLM) -> None:
+def test_a_conversation_is_answered_as_its_template_has_it(llm: LLM) -> None:
+    one, two = ([{"role": "user", "content": text}] for text in ("a", "b"))
+    (output,) = llm.chat(one, GREEDY)
+    assert said(output) == said(llm.generate("user:a\n", GREEDY)[0])
+    assert [said(each) for each in llm.chat([one, two], GREEDY)][0] == said(output)
+
+
+@pytest.mark.parametrize("params", [5, {"max_tokens": 3}, "greedy", [GREEDY, GREEDY], [None], True])
+def test_sampling_params_are_of_their_class_and_one_for_each_prompt(params: Any, llm: LLM) -> None:
     for call in (
         lambda: llm.generate("a", params),
         lambda: llm.chat([{"role": "user", "content": "a"}], params),
         lambda: next(llm.stream([1], params)),
     ):
-        with pytest.raises(TypeError, match="sampling_params must be one SamplingParams, but are"):
+        with pytest.raises(RequestError, match="sampling_params must be"):
             call()
 
 
-@pytest.mark.parametrize("token_ids", ["hi", [1.5], ["a"], [[1]], [None], [2**70]])
-def test_streams_begin_with_integers(token_ids: Any, llm: LLM) -> None:
-    with pytest.raises((TypeError, ValueError), match="stream: a token id must"):
+@pytest.mark.parametrize(
+    "params",
+    [{"stop_token_ids": [VOCAB_SIZE]}, {"allowed_token_ids": [1, 1 << 30]}, {"logit_bias": {VOCAB_SIZE: 1.0}}],
+    ids=str,
+)
+def test_token_ids_of_settings_are_the_models(params: dict[str, Any], llm: LLM) -> None:
+    with pytest.raises(RequestError, match=f"{next(iter(params))} has token id .*; the model's are 0 to 257"):
+        llm.generate("a", SamplingParams(**params))
+
+
+@pytest.mark.parametrize("priority", ["high", 1.5, True, [1, 2]])
+def test_priorities_are_whole_numbers_one_for_each_prompt(priority: Any, llm: LLM) -> None:
+    with pytest.raises(RequestError, match="priority must be"):
+        llm.generate("a", GREEDY, priority=priority)
+
+
+@pytest.mark.parametrize("salt", [5, b"x", ["a"]])
+def test_a_salt_is_a_text(salt: Any, llm: LLM) -> None:
+    with pytest.raises(RequestError, match="cache_salt must be a string, but is"):
+        llm.generate("a", GREEDY, cache_salt=salt)
+
+
+@pytest.mark.parametrize("token_ids", [[1.5], ["a"], [[1]], [None], [2**70], [], None, [-1]])
+def test_streams_begin_with_a_text_or_token_ids(token_ids: Any, llm: LLM) -> None:
+    with pytest.raises(RequestError):
         next(llm.stream(token_ids, GREEDY))
 
 
-def test_max_tokens_none_goes_as_far_as_the_model(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    short = replace(llm.model.config, max_position_embeddings=8)
-    monkeypatch.setattr(llm.model, "config", short)
+def test_a_stream_is_one_continuation(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="stream gives one continuation, but n is 2"):
+        next(llm.stream("a", SamplingParams(n=2)))
+
+
+def test_a_wrong_setting_names_itself_and_is_no_request() -> None:
+    with pytest.raises(ValueError, match="temperature must be"):
+        SamplingParams(temperature=-1)
+
+
+# ---- many ----------------------------------------------------------------------------------------------------
+
+
+def test_more_prompts_than_may_wait_are_all_answered_in_their_order(folder: Path, llm: LLM) -> None:
+    small = LLM(folder, kv_cache_memory="1MB", block_size=16, max_num_seqs=2, max_queue=3, max_queue_tokens=40)
+    prompts = [prompt(1 + i % 30, i) for i in range(40)]
+    outputs = small.generate(prompts, SAMPLED)
+    assert [output.prompt_token_ids for output in outputs] == prompts
+    assert [said(each) for each in outputs] == [said(each) for each in llm.generate(prompts, SAMPLED)]
+
+
+def test_each_prompt_may_have_settings_of_its_own(llm: LLM) -> None:
+    settings = [SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=i + 1) for i in range(4)]
+    outputs = llm.generate(["a", "b", "c", "d"], settings)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 2, 3, 4]
+
+
+def test_max_tokens_none_goes_as_far_as_the_model(llm: LLM) -> None:
     params = SamplingParams(max_tokens=None, ignore_eos=True, temperature=0.0)
-    assert len(list(llm.stream([1] * 5, params))) == 3
-    assert len(list(llm.model.steps(torch.tensor([[1] * 5]), params, DynamicCache()))) == 3
+    (output,) = llm.generate([[5] * (MAX_LENGTH - 7)], params)
+    assert len(output.outputs[0].token_ids) == 7 and output.outputs[0].finish_reason == "length"
+    assert len(list(llm.stream([5] * (MAX_LENGTH - 7), params))) == 7
+
+
+# ---- streams ---------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_gives_the_tokens_and_text_of_generate(llm: LLM) -> None:
+    (whole,) = llm.generate("abc", SAMPLED)
+    pieces = list(llm.stream("abc", SAMPLED))
+    assert [token for token, _ in pieces] == whole.outputs[0].token_ids
+    assert "".join(text for _, text in pieces) == whole.outputs[0].text
+
+
+def test_a_stream_that_nobody_reads_on_is_forgotten(llm: LLM) -> None:
+    stream = llm.stream("abc", SAMPLED)
+    next(stream)
+    assert llm.engine.has_work
+    stream.close()
+    check_idle(llm.engine)
+
+
+def test_prompts_are_answered_between_the_tokens_of_a_stream(llm: LLM) -> None:
+    wanted = list(llm.stream("abc", SAMPLED)), said(llm.generate("xyz", GREEDY)[0])
+    tokens = []
+    for token, _ in llm.stream("abc", SAMPLED):
+        tokens.append(token)
+        assert said(llm.generate("xyz", GREEDY)[0]) == wanted[1]
+    assert tokens == [token for token, _ in wanted[0]]
+    first, second = llm.stream("abc", SAMPLED), llm.stream("abc", SAMPLED)
+    assert [a == b for (a, _), (b, _) in zip(first, second, strict=True)] == [True] * len(tokens)
+    check_idle(llm.engine)
+
+
+def test_threads_get_what_each_would_get_alone(llm: LLM) -> None:
+    prompts = [prompt(10 + i, i) for i in range(4)]
+    wanted = [said(llm.generate([ids], SAMPLED)[0]) for ids in prompts]
+    found: dict[int, Any] = {}
+
+    def ask(i: int) -> None:
+        found[i] = [said(llm.generate([prompts[i]], SAMPLED)[0]) for _ in range(5)]
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[i] for i in range(4)] == [[each] * 5 for each in wanted]
+    check_idle(llm.engine)
+
+
+# ---- what goes wrong -------------------------------------------------------------------------------------------
+
+
+def test_an_error_in_a_step_reaches_the_caller_and_leaves_nothing(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = said(llm.generate("abc", GREEDY)[0])
+
+    def fail(work: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.runner, "run", fail)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["abc", "def"], GREEDY)
+    check_idle(llm.engine)
+    assert said(llm.generate("abc", GREEDY)[0]) == wanted
+
+
+def test_a_fork_generates_what_its_parent_does(llm: LLM) -> None:
+    wanted = said(llm.generate("abc", SAMPLED)[0])
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if said(llm.generate("abc", SAMPLED)[0]) == wanted else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_an_llm_answers_as_its_engine_does(llm: LLM) -> None:
+    (output,) = llm.generate([prompt(20)], GREEDY)
+    assert said(output) == said(generated(llm.engine, prompt(20), max_tokens=5))

@@ -17,6 +17,7 @@ from torch import Tensor
 import infinicore
 from infinicore import _native, ops
 from infinicore.ops import native, registry
+from infinicore.ops.reference import paged
 from infinicore.ops.registry import OPS, Kernel, Op
 
 HALF_AND_SINGLE = (torch.float32, torch.float16, torch.bfloat16)
@@ -135,7 +136,7 @@ def test_output_may_overlap_the_input_in_part(op: Op, dtype: torch.dtype, level:
 
 SQUARE, OTHER = torch.randn(2, 130, 130, generator=torch.Generator().manual_seed(0))
 HEADS = SQUARE[:, :128].reshape(130, 4, 32)
-KEYS = OTHER[:, :128].reshape(1, 4, 130, 32)
+POOLS = paged(*torch.randn(2, 1, 4, 144, 32, generator=torch.Generator().manual_seed(1)), block_size=16)
 IDS = torch.arange(130).flip(0)
 VECTOR = SQUARE[0].clone()
 
@@ -150,7 +151,7 @@ VECTOR = SQUARE[0].clone()
         (ops.rms_norm, (VECTOR, SQUARE[1], 1e-5), 1),
         (ops.layer_norm, (VECTOR, SQUARE[1], SQUARE[2], 1e-5), 2),
         (ops.swiglu, (SQUARE, OTHER), 1),
-        (ops.attention, (HEADS, KEYS, KEYS.flip(2), IDS * 0, IDS, 0.2, 0), 0),
+        (ops.attention, (HEADS, *POOLS, IDS * 0, IDS, 0.2, 0), 0),
     ],
     ids=lambda value: value.name if isinstance(value, Op) else "",
 )

@@ -32,7 +32,10 @@ FUNCTIONAL = """
     softmax swiglu
 """
 
-INFINILM = "CompletionOutput DynamicCache LLM RequestOutput SamplingParams StructuredOutputsParams load_model"
+INFINILM = """
+    AsyncLLM CompletionOutput DynamicCache EngineConfig EngineDead LLM Logprob QueueFull RequestError
+    RequestOutput SamplingParams StructuredOutputsParams load_model
+"""
 
 PLACE = "dtype=None, device=None"
 LINEAR = f"in_features, out_features, bias=True, {PLACE}"

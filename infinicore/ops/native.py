@@ -75,8 +75,6 @@ def store_kv(out: Any, keys: Tensor, values: Tensor, *args: Any) -> tuple[Tensor
 
 
 for name in _native.ops():
-    if name in ("attention", "store_kv"):  # their kernels still take the cache as one piece
-        continue
     accepts, run, bind = (getattr(_native, prefix + name) for prefix in ("accepts_", "", "bind_"))
     OPS[name].register(Kernel("native", accepts, store_kv if name == "store_kv" else run, bind))
 

@@ -10,11 +10,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
 import infinicore
+
+if TYPE_CHECKING:
+    from infinicore import _native
 
 Result = TypeVar("Result")  # a tensor, or a tuple of them
 
@@ -28,10 +31,10 @@ OPS: dict[str, Op[Any]] = {}
 
 
 class Recordings(threading.local):
-    """The calls of the graphs this thread is recording (infinicore.graph), innermost last."""
+    """The graphs that this thread is recording (infinicore.graph), innermost last."""
 
     def __init__(self) -> None:
-        self.stack: list[list[Callable[[], None]]] = []
+        self.stack: list[_native.Graph] = []
 
 
 RECORDING = Recordings()

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO, TypeGuard
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from infinilm.checkpoint import Checkpoint, CheckpointError, TensorInfo
@@ -68,6 +69,27 @@ class HuggingFaceCheckpoint(Checkpoint):
 
     def _release(self) -> None:
         del self._shards
+
+
+def write_tensors(path: str | Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """A safetensors file of our own; it takes its place when it is whole."""
+    target = Path(path)
+    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, metadata)
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def read_tensors(path: str | Path, metadata: dict[str, str]) -> dict[str, Tensor]:
+    """What write_tensors wrote, if it was with this metadata."""
+    shard = _Shard(Path(path))
+    found = shard.map.metadata() or {}
+    for name, wanted in metadata.items():
+        if found.get(name) != wanted:
+            raise ValueError(f"{path}: {name} is {short(found.get(name))}, but here it is {short(wanted)}")
+    return {name: shard.tensor(name) for name in shard.tensors}
 
 
 class _Shard:

@@ -17,20 +17,22 @@ def sha256(data: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Content:
-    """What a full block holds. Serials are never used twice, so a parent's names all tokens before the block."""
+    """What a full block holds. Serials are never used twice, so a parent's names all tokens before the block;
+    before the first one there is the salt."""
 
     digest: bytes
     serial: int
-    parent: int
+    parent: int | bytes
     token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Chain:
-    """The full blocks at the beginning of a stream that can be found again: how many, and the last of them."""
+    """The full blocks at the beginning of a stream that can be found again: how many, and the last of them, or
+    the salt where there is none."""
 
     digest: bytes
-    serial: int = 0
+    serial: int | bytes
     num_blocks: int = 0
 
 
@@ -95,7 +97,7 @@ class Blocks:
     # ---- prefixes ------------------------------------------------------------------------------------------
 
     def root(self, salt: bytes) -> Chain:
-        return Chain(self.digest(salt))
+        return Chain(self.digest(salt), salt)
 
     def find(self, chain: Chain, token_ids: array[int]) -> tuple[Chain, list[int]]:
         """The longest beginning of token_ids that blocks hold, which the caller holds from now on. The last token
@@ -103,7 +105,7 @@ class Blocks:
         block_ids: list[int] = []
         while self.keeps_contents and (chain.num_blocks + 1) * self.size < len(token_ids):
             tokens = self._tokens(token_ids, chain.num_blocks)
-            block = self._holding(self._next_digest(chain, tokens), chain, tokens)
+            block = self._holding(self.next_digest(chain, tokens), chain, tokens)
             if block is None:
                 break
             self._hold(block)
@@ -116,7 +118,7 @@ class Blocks:
         """Let others find the full blocks of a stream whose first num_computed tokens have keys."""
         while self.keeps_contents and (chain.num_blocks + 1) * self.size <= num_computed:
             tokens = self._tokens(token_ids, chain.num_blocks)
-            digest = self._next_digest(chain, tokens)
+            digest = self.next_digest(chain, tokens)
             block = self._holding(digest, chain, tokens)
             if block is None:
                 block = block_ids[chain.num_blocks]
@@ -124,10 +126,24 @@ class Blocks:
             chain = Chain(digest, self.contents[block].serial, chain.num_blocks + 1)
         return chain
 
+    def adopt(self, chain: Chain, digest: bytes, tokens: tuple[int, ...]) -> tuple[Chain | None, int | None]:
+        """The chain with these tokens after it, and an empty block for their keys, which others find from now on.
+
+        No block, if they can be found already; no chain either, if there is no empty block.
+        """
+        block, new = self._holding(digest, chain, tokens), None
+        if block is None and not (self.empty and self.keeps_contents):
+            return None, None
+        if block is None:
+            block = new = self.empty.pop()
+            self._keep_one(block, digest, chain, tokens)
+            self.reusable[block] = None
+        return Chain(digest, self.contents[block].serial, chain.num_blocks + 1), new
+
     def _tokens(self, token_ids: array[int], index: int) -> tuple[int, ...]:
         return tuple(token_ids[index * self.size : (index + 1) * self.size])
 
-    def _next_digest(self, chain: Chain, tokens: tuple[int, ...]) -> bytes:
+    def next_digest(self, chain: Chain, tokens: tuple[int, ...]) -> bytes:
         return self.digest(chain.digest + array("q", tokens).tobytes())
 
     def _holding(self, digest: bytes, chain: Chain, tokens: tuple[int, ...]) -> int | None:

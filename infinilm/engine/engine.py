@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
+import reprlib
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +16,9 @@ import torch
 from infinicore.checks import integer
 from infinilm.cache import DTYPES, BlockShape, PagedCache
 from infinilm.config import EngineConfig
+from infinilm.draw import has_choice
 from infinilm.engine.blocks import Blocks
+from infinilm.engine.draft import ModelDrafter, NgramDrafter, SpeculativeConfig, note_guesses
 from infinilm.engine.grammar import GrammarCompiler
 from infinilm.engine.memory import SHARE, free_bytes
 from infinilm.engine.request import Completion, NumericalError, QueueFull, Request, RequestError
@@ -31,17 +35,24 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 class Engine:
     """Many requests at once over one model, each exactly as if it were alone."""
 
-    def __init__(self, model: LlamaForCausalLM, tokenizer: Tokenizer, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        model: LlamaForCausalLM,
+        tokenizer: Tokenizer,
+        config: EngineConfig,
+        draft: LlamaForCausalLM | None = None,
+    ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.config = config
-        self.cache = make_cache(model, config)
+        self.cache, *others = make_caches([model] if draft is None else [model, draft], config)
         self.blocks = Blocks(self.cache.num_blocks, config.block_size, config.enable_prefix_caching)
         room = self.cache.num_blocks * config.block_size
         self.max_length = min(config.max_model_len or model.config.max_position_embeddings, room)
         tokens = config.max_num_batched_tokens or step_tokens(model.config, model.device)
         self.scheduler = Scheduler(self.blocks, config.max_num_seqs, tokens)
         self.runner = Runner(model, self.cache, config.max_num_seqs, self.max_length)
+        self.drafter = self._drafter(draft, others)
         self.grammars = GrammarCompiler(tokenizer, model.config.vocab_size, self.eos_ids)
         self.requests: dict[str, Request] = {}
         self._serials = itertools.count()
@@ -49,11 +60,27 @@ class Engine:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        return *self.tokenizer.eos_token_ids, *self.model.config.eos_token_ids
+        """Files may name others, which the model cannot draw."""
+        named = *self.tokenizer.eos_token_ids, *self.model.config.eos_token_ids
+        return tuple(token_id for token_id in named if token_id < self.model.config.vocab_size)
 
     @property
     def has_work(self) -> bool:
         return bool(self.requests)
+
+    def _drafter(
+        self, draft: LlamaForCausalLM | None, caches: Sequence[PagedCache]
+    ) -> NgramDrafter | ModelDrafter | None:
+        config = SpeculativeConfig.read(self.config.speculative_config)
+        if config is None:
+            return None
+        if draft is None:
+            return NgramDrafter(config, self.scheduler)
+        if draft.config.vocab_size != self.model.config.vocab_size:
+            sizes = f"{draft.config.vocab_size} tokens, but the model {self.model.config.vocab_size}"
+            raise ValueError(f"speculative_config: the draft model has {sizes}; they must be the same")
+        runner = Runner(draft, caches[0], self.config.max_num_seqs, self.max_length)
+        return ModelDrafter(config, self.scheduler, runner)
 
     # ---- requests in and out -------------------------------------------------------------------------------
 
@@ -74,7 +101,7 @@ class Engine:
         ends = frozenset() if params.ignore_eos else frozenset(self.eos_ids)
         rope = self.model.config.rope
         request = Request(
-            str(serial) if request_id is None else request_id,
+            f"request-{serial}" if request_id is None else request_id,
             text,
             token_ids,
             params,
@@ -124,6 +151,8 @@ class Engine:
 
     def step(self) -> list[Request]:
         """Move requests forward; those are returned that have something new."""
+        if self.drafter is not None:
+            self.drafter.guess()
         work = self.scheduler.schedule()
         if not work:
             return []
@@ -139,35 +168,52 @@ class Engine:
             request = stream.request
             if request.error is None:
                 self._accept(item, stream, result)
-            if result.token_ids:
+            if result.token_ids or request.error is not None:
                 moved[request.request_id] = request
         for request in moved.values():
             self._settle(request)
         return list(moved.values())
 
     def _accept(self, item: Work, stream: Completion, result: Drawn) -> None:
-        """Append what was drawn: a token, and as long as guesses were right the ones after them."""
+        if any(math.isnan(found[0].logprob) for found in result.prompt_logprobs):
+            self._fail(stream)
+            return
         stream.request.note_prompt_logprobs(item.prompt_positions, result.prompt_logprobs)
-        guesses = stream.drafts if result.token_ids else []
-        stream.num_computed += item.num_tokens - len(guesses)
+        stream.num_computed += item.num_tokens
+        if result.token_ids:
+            self._append(stream, result)
+        self.scheduler.keep(stream)
+
+    def _append(self, stream: Completion, result: Drawn) -> None:
+        """What was drawn: a token, and as long as guesses were right the ones after them."""
+        guesses, stream.drafts = stream.drafts, []
+        stream.num_computed -= len(guesses)
         logprobs = result.logprobs or [[]] * len(result.token_ids)
-        for token_id, guess, ranked in zip(result.token_ids, [*guesses, None], logprobs, strict=True):
+        num_right = 0
+        for token_id, guess, ranked in zip(result.token_ids, [*guesses, None], logprobs, strict=False):
             if token_id < 0:
-                self._fail(stream.request)
+                self._fail(stream)
                 return
             stream.append(token_id, ranked)
             if stream.finish_reason is not None or token_id != guess:
                 break
-            stream.num_computed += 1
-        if result.token_ids:
-            stream.drafts = []
-        self.scheduler.keep(stream)
+            num_right += 1
+        stream.num_computed += num_right
+        if guesses:
+            note_guesses(stream, num_right)
 
-    def _fail(self, request: Request) -> None:
+    def _fail(self, stream: Completion) -> None:
         """Nobody shall find keys that may have NaN among them."""
-        request.error = NumericalError(
-            f"request {request.request_id}: the model's logits are NaN or infinite, so that no token can be drawn"
-        )
+        request = stream.request
+        if has_choice(stream, self.model.config.vocab_size):
+            request.error = NumericalError(
+                f"request {request.request_id}: the model's logits are NaN or infinite, so that no token can be drawn"
+            )
+        else:
+            request.error = RequestError(
+                f"request {request.request_id}: no token is left to be drawn, since allowed_token_ids, bad_words, "
+                "min_tokens or structured_outputs rule each of them out"
+            )
         for completion in request.completions:
             self.blocks.forget(completion.block_ids)
             completion.chain = None
@@ -187,15 +233,10 @@ class Engine:
     def _tokens_of(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """The text, if that is what was given, and its tokens"""
         if isinstance(prompt, Mapping):
-            if unknown := set(prompt) - {"prompt", "prompt_token_ids"} or len(prompt) != 1:
-                raise RequestError(f"a prompt has 'prompt' or 'prompt_token_ids', but this one has {unknown}")
-            (prompt,) = prompt.values()
+            prompt = content_of(prompt)
         if isinstance(prompt, str):
             return prompt, self.tokenizer.encode(prompt)
-        try:
-            return None, [integer("prompt", "a token id", token_id) for token_id in prompt]
-        except (TypeError, ValueError) as error:
-            raise RequestError(str(error)) from error
+        return None, token_ids_of(prompt)
 
     def _check_ids(self, token_ids: Sequence[int], params: SamplingParams) -> None:
         vocab_size = self.model.config.vocab_size
@@ -232,6 +273,29 @@ class Engine:
         return [token_ids for token_ids in encoded if token_ids]
 
 
+def content_of(prompt: Mapping[str, Any]) -> Any:
+    if len(prompt) != 1 or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
+        keys = reprlib.repr(list(prompt))
+        raise RequestError(f"a prompt has either 'prompt' or 'prompt_token_ids', but this one has {keys}")
+    ((key, value),) = prompt.items()
+    if isinstance(value, str) != (key == "prompt"):
+        wanted = "a text" if key == "prompt" else "a list of token ids"
+        raise RequestError(f"{key} must be {wanted}, but is {reprlib.repr(value)}")
+    return value
+
+
+def token_ids_of(prompt: Any) -> list[int]:
+    if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Iterable):
+        raise RequestError(f"a prompt must be a text or a list of token ids, but is {reprlib.repr(prompt)}")
+    ids = list(prompt)
+    try:
+        if any(isinstance(token_id, bool) for token_id in ids):
+            raise TypeError("a token id must be a whole number, not True or False")
+        return [integer("prompt", "a token id", token_id) for token_id in ids]
+    except (TypeError, ValueError) as error:
+        raise RequestError(str(error)) from error
+
+
 def check_options(priority: Any, request_id: Any, cache_salt: Any) -> None:
     if isinstance(priority, bool) or not isinstance(priority, int):
         raise RequestError(f"priority must be a whole number, but is {priority!r}")
@@ -240,27 +304,36 @@ def check_options(priority: Any, request_id: Any, cache_salt: Any) -> None:
             raise RequestError(f"{name} must be a string, but is {value!r}")
 
 
-def make_cache(model: LlamaForCausalLM, config: EngineConfig) -> PagedCache:
-    """As large as kv_cache_memory says, or a share of what is free, and no larger than all streams can fill."""
-    llama = model.config
-    dtype = model.model.norm.weight.dtype if config.kv_cache_dtype == "auto" else DTYPES[config.kv_cache_dtype]
-    if dtype == torch.uint8 and llama.head_dim % 32:
-        raise ValueError(f"kv_cache_dtype 'q8_0' needs heads of a multiple of 32, but they have {llama.head_dim}")
-    shape = BlockShape(llama.num_key_value_heads, llama.head_dim, config.block_size, dtype)
-    block_bytes = shape.num_bytes * llama.num_hidden_layers
+def make_caches(models: Sequence[LlamaForCausalLM], config: EngineConfig) -> list[PagedCache]:
+    """A cache for each model, of equally many blocks: as many as kv_cache_memory has room for, or a share of what
+    is free, and no more than all streams can fill."""
+    llama = models[0].config
+    shapes = [block_shape(model, config) for model in models]
+    block_bytes = sum(
+        shape.num_bytes * model.config.num_hidden_layers for shape, model in zip(shapes, models, strict=True)
+    )
     given = config.kv_cache_memory
-    num_bytes = given if isinstance(given, int) else int(SHARE * free_bytes(model.device))
+    num_bytes = given if isinstance(given, int) else int(SHARE * free_bytes(models[0].device))
     most = config.max_num_seqs * -(-(config.max_model_len or llama.max_position_embeddings) // config.block_size)
     num_blocks = min(num_bytes // block_bytes, most)
     if num_blocks < 1:
         raise ValueError(f"kv_cache_memory: {num_bytes:,} bytes do not hold one block of {block_bytes:,}")
-    tell(num_blocks * block_bytes, num_blocks, config.block_size, config.kv_cache_dtype if dtype == torch.uint8 else str(dtype))
-    return PagedCache(llama.num_hidden_layers, shape, num_blocks, model.device)
+    tell(num_blocks * block_bytes, num_blocks, shapes[0])
+    return [
+        PagedCache(model.config.num_hidden_layers, shape, num_blocks, model.device)
+        for model, shape in zip(models, shapes, strict=True)
+    ]
 
 
-def tell(num_bytes: int, num_blocks: int, size: int, dtype: str) -> None:
-    kind = dtype.removeprefix("torch.")
-    print(
-        f"infinilm: keys and values: up to {num_bytes / 1e6:,.0f} MB, {num_blocks:,} blocks of {size} tokens in {kind}",
-        file=sys.stderr,
-    )
+def block_shape(model: LlamaForCausalLM, config: EngineConfig) -> BlockShape:
+    dtype = model.model.norm.weight.dtype if config.kv_cache_dtype == "auto" else DTYPES[config.kv_cache_dtype]
+    head_dim = model.config.head_dim
+    if dtype == torch.uint8 and head_dim % 32:
+        raise ValueError(f"kv_cache_dtype 'q8_0' needs heads of a multiple of 32, but they have {head_dim}")
+    return BlockShape(model.config.num_key_value_heads, head_dim, config.block_size, dtype)
+
+
+def tell(num_bytes: int, num_blocks: int, shape: BlockShape) -> None:
+    kind = "q8_0" if shape.dtype == torch.uint8 else str(shape.dtype).removeprefix("torch.")
+    blocks = f"{num_blocks:,} blocks of {shape.size} tokens in {kind}"
+    print(f"infinilm: keys and values: up to {num_bytes / 1e6:,.0f} MB, {blocks}", file=sys.stderr)

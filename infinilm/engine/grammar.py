@@ -1,2 +1,281 @@
+"""Structured outputs: which tokens may follow, so that a text is what StructuredOutputsParams say.
+
+The work is done by llguidance, whose one home this is. What it cannot enforce is refused, never loosened.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import llguidance
+import numpy as np
+import torch
+from torch import Tensor
+
+from infinilm.engine.grammar_trial import (
+    COMPILE_STACK,
+    CPU_SECONDS,
+    MEMORY,
+    call_with_stack,
+    compile_grammar,
+)
+from infinilm.engine.request import RequestError
+from infinilm.sampling import StructuredOutputsParams
+from infinilm.tokenizer import Tokenizer
+
+# Between two parts of JSON: a few blanks, or the end of a line and the indentation of the next. Without such
+# a bound a model can write blank lines for ever.
+WHITESPACE = r"[ \t]{1,4}|\r?\n[ \t]{0,64}"
+# No \u: with it a key has several spellings, and one that is not the schema's would take any value.
+ESCAPES = 'nrbtf\\"'
+# Each is compared with every other, a fifth of a millisecond a pair.
+MAX_PATTERN_PROPERTIES = 64
+MAX_MESSAGE_LENGTH = 300
+PROGRAM = str(Path(__file__).with_name("grammar_trial.py"))
+WALL_SECONDS = 60  # for what takes no CPU time; wide, since a second of it can take long on a busy machine
+NUM_TRIED = 64
+
+
 class GrammarCompiler:
-    def __init__(self, *a): pass
+    """Makes matchers for one vocabulary, whose view for llguidance is built at the first of them.
+
+    vocab_size is the model's: ids beyond the tokenizer are never allowed. `compile` may be called in any
+    thread. It lets go of the GIL while it works: a tenth of a second, or some seconds for what it refuses.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = sorted({i for i in eos_token_ids if 0 <= i < vocab_size})
+        self._tried: dict[str, None] = {}
+
+    def compile(self, wanted: StructuredOutputsParams) -> Matcher:
+        """RequestError if there is no such text, or if llguidance cannot tell it from others."""
+        if not self._eos_token_ids:
+            raise RequestError("structured_outputs need a model with an end-of-text token; this one has none")
+        kind, grammar = grammar_of(wanted)
+        if grammar not in self._tried:
+            try_out(kind, grammar)
+        view = self._vocabulary.view
+        with refusals(kind):
+            matcher = call_with_stack(COMPILE_STACK, lambda: compile_grammar(view, grammar))
+        found = Matcher(self._vocabulary, matcher, kind)
+        found.check()
+        self._remember(grammar)
+        return found
+
+    def _remember(self, grammar: str) -> None:
+        """That it need not be tried out again; the last ones of many."""
+        self._tried[grammar] = None
+        for oldest in list(self._tried)[:-NUM_TRIED]:
+            self._tried.pop(oldest, None)
+
+    @cached_property
+    def _vocabulary(self) -> Vocabulary:
+        return Vocabulary(self._tokenizer, self._vocab_size, self._eos_token_ids)
+
+
+class Matcher:
+    """Follows one text token by token. To be used by one thread at a time, which may be any.
+
+    `fill` lets go of the GIL while it works, so that a model can run meanwhile.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, matcher: llguidance.LLMatcher, kind: str) -> None:
+        self._vocabulary = vocabulary
+        self._matcher = matcher
+        self._kind = kind
+
+    @property
+    def is_finished(self) -> bool:
+        """Nothing but the end of the text may follow."""
+        return self._matcher.is_stopped()
+
+    def fill(self, mask: Tensor, row: int = 0) -> None:
+        """Set the bits of the tokens that may come next in one row of mask, [R, ceil(V / 32)] int32.
+
+        End-of-text tokens are among them where the text may end. RequestError where no token may follow, or
+        the step took too much work: then the text cannot be completed.
+        """
+        words = mask[row]
+        self._vocabulary.check_words(words)
+        with refusals(self._kind):
+            self._matcher.unsafe_compute_mask_ptr(words.data_ptr(), words.numel() * words.element_size())
+        self._check_state()
+        words &= self._vocabulary.text_or_end if self._matcher.is_accepting() else self._vocabulary.text
+        if not words.any():
+            raise RequestError(f"structured_outputs.{self._kind}: no token of this model can follow here")
+
+    def accept(self, token_id: int) -> None:
+        """The token that came next, one of those that `fill` allowed."""
+        with refusals(self._kind):
+            self._matcher.consume_token(token_id)
+        self._check_state()
+
+    def copy(self) -> Matcher:
+        """Another text of the same kind, from where this one stands: cheaper than to compile again."""
+        return Matcher(self._vocabulary, self._matcher.deep_copy(), self._kind)
+
+    def check(self) -> None:
+        """Can a text begin, and is all of the grammar enforced?"""
+        self._check_state()
+        if warnings := self._matcher.get_grammar_warnings():
+            raise refused(self._kind, "; ".join(warnings))
+        self.fill(self._vocabulary.new_mask())
+
+    def _check_state(self) -> None:
+        if self._matcher.is_error():
+            raise refused(self._kind, self._matcher.get_error())
+
+
+class Vocabulary:
+    """A tokenizer as llguidance wants to see it (its TokenizerWrapper), and which of its tokens are text."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: list[int]) -> None:
+        self._tokenizer = tokenizer
+        self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
+        specials = tokenizer.special_token_ids.union(eos_token_ids)
+        self.special_token_ids = sorted(token_id for token_id in specials if token_id < vocab_size)
+        self.eos_token_id = eos_token_ids[0]
+        texts = [i for i, token in enumerate(self.tokens) if token and i not in specials]
+        self.text = words_of(texts, vocab_size)
+        self.text_or_end = words_of([*texts, *eos_token_ids], vocab_size)
+        self.view = llguidance.LLTokenizer(self, eos_token=eos_token_ids)  # type: ignore[arg-type]
+
+    def __call__(self, text: str) -> list[int]:
+        """What is forced comes in the tokens the model knows it by, where they spell it and nothing more."""
+        ids = self._tokenizer.encode(text, add_special_tokens=False, allow_special=False)
+        is_spelled = b"".join(self.tokens[token_id] for token_id in ids) == text.encode()
+        return ids if is_spelled else self.view.greedy_tokenize(text)
+
+    def new_mask(self) -> Tensor:
+        return torch.zeros_like(self.text)[None]
+
+    def check_words(self, words: Tensor) -> None:
+        """They are written to by address."""
+        wanted = tuple(self.text.shape)
+        is_good = (
+            words.shape == wanted and words.dtype == torch.int32 and words.is_contiguous() and words.is_cpu
+        )
+        if not is_good:
+            raise ValueError(
+                f"fill: a row of mask must be {wanted} int32 side by side on the CPU, "
+                f"but is {tuple(words.shape)} {words.dtype} on {words.device}, strides {words.stride()}"
+            )
+
+
+def words_of(token_ids: list[int], vocab_size: int) -> Tensor:
+    """Bits, token v at bit v % 32 of word v // 32"""
+    flags = np.zeros((vocab_size + 31) // 32 * 32, dtype=np.uint8)
+    flags[token_ids] = 1
+    return torch.from_numpy(np.packbits(flags, bitorder="little").view(np.int32))
+
+
+# --- From parameters to llguidance's grammars ---------------------------------------------------------------
+
+
+def grammar_of(wanted: StructuredOutputsParams) -> tuple[str, str]:
+    """Which kind it is, and the grammar."""
+    if wanted.json is not None:
+        return "json", grammar_of_schema(json.loads(str(wanted.json)))
+    if wanted.regex is not None:
+        return "regex", llguidance.LLMatcher.grammar_from_regex(wanted.regex)
+    if wanted.choice is not None:
+        return "choice", lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, wanted.choice)))
+    if wanted.grammar is not None:
+        return "grammar", lark(wanted.grammar)
+    return "json_object", grammar_of_schema({"type": "object"})
+
+
+def lark(text: str) -> str:
+    """Said to be Lark: by itself, a text that begins with a brace would be taken for something else."""
+    return json.dumps({"grammars": [{"lark_grammar": text}]})
+
+
+def grammar_of_schema(schema: dict[str, Any]) -> str:
+    check_schema(schema)
+    options: Any = {"whitespace_pattern": WHITESPACE, "json_allowed_escapes": ESCAPES}
+    with refusals("json"):
+        return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=options)
+
+
+def check_schema(schema: dict[str, Any]) -> None:
+    """What llguidance would take, but not enforce or not in bounded time."""
+    if "x-guidance" in schema:
+        raise refused("json", "'x-guidance' is no keyword of JSON Schema; leave it out")
+    num_patterns = 0
+    for found in objects_in(schema):
+        required = found.get("required")
+        num_required = len(required) if isinstance(required, list) else 0
+        num_patterns += len(found.get("patternProperties") or ())
+        # Keys that are not named may come twice, and then count twice.
+        if isinstance(found.get("minProperties"), int) and found["minProperties"] > max(num_required, 1):
+            raise refused("json", "minProperties above 1 is only known for properties that are required")
+    if num_patterns > MAX_PATTERN_PROPERTIES:
+        raise refused("json", f"{num_patterns} patternProperties, but {MAX_PATTERN_PROPERTIES} are the most")
+
+
+def objects_in(value: Any) -> Iterator[dict[str, Any]]:
+    """Every object, also where a schema has data: a $ref can lead there."""
+    waiting = [value]
+    while waiting:
+        found = waiting.pop()
+        if isinstance(found, dict):
+            yield found
+            waiting += found.values()
+        elif isinstance(found, list):
+            waiting += found
+
+
+def try_out(kind: str, grammar: str) -> None:
+    """Compile it where that may fail in any way."""
+    command = [sys.executable, "-I", "-S", PROGRAM, *map(str, sys.path)]
+    quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
+    try:
+        status = subprocess.run(command, input=grammar.encode(), timeout=WALL_SECONDS, **quiet).returncode
+    except subprocess.TimeoutExpired:
+        status = -signal.SIGKILL
+    if status < 0:
+        bounds = f"more than {CPU_SECONDS} seconds, {MEMORY >> 20} MB or too deep a stack"
+        raise refused(kind, f"it takes {bounds} to compile; make it smaller")
+    if status > 0:
+        raise RuntimeError(
+            f"structured_outputs: `python {PROGRAM}` ended with status {status}; it may tell why"
+        )
+
+
+# --- What is refused ----------------------------------------------------------------------------------------
+
+
+def refused(kind: str, message: str) -> RequestError:
+    reason = " ".join(message.partition("\n<")[0].split())
+    if reason == "NoExtensionBias":
+        reason = "no text is of this kind"
+    if len(reason) > MAX_MESSAGE_LENGTH:
+        reason = f"{reason[:MAX_MESSAGE_LENGTH]}..."
+    return RequestError(f"structured_outputs.{kind} cannot be enforced: {reason}")
+
+
+@contextmanager
+def refusals(kind: str) -> Iterator[None]:
+    """Whatever llguidance throws is about this request, panics included."""
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        raise refused(kind, str(error)) from error
+    except BaseException as error:
+        # A Rust panic derives from BaseException and its type cannot be imported; Ctrl-C must pass.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise refused(kind, f"llguidance failed: {error}") from error

@@ -96,6 +96,8 @@ class Completion(Stream):
         self.stop_ids = request.stop_ids
         self.bad_words = request.bad_words
         self.chain: Chain | None = None
+        self.num_found = 0  # tokens that the cache knew when it began
+        self.rest = self.last_rest = 0  # steps without guesses: to come, and when guesses last failed
         self.logprobs: list[Logprobs] = []
         self.cumulative_logprob = 0.0
         self.finish_reason: str | None = None

@@ -119,6 +119,12 @@ class Scheduler:
         work.append(Work(stream, count))
         return count
 
+    def has_blocks(self, stream: Completion, num_tokens: int) -> bool:
+        """Whether a running stream has blocks for so many tokens, or can have them without anyone's loss"""
+        more = self.blocks.take(max(self.blocks.num_for(num_tokens) - len(stream.block_ids), 0))
+        stream.block_ids += more or []
+        return more is not None
+
     def _more_blocks(self, stream: Completion, count: int) -> list[int] | None:
         wanted = self.blocks.num_for(stream.num_computed + count) - len(stream.block_ids)
         return self.blocks.take(max(wanted, 0))
@@ -130,7 +136,7 @@ class Scheduler:
         stream.chain, stream.block_ids = root, []
         if stream.params.prompt_logprobs is None or stream.num_drawn:
             stream.chain, stream.block_ids = blocks.find(root, stream.token_ids)
-        stream.num_computed = len(stream.block_ids) * blocks.size
+        stream.num_computed = stream.num_found = len(stream.block_ids) * blocks.size
         if blocks.num_for(len(stream)) - len(stream.block_ids) > blocks.num_free:
             self._release(stream)
             stream.num_computed = 0

@@ -1,0 +1,369 @@
+"""AsyncLLM: many coroutines over one engine in a thread, and nobody left waiting whatever happens to it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import Tiny, check_idle, generated, is_beginning, prompt, said, write_model
+
+from infinilm import AsyncLLM, EngineDead, QueueFull, RequestError, RequestOutput, SamplingParams
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PATIENCE = 60.0  # seconds, for what takes milliseconds on an idle machine
+SAMPLED = SamplingParams(seed=1, ignore_eos=True, max_tokens=20, logprobs=1)
+ENDLESS = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None)
+OPTIONS: dict[str, Any] = {"kv_cache_memory": "4MB", "block_size": 16}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def llm(folder: Path) -> Iterator[AsyncLLM]:
+    made = AsyncLLM(folder, **OPTIONS)  # there is no event loop yet
+    yield made
+    made.shutdown()
+
+
+def within_patience(work: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(work, PATIENCE))
+
+
+async def outputs_of(llm: AsyncLLM, *args: Any, **options: Any) -> list[RequestOutput]:
+    return [output async for output in llm.generate(*args, **options)]
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    """Fails by the patience of the test."""
+    while not is_so():
+        await asyncio.sleep(0.005)
+
+
+def wait_until(is_so: Callable[[], bool], seconds: float = PATIENCE) -> bool:
+    end = time.monotonic() + seconds
+    while not (found := is_so()) and time.monotonic() < end:
+        time.sleep(0.01)
+    return found
+
+
+def our_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("infinilm")]
+
+
+# ---- outputs ---------------------------------------------------------------------------------------------------
+
+
+def test_outputs_grow_until_the_last_which_is_what_an_engine_says(llm: AsyncLLM, folder: Path) -> None:
+    outputs = within_patience(outputs_of(llm, prompt(30), SAMPLED))
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    for part, whole in zip(outputs, outputs[1:], strict=False):
+        assert is_beginning(part, whole)
+        assert whole.outputs[0].text.startswith(part.outputs[0].text)
+    tiny = Tiny(folder, llm.model, llm.tokenizer)
+    wanted = generated(tiny.engine(), prompt(30), temperature=1.0, seed=1, max_tokens=20, logprobs=1)
+    assert said(outputs[-1]) == said(wanted)
+
+
+def test_many_consumers_get_what_each_gets_alone(llm: AsyncLLM) -> None:
+    async def last(i: int) -> Any:
+        params = SamplingParams(seed=i, n=1 + i % 3, max_tokens=3 + i % 7, logprobs=i % 2, ignore_eos=True)
+        *_, output = await outputs_of(llm, prompt(5 + 3 * i, i), params, priority=i % 2)
+        return said(output)
+
+    async def one_after_the_other() -> list[Any]:
+        return [await last(i) for i in range(24)]
+
+    async def together() -> list[Any]:
+        return list(await asyncio.gather(*(last(i) for i in range(24))))
+
+    assert within_patience(together()) == within_patience(one_after_the_other())
+    check_idle(llm.engine)
+
+
+def test_prompts_may_be_texts_and_mappings(llm: AsyncLLM) -> None:
+    for given in ("abc", {"prompt": "abc"}, {"prompt_token_ids": llm.tokenizer.encode("abc")}):
+        *_, output = within_patience(outputs_of(llm, given, SAMPLED))
+        assert output.prompt_token_ids == llm.tokenizer.encode("abc") and output.finished
+
+
+def test_a_slow_reader_misses_steps_and_never_the_end(llm: AsyncLLM) -> None:
+    async def read_slowly() -> list[RequestOutput]:
+        outputs = []
+        async for output in llm.generate(prompt(5), SAMPLED):
+            outputs.append(output)
+            await until(lambda: not llm.engine.has_work)
+        return outputs
+
+    outputs = within_patience(read_slowly())
+    assert len(outputs) <= 3 and outputs[-1].finished and len(outputs[-1].outputs[0].token_ids) == 20
+
+
+# ---- mistakes and limits ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "given, options",
+    [
+        ([[1]], {}),
+        (None, {}),
+        ([], {}),
+        ([99999], {}),
+        ("\ud800", {}),
+        ([5], {"sampling_params": {"n": 1}}),
+        ([5], {"request_id": ["a"]}),
+        ([5], {"request_id": 7}),
+        ([5], {"priority": "high"}),
+        ([5], {"cache_salt": 5}),
+    ],
+    ids=repr,
+)
+def test_a_users_mistake_is_a_request_error_and_harms_nobody(
+    given: Any, options: dict[str, Any], llm: AsyncLLM
+) -> None:
+    with pytest.raises(RequestError):
+        within_patience(outputs_of(llm, given, **options))
+    assert within_patience(outputs_of(llm, [5], SAMPLED))[-1].finished
+
+
+@pytest.mark.parametrize("limit", [{"max_queue": 2}, {"max_queue_tokens": 25}], ids=str)
+def test_more_than_may_wait_are_turned_away_and_the_others_answered(limit: dict[str, int], folder: Path) -> None:
+    llm = AsyncLLM(folder, **OPTIONS, max_num_seqs=1, **limit)
+
+    async def crowd() -> list[Any]:
+        tasks = [asyncio.create_task(outputs_of(llm, prompt(10, i), ENDLESS, str(i))) for i in range(8)]
+        await until(lambda: sum(task.done() for task in tasks) >= 5)
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    found = within_patience(crowd())
+    llm.shutdown()
+    turned_away = [each for each in found if isinstance(each, BaseException)]
+    assert {type(each) for each in turned_away} == {QueueFull} and 5 <= len(turned_away) <= 6
+    assert all(each[-1].finished for each in found if isinstance(each, list))
+
+
+def test_an_id_that_is_in_use_is_refused_and_its_owner_goes_on(llm: AsyncLLM) -> None:
+    async def both() -> tuple[Any, Any]:
+        first = asyncio.create_task(outputs_of(llm, prompt(5), ENDLESS, "a"))
+        await until(lambda: "a" in llm.engine.requests)
+        with pytest.raises(RequestError, match="request_id 'a' is in use"):
+            await outputs_of(llm, prompt(6), SAMPLED, "a")
+        return await first, await outputs_of(llm, prompt(6), SAMPLED, "a")
+
+    first, again = within_patience(both())
+    assert first[-1].outputs[0].finish_reason == again[-1].outputs[0].finish_reason == "length"
+
+
+# ---- giving up -------------------------------------------------------------------------------------------------
+
+
+def test_cancelling_the_consumer_frees_the_request(llm: AsyncLLM) -> None:
+    async def cancelled() -> None:
+        task = asyncio.create_task(outputs_of(llm, prompt(5), ENDLESS))
+        await until(lambda: llm.engine.has_work)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await until(lambda: not llm.engine.has_work)
+
+    within_patience(cancelled())
+    check_idle(llm.engine)
+
+
+def test_leaving_the_loop_frees_the_request(llm: AsyncLLM) -> None:
+    async def left() -> None:
+        outputs = llm.generate(prompt(5), ENDLESS)
+        async for _ in outputs:
+            break
+        await outputs.aclose()  # type: ignore[attr-defined]
+        await until(lambda: not llm.engine.has_work)
+
+    within_patience(left())
+    check_idle(llm.engine)
+
+
+def test_a_consumer_whose_loop_ends_leaves_nothing(llm: AsyncLLM) -> None:
+    async def begin() -> None:
+        task = asyncio.create_task(outputs_of(llm, prompt(5), ENDLESS))
+        await until(lambda: llm.engine.has_work)
+        del task
+
+    within_patience(begin())
+    assert wait_until(lambda: not llm.engine.has_work)
+    check_idle(llm.engine)
+
+
+@pytest.mark.parametrize("when", ["running", "at once", "while it is encoded"])
+def test_an_aborted_request_ends_with_a_last_output(
+    when: str, llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, may_make = llm.engine.make, threading.Event()
+
+    def slow_make(*args: Any) -> Any:
+        may_make.wait(PATIENCE)
+        return make(*args)
+
+    async def aborted() -> list[RequestOutput]:
+        task = asyncio.create_task(outputs_of(llm, prompt(5), ENDLESS, "a"))
+        if when == "running":
+            await until(lambda: "a" in llm.engine.requests)
+        elif when == "while it is encoded":
+            await until(lambda: bool(llm._making))
+        else:
+            await asyncio.sleep(0)
+        await llm.abort("a")
+        may_make.set()
+        return await task
+
+    monkeypatch.setattr(llm.engine, "make", slow_make)
+    if when != "while it is encoded":
+        may_make.set()
+    output = within_patience(aborted())[-1]
+    assert output.finished and output.outputs[0].finish_reason == "abort"
+    check_idle(llm.engine)
+    assert within_patience(outputs_of(llm, prompt(5), SAMPLED, "a"))[-1].outputs[0].finish_reason == "length"
+
+
+def test_an_abort_that_met_a_wrong_request_does_not_wait_for_the_next_of_its_name(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, may_make = llm.engine.make, threading.Event()
+
+    def slow_make(*args: Any) -> Any:
+        may_make.wait(PATIENCE)
+        return make(*args)
+
+    async def refused() -> None:
+        task = asyncio.create_task(outputs_of(llm, [], SAMPLED, "a"))
+        await until(lambda: bool(llm._making))
+        await llm.abort("a")
+        may_make.set()
+        with pytest.raises(RequestError):
+            await task
+
+    monkeypatch.setattr(llm.engine, "make", slow_make)
+    within_patience(refused())
+    assert within_patience(outputs_of(llm, prompt(5), SAMPLED, "a"))[-1].outputs[0].finish_reason == "length"
+
+
+def test_aborting_nobody_is_nothing(llm: AsyncLLM) -> None:
+    within_patience(llm.abort("nobody"))
+    assert within_patience(outputs_of(llm, prompt(5), SAMPLED))[-1].finished
+
+
+# ---- death -----------------------------------------------------------------------------------------------------
+
+
+def test_when_the_engine_dies_everybody_hears_why_and_so_do_later_calls(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = AsyncLLM(folder, **OPTIONS, max_num_seqs=2)
+    run, may_die = llm.engine.runner.run, threading.Event()
+
+    def fail(work: Any) -> Any:
+        if may_die.is_set():
+            raise OSError("no light")
+        return run(work)
+
+    monkeypatch.setattr(llm.engine.runner, "run", fail)
+
+    async def all_fail() -> list[Any]:
+        tasks = [asyncio.create_task(outputs_of(llm, prompt(5, i), ENDLESS)) for i in range(6)]
+        await until(lambda: len(llm.engine.requests) == 6)
+        may_die.set()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    for error in within_patience(all_fail()):
+        assert type(error) is EngineDead and isinstance(error.__cause__, OSError)
+        assert "no light" in str(error)
+    for call in (lambda: outputs_of(llm, [5], SAMPLED), lambda: llm.abort("a")):
+        with pytest.raises(EngineDead, match="no light"):
+            within_patience(call())
+    llm.shutdown()
+
+
+def test_requests_that_the_engine_had_not_heard_of_when_it_died_fail_as_well(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = AsyncLLM(folder, **OPTIONS)
+    is_running, may_die = threading.Event(), threading.Event()
+
+    def fail(work: Any) -> Any:
+        is_running.set()
+        may_die.wait(PATIENCE)
+        raise OSError("no light")
+
+    monkeypatch.setattr(llm.engine.runner, "run", fail)
+
+    async def late() -> list[Any]:
+        tasks = [asyncio.create_task(outputs_of(llm, prompt(5), ENDLESS))]
+        await until(is_running.is_set)
+        tasks += [asyncio.create_task(outputs_of(llm, prompt(5, i), ENDLESS)) for i in range(3)]
+        await until(lambda: llm._worker.inbox.qsize() == 3)
+        may_die.set()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    assert [type(error) for error in within_patience(late())] == [EngineDead] * 4
+
+
+def test_after_shutdown_what_waited_has_failed_and_no_thread_is_left(folder: Path) -> None:
+    llm = AsyncLLM(folder, **OPTIONS)
+
+    async def cut_off() -> None:
+        task = asyncio.create_task(outputs_of(llm, prompt(5), ENDLESS))
+        await until(lambda: llm.engine.has_work)
+        llm.shutdown()
+        with pytest.raises(EngineDead, match="shut down"):
+            await task
+        with pytest.raises(EngineDead, match="shut down"):
+            await outputs_of(llm, prompt(5), SAMPLED)
+
+    within_patience(cut_off())
+    llm.shutdown()
+    assert wait_until(lambda: not our_threads())
+
+
+def test_an_llm_that_nobody_holds_ends_its_threads(folder: Path) -> None:
+    llm = AsyncLLM(folder, **OPTIONS)
+    within_patience(outputs_of(llm, prompt(5), SAMPLED))
+    assert our_threads()
+    del llm
+    gc.collect()
+    assert wait_until(lambda: not our_threads())
+
+
+def test_in_a_fork_calls_raise_and_do_not_hang(llm: AsyncLLM) -> None:
+    within_patience(outputs_of(llm, prompt(5), SAMPLED))
+    child = os.fork()
+    if child == 0:
+        os._exit(is_dead_in_fork(llm))
+    assert wait_until(lambda: os.waitpid(child, os.WNOHANG) == (child, 0))
+    assert within_patience(outputs_of(llm, prompt(5), SAMPLED))[-1].finished
+
+
+def is_dead_in_fork(llm: AsyncLLM) -> int:
+    """0 if all is as it should be"""
+    try:
+        for call in (lambda: outputs_of(llm, [5], SAMPLED), lambda: llm.abort("a")):
+            try:
+                asyncio.run(call())
+                return 1
+            except EngineDead as error:
+                if "fork" not in str(error):
+                    return 2
+        llm.shutdown()
+        del llm
+        gc.collect()
+        return 0
+    except BaseException:
+        return 3

@@ -1,0 +1,642 @@
+"""A request's output is the same bits alone and in any company, and the engine keeps its blocks in order."""
+
+from __future__ import annotations
+
+import random
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+from engines import (
+    MAX_LENGTH,
+    Job,
+    Tiny,
+    check_idle,
+    check_requests,
+    finish,
+    generated,
+    is_beginning,
+    prompt,
+    random_jobs,
+    run,
+    said,
+)
+from gguf_files import llama_weights, write_folder
+
+from infinilm import EngineConfig, QueueFull, RequestError, RequestOutput, SamplingParams, load_model
+from infinilm.draw import uniform
+from infinilm.engine.engine import Engine
+from infinilm.engine.request import Request
+from infinilm.models.llama import LlamaForCausalLM
+from infinilm.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+BLOCK = 16
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=12)
+SAMPLED = SamplingParams(temperature=1.0, ignore_eos=True, max_tokens=12, seed=7, logprobs=2)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Tiny:
+    return Tiny.at(tmp_path_factory.mktemp("tiny"))
+
+
+def alone(tiny: Tiny, job: Job, **options: Any) -> RequestOutput:
+    engine = tiny.engine(**options)
+    (output,) = finish(engine, engine.make(job.prompt, job.params))
+    return output
+
+
+def check_outputs(tiny: Tiny, jobs: list[Job], requests: list[Request], **options: Any) -> None:
+    for job, request in zip(jobs, requests, strict=True):
+        wanted, output = alone(tiny, job, **options), request.output()
+        if any(completion.finish_reason == "abort" for completion in output.outputs):
+            assert job.end is not None and is_beginning(output, wanted)
+        else:
+            assert said(output) == said(wanted)
+
+
+# ---- the same bits in any company --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed, max_num_batched_tokens", list(enumerate([1, 5, 16, 33, 128, 512])))
+@pytest.mark.parametrize("enable_prefix_caching", [True, False], ids=["cached", "uncached"])
+def test_every_request_of_a_mix_says_what_it_says_alone(
+    seed: int, max_num_batched_tokens: int, enable_prefix_caching: bool, tiny: Tiny
+) -> None:
+    rng = random.Random(seed)
+    jobs = random_jobs(rng, 14, min(8 * max_num_batched_tokens, 300), 8, arrive_within=15)
+    engine = tiny.engine(
+        num_blocks=24,
+        max_num_batched_tokens=max_num_batched_tokens,
+        enable_prefix_caching=enable_prefix_caching,
+    )
+    requests = run(engine, jobs, 3, rng)
+    check_idle(engine)
+    assert any(request.metrics.num_preemptions for request in requests)
+    check_outputs(tiny, jobs, requests)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_ten_thousand_requests_say_what_they_say_alone_and_leave_nothing_behind(tiny: Tiny) -> None:
+    rng = random.Random(10)
+    engine = tiny.engine(num_blocks=40, max_num_seqs=16)
+    sizes = []
+    tracemalloc.start()
+    for _ in range(100):
+        engine.scheduler.max_num_batched_tokens = rng.choice([1, 16, 64, 512])
+        longest = min(8 * engine.scheduler.max_num_batched_tokens, 300)
+        jobs = random_jobs(rng, 100, longest, 8, arrive_within=60)
+        requests = run(engine, jobs, 3, rng)
+        check_idle(engine)
+        check_outputs(tiny, jobs[::10], requests[::10])
+        del requests
+        sizes.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert max(sizes[50:]) < 1.1 * max(sizes[10:50])
+
+
+def test_requests_to_the_default_model_say_in_company_what_they_say_alone(default_model_path: Path) -> None:
+    model, tokenizer = load_model(default_model_path)
+    config = EngineConfig(kv_cache_memory="64MB", max_num_batched_tokens=48, max_model_len=256)
+    texts = ["The sea", "Once upon a time there was", "def add(a, b):\n", "1, 2, 3,", "The sea is"]
+    settings = [
+        SamplingParams(temperature=0.0, max_tokens=6, logprobs=2),
+        SamplingParams(seed=3, max_tokens=5, top_p=0.9, presence_penalty=0.5),
+        SamplingParams(seed=4, max_tokens=6, n=2, logprobs=0),
+        SamplingParams(temperature=0.0, max_tokens=4, prompt_logprobs=1),
+    ]
+    given = [(text, settings[i % 4]) for i, text in enumerate([*texts, "word " * 40, "The sea", "sea"])]
+    company = Engine(model, tokenizer, config)
+    requests = [company.make(*each) for each in given]
+    for request in requests[:4]:
+        company.enqueue(request)
+    for _ in range(3):
+        company.step()
+    company.scheduler.preempt(company.scheduler.running[0])
+    finish(company, *requests[4:])
+    for each, request in zip(given, requests, strict=True):
+        single = Engine(model, tokenizer, config)
+        (wanted,) = finish(single, single.make(*each))
+        assert said(request.output()) == said(wanted)
+
+
+ROPES: dict[str, dict[str, Any]] = {
+    "dynamic": {"rope_type": "dynamic", "factor": 3.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "short_factor": [1.0 + 0.1 * i for i in range(8)],
+        "long_factor": [2.0 + 0.5 * i for i in range(8)],
+        "original_max_position_embeddings": 64,
+    },
+}
+
+
+@pytest.mark.parametrize("rope_type", ROPES)
+def test_ropes_that_depend_on_the_length_do_not_depend_on_the_company(
+    rope_type: str, tmp_path: Path, one_thread: None
+) -> None:
+    """The frequencies change at 64: by the prompt's length, and where an answer goes beyond it."""
+    tiny = Tiny.at(tmp_path, rope_scaling=ROPES[rope_type], max_position_embeddings=64)
+    rng = random.Random(1)
+    lengths = [20, 50, 62, 63, 64, 65, 66, 80, 100, 64, 63, 100]  # beginnings of one text
+    jobs = [
+        Job(prompt(length), (SAMPLED, GREEDY)[i % 2], arrival=rng.randint(0, 12))
+        for i, length in enumerate(lengths)
+    ]
+    engine = tiny.engine(num_blocks=30, max_model_len=160, max_num_batched_tokens=40)
+    requests = run(engine, jobs, 3, rng)
+    assert any(request.num_cached_tokens for request in requests)
+    check_outputs(tiny, jobs, requests, max_model_len=160)
+
+
+# ---- few blocks --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_blocks", [2, 3, 4])
+def test_many_long_generations_finish_in_a_pool_for_one(num_blocks: int, tiny: Tiny) -> None:
+    room = num_blocks * BLOCK
+    jobs = [Job(prompt(1 + i, i), SamplingParams(temperature=0.0, max_tokens=room - 17)) for i in range(16)]
+    engine = tiny.engine(num_blocks=num_blocks, max_num_seqs=16)
+    requests = run(engine, jobs)
+    check_idle(engine)
+    assert sum(request.metrics.num_preemptions for request in requests) > 0
+    check_outputs(tiny, jobs, requests)
+
+
+def test_a_prompt_that_can_never_fit_is_refused_at_once_with_the_numbers(tiny: Tiny) -> None:
+    engine = tiny.engine(num_blocks=3)
+    with pytest.raises(RequestError, match=r"48 tokens.* max_model_len 512 .* 3 blocks of 16 .* 47 are the"):
+        engine.make(prompt(48), GREEDY)
+    assert generated(engine, prompt(47), max_tokens=9).outputs[0].finish_reason == "length"
+
+
+def test_a_pool_smaller_than_the_longest_text_still_starts(tiny: Tiny) -> None:
+    engine = tiny.engine(num_blocks=2, max_model_len=MAX_LENGTH)
+    assert engine.max_length == 2 * BLOCK
+    assert len(generated(engine, prompt(30), max_tokens=None).outputs[0].token_ids) == 2
+
+
+def test_memory_for_less_than_a_block_is_refused_with_both_numbers(tiny: Tiny) -> None:
+    with pytest.raises(ValueError, match="kv_cache_memory: 100 bytes do not hold one block of 4,096"):
+        Engine(tiny.model, tiny.tokenizer, EngineConfig(kv_cache_memory=100, block_size=16))
+
+
+# ---- lengths -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_model_len", [40, 48])
+def test_texts_end_at_max_model_len(max_model_len: int, tiny: Tiny) -> None:
+    engine = tiny.engine(max_model_len=max_model_len)
+    for length, max_tokens, num_drawn in ((-1, 5, 1), (-3, 5, 3), (-9, 5, 5), (-9, None, 9)):
+        (output,) = generated(engine, prompt(max_model_len + length), max_tokens=max_tokens).outputs
+        assert (len(output.token_ids), output.finish_reason) == (num_drawn, "length")
+
+
+@pytest.mark.parametrize("excess", [0, 1, 1000])
+def test_a_prompt_that_leaves_no_room_for_a_token_is_refused_with_both_numbers(
+    excess: int, tiny: Tiny
+) -> None:
+    length = 40 + excess
+    with pytest.raises(RequestError, match=f"the prompt has {length} tokens; with max_model_len 40.* 39 are"):
+        tiny.engine(max_model_len=40).make([5] * length, GREEDY)
+
+
+# ---- prefixes ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1, 100])
+def test_a_prompt_given_again_is_found_up_to_its_last_token(length: int, tiny: Tiny) -> None:
+    engine = tiny.engine()
+    first, again = (generated(engine, prompt(length), logprobs=2) for _ in range(2))
+    assert first.num_cached_tokens == 0
+    assert again.num_cached_tokens == (length - 1) // BLOCK * BLOCK
+    assert said(first) == said(again)
+
+
+@pytest.mark.parametrize("num_shared", [BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK])
+def test_of_a_shared_beginning_whole_blocks_are_found(num_shared: int, tiny: Tiny) -> None:
+    engine = tiny.engine()
+    generated(engine, prompt(num_shared) + prompt(30, seed=1))
+    other = prompt(num_shared) + prompt(30, seed=2)
+    assert generated(engine, other).num_cached_tokens == num_shared // BLOCK * BLOCK
+    assert said(generated(engine, other)) == said(generated(tiny.engine(), other))
+
+
+def test_what_was_generated_is_found_in_the_next_turn(tiny: Tiny) -> None:
+    engine = tiny.engine()
+    first = generated(engine, prompt(20), max_tokens=50)
+    turn = first.prompt_token_ids + first.outputs[0].token_ids + prompt(10, seed=1)
+    second = generated(engine, turn)
+    assert second.num_cached_tokens == 64  # the last of the 70 tokens was never computed
+    assert said(second) == said(generated(tiny.engine(), turn))
+
+
+def test_another_salt_shares_nothing(tiny: Tiny) -> None:
+    engine = tiny.engine()
+    outputs = [generated(engine, prompt(50), cache_salt=salt) for salt in (None, "a", "b", "a", None, "b")]
+    assert [output.num_cached_tokens for output in outputs] == [0, 0, 0, 48, 48, 48]
+    assert all(said(output) == said(outputs[0]) for output in outputs)
+
+
+def test_without_prefix_caching_nothing_is_found(tiny: Tiny) -> None:
+    engine = tiny.engine(enable_prefix_caching=False)
+    first, again = (generated(engine, prompt(50)) for _ in range(2))
+    assert again.num_cached_tokens == 0 and said(first) == said(again)
+
+
+def test_prompts_whose_digests_are_equal_never_share_a_block(tiny: Tiny) -> None:
+    rng = random.Random(2)
+    jobs = random_jobs(rng, 20, 120, 6, arrive_within=10)
+    engine = tiny.engine(num_blocks=30)
+    engine.blocks.digest = lambda data: b"x"
+    requests = run(engine, jobs, 3, rng)
+    check_outputs(tiny, jobs, requests)
+
+
+def test_prompt_logprobs_are_those_of_a_prompt_that_was_not_cached(tiny: Tiny) -> None:
+    engine = tiny.engine(max_num_batched_tokens=24)
+    generated(engine, prompt(70))
+    again = generated(engine, prompt(70), prompt_logprobs=2)
+    assert again.prompt_logprobs == generated(tiny.engine(), prompt(70), prompt_logprobs=2).prompt_logprobs
+
+
+def test_a_prompt_interrupted_on_its_way_goes_on_where_the_cache_ends(tiny: Tiny) -> None:
+    engine = tiny.engine(max_num_batched_tokens=20)
+    request = engine.make(prompt(90), SAMPLED)
+    engine.enqueue(request)
+    for _ in range(3):
+        engine.step()
+    (stream,) = engine.scheduler.running
+    engine.scheduler.preempt(stream)
+    assert (stream.num_computed, stream.block_ids) == (0, [])
+    engine.step()
+    assert stream.num_computed == 48 + 20
+    finish(engine)
+    assert said(request.output()) == said(alone(tiny, Job(prompt(90), SAMPLED)))
+
+
+# ---- given up ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 7], ids=["at once", "in its prompt", "then", "answered"])
+def test_a_request_that_is_given_up_leaves_nothing_and_changes_nobody(num_steps: int, tiny: Tiny) -> None:
+    engine = tiny.engine(max_num_batched_tokens=40)
+    staying = engine.make(prompt(30, 1), SAMPLED)
+    leaving = engine.make(prompt(70), SamplingParams(n=2, max_tokens=40))
+    engine.enqueue(staying)
+    engine.enqueue(leaving)
+    for _ in range(num_steps):
+        engine.step()
+    engine.abort(leaving.request_id)
+    output = leaving.output()
+    assert output.finished and {each.finish_reason for each in output.outputs} == {"abort"}
+    check_requests(engine)
+    finish(engine)
+    check_idle(engine)
+    assert said(staying.output()) == said(alone(tiny, Job(prompt(30, 1), SAMPLED)))
+
+
+def test_giving_up_one_that_waits_or_is_unknown_is_nothing(tiny: Tiny) -> None:
+    engine = tiny.engine(max_num_seqs=1)
+    requests = [engine.make(prompt(5, i), GREEDY, request_id=str(i)) for i in range(3)]
+    for request in requests:
+        engine.enqueue(request)
+    engine.step()
+    for request_id in ("1", "1", "nobody"):
+        engine.abort(request_id)
+    finish(engine)
+    assert [request.output().outputs[0].finish_reason for request in requests] == ["length", "abort", "length"]
+    check_idle(engine)
+
+
+# ---- order -------------------------------------------------------------------------------------------------
+
+
+def test_a_lower_priority_number_goes_first_then_who_came_first(tiny: Tiny) -> None:
+    engine = tiny.engine(max_num_seqs=1)
+    requests = [engine.make(prompt(5, i), GREEDY, priority) for i, priority in enumerate([0, 1, -1, 0, -1])]
+    for request in requests:
+        engine.enqueue(request)
+    ended: list[Request] = []
+    while engine.has_work:
+        ended += [request for request in engine.step() if request.is_finished]
+    assert [requests.index(request) for request in ended] == [2, 4, 0, 3, 1]
+
+
+def test_streams_that_are_answered_go_on_beside_a_long_prompt(tiny: Tiny) -> None:
+    engine = tiny.engine(max_num_batched_tokens=64)
+    first = engine.make(prompt(4), SamplingParams(max_tokens=60, ignore_eos=True))
+    engine.enqueue(first)
+    engine.step()
+    engine.enqueue(engine.make(prompt(300, 1), GREEDY))
+    for num_drawn in range(2, 30):
+        engine.step()
+        assert first.completions[0].num_drawn == num_drawn
+
+
+def test_no_step_has_more_tokens_than_it_may(tiny: Tiny) -> None:
+    engine = tiny.engine(max_num_batched_tokens=7)
+    for i in range(10):
+        engine.enqueue(engine.make(prompt(20, i), GREEDY))
+    while engine.has_work:
+        work = engine.scheduler.schedule()
+        assert 0 < sum(item.num_tokens for item in work) <= 7
+        engine._update(work, engine.runner.run(work))
+
+
+def test_more_than_max_queue_or_max_queue_tokens_are_turned_away(tiny: Tiny) -> None:
+    engine = tiny.engine(max_num_seqs=1, max_queue=3, max_queue_tokens=100)
+    for i in range(3):
+        engine.enqueue(engine.make(prompt(10, i), GREEDY))
+    with pytest.raises(QueueFull, match="3 requests of 30 tokens wait .* max_queue is 3, max_queue_tokens 100"):
+        engine.enqueue(engine.make(prompt(1), GREEDY))
+    assert not issubclass(QueueFull, RequestError)
+    engine.step()
+    with pytest.raises(QueueFull):
+        engine.enqueue(engine.make(prompt(90), GREEDY))
+    engine.enqueue(engine.make(prompt(9), GREEDY))
+    finish(engine)
+    check_idle(engine)
+
+
+def test_a_request_longer_than_the_queue_may_be_is_let_in_when_nobody_waits(tiny: Tiny) -> None:
+    engine = tiny.engine(max_queue_tokens=10)
+    assert generated(engine, prompt(50)).finished
+
+
+def test_an_id_that_is_in_use_is_refused_and_its_first_owner_goes_on(tiny: Tiny) -> None:
+    engine = tiny.engine()
+    first = engine.make(prompt(5), GREEDY, request_id="a")
+    engine.enqueue(first)
+    with pytest.raises(RequestError, match="request_id 'a' is in use"):
+        engine.enqueue(engine.make(prompt(6), GREEDY, request_id="a"))
+    finish(engine)
+    assert first.output().outputs[0].finish_reason == "length"
+    assert generated(engine, prompt(5)).finished
+
+
+def test_an_id_that_somebody_chose_is_never_one_that_the_engine_chooses(tiny: Tiny) -> None:
+    engine = tiny.engine()
+    chosen = [engine.make(prompt(5), GREEDY, request_id=str(i)) for i in range(10, 20)]
+    given = [engine.make(prompt(5), GREEDY) for _ in range(10)]
+    assert all(output.finished for output in finish(engine, *chosen, *given))
+
+
+# ---- NaN ---------------------------------------------------------------------------------------------------
+
+
+def poison(engine: Engine, blocks: list[int]) -> None:
+    for keys, values in engine.cache.layers:
+        keys[blocks] = values[blocks] = torch.nan
+
+
+@pytest.mark.parametrize("prompt_logprobs", [None, 2])
+def test_nan_fails_its_own_request_alone_and_is_not_found_again(
+    prompt_logprobs: int | None, tiny: Tiny
+) -> None:
+    engine = tiny.engine(num_blocks=12, max_num_batched_tokens=64)
+    neighbours = [engine.make(prompt(40, i), SAMPLED) for i in (1, 2)]
+    params = SamplingParams(n=2, max_tokens=20, prompt_logprobs=prompt_logprobs)
+    spoilt = engine.make(prompt(80), params)
+    for request in (neighbours[0], spoilt, neighbours[1]):
+        engine.enqueue(request)
+    while not spoilt.completions[0].num_computed:
+        engine.step()
+    blocks = spoilt.completions[0].block_ids
+    assert spoilt.completions[0].num_computed < 80
+    poison(engine, blocks)
+    finish(engine)
+    assert isinstance(spoilt.error, ArithmeticError) and not isinstance(spoilt.error, RequestError)
+    for i, request in zip((1, 2), neighbours, strict=True):
+        assert said(request.output()) == said(alone(tiny, Job(prompt(40, i), SAMPLED)))
+    check_idle(engine)
+    again = generated(engine, prompt(80))
+    assert again.num_cached_tokens == 0
+    assert said(again) == said(generated(tiny.engine(), prompt(80)))
+
+
+def test_blocks_that_held_nan_are_as_good_as_new(tiny: Tiny) -> None:
+    engine = tiny.engine(num_blocks=8)
+    poison(engine, list(range(8)))
+    for length in (1, 15, 17, 40):
+        assert said(generated(engine, prompt(length))) == said(generated(tiny.engine(), prompt(length)))
+
+
+def test_nan_among_logits_that_are_wanted_fails_the_request_and_not_the_engine(tiny: Tiny) -> None:
+    engine = tiny.engine()
+    spoilt = engine.make(prompt(20), SamplingParams(logprobs=3, max_tokens=9))
+    engine.enqueue(spoilt)
+    engine.step()
+    poison(engine, spoilt.completions[0].block_ids)
+    engine.step()
+    assert isinstance(spoilt.error, ArithmeticError) and spoilt.is_finished
+    check_idle(engine)
+
+
+# ---- chance ------------------------------------------------------------------------------------------------
+
+
+def test_random_numbers_are_uniform_and_do_not_follow_seed_index_or_position() -> None:
+    rng = random.Random(0)
+    for axis in range(3):
+        for _ in range(4):
+            place = [rng.randrange(1 << 62), rng.randrange(8), rng.randrange(4096)]
+            drawn = []
+            for i in range(4096):
+                drawn.append(uniform(*place[:axis], place[axis] + i, *place[axis + 1 :]))
+            x = torch.tensor(drawn, dtype=torch.float64)
+            assert bool(((x >= 0) & (x < 1)).all())
+            counts = torch.histc(x, bins=16, min=0, max=1)
+            assert float(((counts - 256) ** 2 / 256).sum()) < 45  # chi squared of 15: once in 10,000
+            for lag in (1, 2, 7):
+                pair = torch.stack([x[:-lag], x[lag:]])
+                assert abs(float(torch.corrcoef(pair)[0, 1])) < 0.07  # 4.5 deviations
+
+
+def test_numbers_of_neighbouring_seeds_indices_and_positions_all_differ() -> None:
+    drawn = {uniform(seed, i, at) for seed in (-3, -1, 0, 1, 2) for i in range(20) for at in range(100)}
+    assert len(drawn) == 5 * 20 * 100
+
+
+def test_the_first_of_n_is_what_one_alone_would_be_and_the_others_differ(tiny: Tiny) -> None:
+    options = {"temperature": 1.0, "seed": 11, "logprobs": 1, "max_tokens": 10}
+    one, many = (generated(tiny.engine(), prompt(20), n=n, **options) for n in (1, 5))
+    assert many.outputs[0] == one.outputs[0]
+    assert [output.index for output in many.outputs] == [0, 1, 2, 3, 4]
+    assert len({tuple(output.token_ids) for output in many.outputs}) == 5
+
+
+def test_without_seeds_requests_draw_differently_and_the_engines_seed_repeats_them(tiny: Tiny) -> None:
+    def drawn(seed: int | None) -> list[Any]:
+        engine = tiny.engine(seed=seed)
+        return [generated(engine, prompt(9), temperature=1.0).outputs[0].token_ids for _ in range(3)]
+
+    first = drawn(5)
+    assert len(set(map(tuple, first))) == 3
+    assert drawn(5) == first and drawn(6) != first and drawn(None) != first
+
+
+# ---- the ends of a text ------------------------------------------------------------------------------------
+
+
+def test_a_stop_token_stays_among_the_tokens_and_is_no_text(tiny: Tiny) -> None:
+    whole = generated(tiny.engine(), prompt(9), max_tokens=12).outputs[0]
+    last = whole.token_ids[7]
+    end = whole.token_ids.index(last) + 1
+    (output,) = generated(tiny.engine(), prompt(9), max_tokens=12, stop_token_ids=[last]).outputs
+    assert (output.token_ids, output.finish_reason, output.stop_reason) == (whole.token_ids[:end], "stop", last)
+    assert output.text == tiny.tokenizer.decode(whole.token_ids[: end - 1])
+
+
+def test_the_end_of_a_text_has_no_stop_reason(tiny: Tiny) -> None:
+    bias = {0: 100.0}
+    (output,) = generated(tiny.engine(), prompt(9), ignore_eos=False, logit_bias=bias).outputs
+    assert (output.token_ids, output.text, output.finish_reason, output.stop_reason) == ([0], "", "stop", None)
+    (ignored,) = generated(tiny.engine(), prompt(9), max_tokens=3, logit_bias=bias).outputs
+    assert (ignored.token_ids, ignored.finish_reason) == ([0, 0, 0], "length")
+
+
+def test_min_tokens_puts_off_every_end(tiny: Tiny) -> None:
+    options = {"ignore_eos": False, "logit_bias": {0: 100.0, 9: 90.0}, "stop_token_ids": [9]}
+    (output,) = generated(tiny.engine(), prompt(9), min_tokens=4, **options).outputs
+    assert len(output.token_ids) == 5 and output.token_ids[-1] == 0
+    assert not {0, 9} & set(output.token_ids[:4])
+
+
+def letters(tiny: Tiny, text: str) -> list[int]:
+    return tiny.tokenizer.encode(text)
+
+
+def test_a_stop_string_ends_tokens_with_the_one_that_completes_it_and_text_before_it(tiny: Tiny) -> None:
+    a, b = letters(tiny, "ab")
+    options = {"logit_bias": {a: 100.0, b: 50.0}, "bad_words": ["aaaa"], "max_tokens": 9}
+    assert generated(tiny.engine(), prompt(5), **options).outputs[0].text.startswith("aaab")
+    (output,) = generated(tiny.engine(), prompt(5), stop=["zz", "ab"], **options).outputs
+    assert (output.token_ids, output.text) == ([a, a, a, b], "aa")
+    assert (output.finish_reason, output.stop_reason) == ("stop", "ab")
+    (shown,) = generated(tiny.engine(), prompt(5), stop="ab", include_stop_str_in_output=True, **options).outputs
+    assert shown.text == "aaab"
+
+
+def test_only_allowed_tokens_come_and_no_bad_words(tiny: Tiny) -> None:
+    a, b, c = letters(tiny, "abc")
+    options = {"temperature": 1.5, "seed": 1, "max_tokens": 60, "allowed_token_ids": [a, b, c]}
+    (free,) = generated(tiny.engine(), prompt(5), **options).outputs
+    assert set(free.text) == set("abc") and "ab" in free.text
+    (bound,) = generated(tiny.engine(), prompt(5), bad_words=["ab"], **options).outputs
+    assert set(bound.text) == set("abc") and "ab" not in bound.text
+
+
+def test_a_request_that_leaves_itself_no_token_is_the_users_mistake(tiny: Tiny) -> None:
+    engine = tiny.engine()
+    (a,) = letters(tiny, "a")
+    other = engine.make(prompt(5), GREEDY)
+    stuck = engine.make(prompt(5), SamplingParams(allowed_token_ids=[a], bad_words=["aa"], max_tokens=9))
+    finish(engine, other, stuck)
+    assert isinstance(stuck.error, RequestError)
+    assert "no token" in str(stuck.error) and "bad_words" in str(stuck.error)
+    assert stuck.output().outputs[0].token_ids == [a]
+    assert said(other.output()) == said(alone(tiny, Job(prompt(5), GREEDY)))
+
+
+# ---- logprobs ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_logprobs_are_the_largest_and_the_chosen_one(temperature: float, tiny: Tiny) -> None:
+    options = {"temperature": temperature, "seed": 2, "max_tokens": 8, "prompt_logprobs": 0}
+    for count in (0, 1, 3):
+        output = generated(tiny.engine(), prompt(6), logprobs=count, **options)
+        (completion,) = output.outputs
+        assert completion.logprobs is not None and len(completion.logprobs) == 8
+        for token_id, found in zip(completion.token_ids, completion.logprobs, strict=True):
+            chosen = found[token_id]
+            assert len(found) == count + (chosen.rank > count)
+            assert sorted(each.rank for each in found.values())[:count] == list(range(1, count + 1))
+            assert chosen.decoded_token == tiny.tokenizer.decode([token_id], skip_special_tokens=False)
+        total = sum(found[i].logprob for i, found in zip(completion.token_ids, completion.logprobs, strict=True))
+        assert completion.cumulative_logprob == total
+
+
+def test_of_a_small_vocabulary_more_logprobs_than_tokens_are_all_there_are(tmp_path: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(write_folder(tmp_path, llama_weights()))
+    words = tokenizers.models.WordLevel({f"w{i}": i for i in range(40)}, unk_token="w0")
+    tokenizer = Tokenizer(tokenizers.Tokenizer(words), {}, (), None)
+    engine = Engine(model, tokenizer, EngineConfig(kv_cache_memory="1MB"))
+    output = generated(engine, [1, 2, 3], logprobs=128, prompt_logprobs=128, max_tokens=2)
+    assert [len(each) for each in output.outputs[0].logprobs or ()] == [40, 40]
+    assert [each and len(each) for each in output.prompt_logprobs or ()] == [None, 40, 40]
+
+
+def test_prompt_logprobs_are_those_of_each_token_after_the_first(tiny: Tiny) -> None:
+    ids = prompt(100)
+    output = generated(tiny.engine(), ids, prompt_logprobs=2, max_tokens=1)
+    found = output.prompt_logprobs
+    assert found is not None and found[0] is None and len(found) == 100
+    for token_id, each in zip(ids[1:], found[1:], strict=True):
+        assert each is not None and token_id in each and 2 <= len(each) <= 3
+    with torch.inference_mode():
+        logits = tiny.model(torch.tensor([ids]), logits_to_keep=0)[0].double().log_softmax(-1)
+    wanted = logits[range(99), ids[1:]]
+    ours = torch.tensor([each[i].logprob for i, each in zip(ids[1:], found[1:], strict=True)])  # type: ignore[index]
+    torch.testing.assert_close(ours.double(), wanted, rtol=0, atol=1e-4)
+
+
+def test_logprobs_are_not_given_unasked(tiny: Tiny) -> None:
+    output = generated(tiny.engine(), prompt(6))
+    assert output.prompt_logprobs is None
+    assert output.outputs[0].logprobs is None and output.outputs[0].cumulative_logprob is None
+
+
+# ---- the settings of an engine -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, values",
+    {
+        "max_model_len": (0, 1, -5, 2.5, "8", True, 1 << 40),
+        "max_num_seqs": (0, -1, None, "many", 1 << 20),
+        "max_num_batched_tokens": (0, -1, 1.0, 1 << 40),
+        "block_size": (0, 1, 8, 15, 17, 48, 512, 16.5, "16", True, None),
+        "kv_cache_dtype": ("int8", "", None, 16, "bf16"),
+        "kv_cache_memory": (0, -1, "much", "1TB", 1.5, "-1GB", True),
+        "enable_prefix_caching": (1, "yes", None),
+        "seed": (-1, 1 << 63, 0.5, "1"),
+        "max_queue": (0, -1, None),
+        "max_queue_tokens": (0, None, 1.5),
+        "chat_template": (5, b"x"),
+    }.items(),
+)
+def test_a_wrong_setting_is_a_value_error_that_names_it(name: str, values: tuple[Any, ...]) -> None:
+    for value in values:
+        with pytest.raises(ValueError, match=f"^{name}"):
+            EngineConfig(**{name: value})
+
+
+def test_a_setting_that_does_not_exist_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="max_sequences"):
+        EngineConfig(max_sequences=5)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128, 256])
+def test_blocks_have_any_of_five_sizes_and_outputs_are_the_same(block_size: int, tiny: Tiny) -> None:
+    wanted = generated(tiny.engine(), prompt(70), logprobs=2)
+    engine = tiny.engine(block_size=block_size)
+    assert engine.blocks.size == block_size
+    assert said(generated(engine, prompt(70), logprobs=2)) == said(wanted)
+
+
+@pytest.mark.parametrize("text, num_bytes", [("2GiB", 2 << 30), ("512MB", 512 * 10**6), ("64 kb", 64000), (7, 7)])
+def test_memory_is_said_in_bytes_or_with_a_unit(text: Any, num_bytes: int) -> None:
+    assert EngineConfig(kv_cache_memory=text).kv_cache_memory == num_bytes
+
+
+def test_ends_of_text_that_the_model_has_no_rows_for_do_no_harm(tmp_path: Path, one_thread: None) -> None:
+    tiny = Tiny.at(tmp_path, eos_token_id=[0, 100_000])
+    assert len(generated(tiny.engine(), prompt(5), ignore_eos=False, min_tokens=3).outputs[0].token_ids) >= 3
