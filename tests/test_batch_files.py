@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,27 @@ def test_fields_reach_sampling_under_their_names(files: Files, llm: LLM) -> None
     assert choice["message"]["content"] == "" and choice["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize(
+    "wanted, content",
+    [
+        ({"structured_outputs": {"choice": ["cab"]}}, "cab"),
+        ({"structured_outputs": {"regex": "[xyz]{3}7"}}, "???7"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "schema": {"const": 42}},
+                }
+            },
+            "42",
+        ),
+    ],
+)
+def test_a_structure_is_kept(wanted: dict[str, Any], content: str, files: Files, llm: LLM) -> None:
+    (choice,) = files.body(llm, chat(max_tokens=9, **wanted))["choices"]
+    assert fnmatch(choice["message"]["content"], content) and choice["finish_reason"] == "stop"
+
+
 def test_fields_that_change_nothing_are_taken(files: Files, llm: LLM) -> None:
     idle = {"stream": False, "user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "flex"}
     body = files.body(
@@ -206,7 +228,7 @@ def test_fields_that_change_nothing_are_taken(files: Files, llm: LLM) -> None:
         (chat(messages="hi"), "messages", "'hi'"),
         (chat(messages=None), "messages", "None"),
         (chat(content=[{"type": "image_url"}]), "messages", "image_url"),
-        (chat(content="%"), "messages", ""),
+        (chat(content="%"), None, "no tokens"),
         (completion(prompt=None), "prompt", "None"),
         (completion(prompt=[]), "prompt", "[]"),
         (completion(prompt=["a", 1]), "prompt", "['a', 1]"),
@@ -228,6 +250,7 @@ def test_fields_that_change_nothing_are_taken(files: Files, llm: LLM) -> None:
         (chat(response_format={"type": "xml"}), "response_format", "xml"),
         (chat(response_format="json_object"), "response_format", "json_object"),
         (chat(response_format={"type": "json_schema", "json_schema": {}}), "response_format", "no schema"),
+        (chat(structured_outputs={"regex": "(a"}), None, "regex"),
         (chat(structured_outputs={"regexp": "a"}), "structured_outputs", "regexp"),
         (chat(structured_outputs={"regex": "a", "choice": ["b"]}), "structured_outputs", "regex"),
         (chat(tools=[{"type": "function"}]), "tools", "not supported"),

@@ -106,7 +106,7 @@ def ask_of(url: str, body: Body, tokenizer: Tokenizer) -> Ask:
     check_fields(url, given)
     with as_body_errors(given):
         params = sampling_params(url, given)
-    with as_body_errors(given, "messages" if url == CHAT else "prompt"):
+    with as_body_errors({}, "messages" if url == CHAT else "prompt"):
         prompts = [chat_prompt(given, tokenizer)] if url == CHAT else plain_prompts(given)
     if len(prompts) * params.n > MAX_CHOICES:
         asked = f"{len(prompts)} prompts with n {params.n}"
@@ -132,15 +132,14 @@ def check_fields(url: str, given: Body) -> None:
 
 @contextmanager
 def as_body_errors(given: Body, param: str | None = None) -> Iterator[None]:
-    """Errors of SamplingParams begin with the name of the field."""
+    """Errors of SamplingParams name the field first."""
     try:
         yield
     except BodyError:
         raise
     except (ValueError, TypeError) as error:
-        first = re.match(r"\w*", str(error))
-        name = first[0] if first and first[0] in given else param
-        raise BodyError(str(error), name) from error
+        named = [word for word in re.findall(r"\w+", str(error)) if word in given]
+        raise BodyError(str(error), named[0] if named else param) from error
 
 
 def sampling_params(url: str, given: Body) -> SamplingParams:
