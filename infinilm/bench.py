@@ -1,24 +1,30 @@
-"""How fast a model runs here: prefill and decode, as a user gets them, next to the memory's own speed."""
+"""How fast a model runs here: alone and with many requests at once, next to the memory's own speed."""
 
 from __future__ import annotations
 
+import math
+import random
 import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import infinicore
 from infinicore.graph import Graph
-from infinilm.cache import DynamicCache
-from infinilm.generation import DecodeStep
-from infinilm.llm import load_model
+from infinilm.batch import Stream
+from infinilm.engine.engine import Engine
+from infinilm.llm import LLM, load_model
 from infinilm.models.llama import LlamaForCausalLM
+from infinilm.runner import Runner
 from infinilm.sampling import SamplingParams
 
 BANDWIDTH_BYTES = 512 << 20  # far beyond any cache
@@ -42,6 +48,27 @@ class Measured:
         return (high - low) / 2 / self.median
 
 
+def check_sizes(sizes: object, **least: int) -> None:
+    """Every field is a number of at least 1, or what is said of it."""
+    for name, value in vars(sizes).items():
+        if value < least.get(name, 1):
+            raise ValueError(
+                f"{name.replace('_', '-')} must be at least {least.get(name, 1)}, but is {value}"
+            )
+
+
+def random_prompts(vocab_size: int, length: int, count: int, seed: int) -> list[list[int]]:
+    chosen = random.Random(seed)
+    return [[chosen.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
+
+
+def greedy(num_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+
+
+# ---- latency: streams in lockstep --------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Workload:
     prompt_length: int = 512
@@ -50,10 +77,7 @@ class Workload:
     num_rounds: int = 5
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            least = 2 if name == "output_length" else 1
-            if value < least:
-                raise ValueError(f"{name.replace('_', '-')} must be at least {least}, but is {value}")
+        check_sizes(self, output_length=2)
 
 
 def measure_latency(
@@ -63,15 +87,9 @@ def measure_latency(
 
     The model is loaded with the options, which are load_model's.
     """
-    loads = []
-
-    def load() -> LlamaForCausalLM:
-        start = time.perf_counter()
-        loaded, _ = load_model(model, **options)  # type: ignore[arg-type]
-        loads.append(time.perf_counter() - start)
-        return loaded
-
-    llama = load()
+    start = time.perf_counter()
+    llama, _ = load_model(model, **options)  # type: ignore[arg-type]
+    load_seconds = time.perf_counter() - start
     rounds = [run_once(llama, workload, seed) for seed in range(workload.num_rounds + 1)][1:]
     gaps = [run.gap for run in rounds if run.gap is not None]
     memory = peak_memory()  # before the bandwidth's own buffer
@@ -82,25 +100,60 @@ def measure_latency(
         "prefill_tokens_per_second": Measured(tuple(num_prompt / run.prefill for run in rounds)),
         "decode_tokens_per_second": Measured(tuple(num_decoded / run.decode for run in rounds)),
         **({"python_microseconds_per_step": Measured(tuple(1e6 * gap for gap in gaps))} if gaps else {}),
-        "load_seconds": Measured(tuple(loads)),
+        "load_seconds": Measured((load_seconds,)),
         "peak_memory_bytes": Measured((memory,)),
         "read_bandwidth_bytes_per_second": Measured(tuple(bandwidth)),
     }
 
 
-class TimedStep(DecodeStep):
-    """A DecodeStep that notes the time between its replays: Python, and the choice of tokens."""
+class Lockstep:
+    """Streams of random tokens that are all drawn one token at each step."""
 
-    def __init__(self, model: LlamaForCausalLM, cache: DynamicCache) -> None:
-        super().__init__(model, cache)
+    def __init__(self, model: LlamaForCausalLM, prompts: Sequence[Sequence[int]], num_new: int) -> None:
+        self.model = model
+        self.streams = [Stream(prompt, greedy(num_new)) for prompt in prompts]
+        self.runner: Runner = model.runner(self.streams, num_new)
+
+    def step(self) -> None:
+        due = list(self.streams)
+        while due:  # a prompt may take several steps of the model
+            drawn = self.model.advanced(self.runner, due)
+            due = [stream for stream in due if stream not in drawn]
+
+    def rewind(self, num_tokens: int) -> None:
+        """Forget all but the first tokens of each stream."""
+        for stream in self.streams:
+            del stream.token_ids[num_tokens:]
+            stream.num_computed = num_tokens - 1
+
+
+class TimedGraph:
+    """A graph that notes the time between its replays: Python, and the choice of tokens."""
+
+    def __init__(self, graph: Graph[Tensor]) -> None:
+        self.graph = graph
         self.gaps: list[float] = []
         self.replay_end: float | None = None
 
-    def replay(self, graph: Graph[Tensor]) -> None:
+    @property
+    def result(self) -> Tensor:
+        return self.graph.result
+
+    def replay(self) -> None:
         if self.replay_end is not None:
             self.gaps.append(time.perf_counter() - self.replay_end)
-        super().replay(graph)
+        self.graph.replay()
         self.replay_end = time.perf_counter()
+
+
+def timed_graph(runner: Runner, num_streams: int) -> TimedGraph | None:
+    """In the place of the recording of a step, if there is one"""
+    recording = runner._recordings.get(num_streams)
+    if recording is None or recording.rope is None:
+        return None
+    timed = TimedGraph(recording.graph)
+    recording.graph = timed  # type: ignore[assignment]
+    return timed
 
 
 @dataclass(frozen=True)
@@ -113,20 +166,109 @@ class Round:
 
 
 def run_once(model: LlamaForCausalLM, workload: Workload, seed: int) -> Round:
-    generator = torch.Generator().manual_seed(seed)
-    shape = (workload.batch_size, workload.prompt_length)
-    token_ids = torch.randint(0, model.config.vocab_size, shape, generator=generator).to(model.device)
-    params = SamplingParams(max_tokens=workload.output_length, temperature=0.0, ignore_eos=True)
+    prompts = random_prompts(model.config.vocab_size, workload.prompt_length, workload.batch_size, seed)
     start = time.perf_counter()
-    cache = DynamicCache()
-    step = TimedStep(model, cache)
-    steps = model.steps(token_ids, params, cache, step=step)
-    next(steps)
+    lockstep = Lockstep(model, prompts, workload.output_length)
+    lockstep.step()
     first = time.perf_counter()
-    for _ in steps:
-        pass
+    lockstep.step()  # it is recorded
+    graph = timed_graph(lockstep.runner, workload.batch_size)
+    for _ in range(workload.output_length - 2):
+        lockstep.step()
     decode = time.perf_counter() - first
-    return Round(first - start, decode, statistics.median(step.gaps) if step.gaps else None)
+    return Round(first - start, decode, statistics.median(graph.gaps) if graph and graph.gaps else None)
+
+
+# ---- throughput: many requests through the engine ----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Requests:
+    num_prompts: int = 64
+    input_len: int = 128
+    output_len: int = 64
+    concurrency: int = 16
+
+    def __post_init__(self) -> None:
+        check_sizes(self, output_len=2)
+
+
+@dataclass(frozen=True)
+class Served:
+    """Some requests: the seconds that all took, of each up to its first token, and between tokens."""
+
+    seconds: float
+    first: list[float]
+    gaps: list[float]
+
+
+def measure_throughput(
+    requests: Requests, model: str | None = None, **options: str | int | None
+) -> dict[str, Any]:
+    """Random prompts in, end-of-text ignored, at most so many requests in the engine at once."""
+    given = {name: value for name, value in options.items() if value is not None}
+    llm = LLM(model, **{"max_num_seqs": requests.concurrency} | given)
+    serve(llm.engine, replace(requests, num_prompts=requests.concurrency, input_len=8, output_len=2), seed=0)
+    served = serve(llm.engine, requests, seed=1)
+    num_input, num_output = (
+        requests.num_prompts * length for length in (requests.input_len, requests.output_len)
+    )
+    return {
+        **vars(requests),
+        "elapsed_seconds": served.seconds,
+        "requests_per_second": requests.num_prompts / served.seconds,
+        "total_tokens_per_second": (num_input + num_output) / served.seconds,
+        "output_tokens_per_second": num_output / served.seconds,
+        "time_to_first_token_seconds": spread_of(served.first),
+        "inter_token_latency_seconds": spread_of(served.gaps),
+    }
+
+
+def serve(engine: Engine, requests: Requests, seed: int) -> Served:
+    check_room(engine, requests)
+    vocab_size = engine.model.config.vocab_size
+    waiting = deque(random_prompts(vocab_size, requests.input_len, requests.num_prompts, seed))
+    params, times = greedy(requests.output_len), dict[str, list[float]]()
+    start = time.perf_counter()
+    while waiting or engine.has_work:
+        while waiting and len(engine.requests) < requests.concurrency:
+            request = engine.make({"prompt_token_ids": waiting.popleft()}, params)
+            times[request.request_id] = [time.perf_counter()]
+            engine.enqueue(request)
+        for request in engine.step():
+            if request.error is not None:
+                raise request.error
+            times[request.request_id].append(time.perf_counter())
+    seconds = time.perf_counter() - start
+    gaps = [[b - a for a, b in pairwise(moments)] for moments in times.values()]
+    return Served(seconds, [own[0] for own in gaps], [gap for own in gaps for gap in own[1:]])
+
+
+def check_room(engine: Engine, requests: Requests) -> None:
+    """The engine would answer in fewer tokens where there is no room for more."""
+    num_tokens = requests.input_len + requests.output_len
+    if num_tokens > engine.max_length:
+        raise ValueError(
+            f"input-len {requests.input_len} and output-len {requests.output_len} are {num_tokens} tokens, "
+            f"but the model and its cache take {engine.max_length} at most"
+        )
+
+
+def spread_of(seconds: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(seconds)
+    return {
+        "mean": statistics.fmean(ordered),
+        "p50": percentile(ordered, 0.50),
+        "p99": percentile(ordered, 0.99),
+    }
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """The smallest of them that so large a share does not exceed"""
+    return ordered[max(math.ceil(share * len(ordered)) - 1, 0)]
+
+
+# ---- the machine -------------------------------------------------------------------------------------------
 
 
 def read_bandwidth() -> float:

@@ -1,4 +1,4 @@
-"""infinilm generate | chat | bench | info: arguments to calls. Heavy imports wait until they are needed."""
+"""The infinilm command: arguments to calls. Heavy imports wait until they are needed."""
 
 from __future__ import annotations
 
@@ -89,13 +89,26 @@ def parser() -> argparse.ArgumentParser:
     )
     generate.add_argument("--system", help="a system message before the prompt")
     add_model_options(generate)
+    add_cache_options(generate)
     add_sampling_options(generate)
     generate.set_defaults(run=run_generate)
     chat = commands.add_parser("chat", help="talk with a model", epilog=CHAT_HELP)
     chat.add_argument("--system", help="a system message to begin with")
     add_model_options(chat)
+    add_cache_options(chat)
     add_sampling_options(chat)
     chat.set_defaults(run=run_chat)
+    batch = commands.add_parser("batch", help="answer a file of requests, in OpenAI's batch format")
+    batch.add_argument("input", metavar="IN.jsonl", type=Path, help="a request a line")
+    batch.add_argument(
+        "output",
+        metavar="OUT.jsonl",
+        type=Path,
+        help="an answer a line; lines that have one there are not asked",
+    )
+    add_model_options(batch)
+    add_cache_options(batch)
+    batch.set_defaults(run=run_batch)
     bench = commands.add_parser("bench", help="measure speed").add_subparsers(required=True, metavar="WHAT")
     latency = bench.add_parser("latency", help="prefill and decode tokens per second")
     add_model_options(latency)
@@ -105,6 +118,19 @@ def parser() -> argparse.ArgumentParser:
     latency.add_argument("--rounds", type=int, default=5)
     latency.add_argument("--json", action="store_true", help="print one JSON object")
     latency.set_defaults(run=run_latency)
+    throughput = bench.add_parser("throughput", help="many requests at once, through the engine")
+    add_model_options(throughput)
+    add_cache_options(throughput)
+    throughput.add_argument("--num-prompts", type=int, default=64)
+    throughput.add_argument(
+        "--input-len", type=int, default=128, help="tokens of each prompt, drawn at random"
+    )
+    throughput.add_argument("--output-len", type=int, default=64)
+    throughput.add_argument(
+        "--concurrency", type=int, default=16, help="requests in the engine at once, at most"
+    )
+    throughput.add_argument("--json", action="store_true", help="print one JSON object")
+    throughput.set_defaults(run=run_throughput)
     info = commands.add_parser("info", help="what a model is and the memory it needs")
     info.add_argument("model", nargs="?", help="a path or a Hugging Face id; the built-in model if left out")
     info.set_defaults(run=run_info)
@@ -127,6 +153,26 @@ def add_model_options(command: argparse.ArgumentParser) -> None:
     )
 
 
+def add_cache_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--max-model-len",
+        type=int,
+        metavar="TOKENS",
+        help="of a prompt and its answer together; the model's own limit if left out",
+    )
+    command.add_argument(
+        "--kv-cache-dtype",
+        default="auto",
+        metavar="DTYPE",
+        help="float32, float16, bfloat16 or q8_0; as the model computes if left out",
+    )
+    command.add_argument(
+        "--kv-cache-memory",
+        metavar="BYTES",
+        help="for keys and values, as in 2GiB; a share of what is free if left out",
+    )
+
+
 def add_sampling_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--max-tokens", type=int, default=256)
     command.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
@@ -140,6 +186,11 @@ def add_sampling_options(command: argparse.ArgumentParser) -> None:
 
 def model_options(options: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(options, name) for name in ("device", "dtype", "activations", "quantize")}
+
+
+def engine_options(options: argparse.Namespace) -> dict[str, Any]:
+    cache = {name: getattr(options, name) for name in ("max_model_len", "kv_cache_dtype", "kv_cache_memory")}
+    return model_options(options) | cache
 
 
 def sampling_params(options: argparse.Namespace) -> SamplingParams:
@@ -160,21 +211,22 @@ def load(options: argparse.Namespace) -> LLM:
     with open_checkpoint(path) as checkpoint:
         num_bytes = checkpoint.num_bytes
     with progress("loading", num_bytes) as report:
-        return LLM(path, **model_options(options), report=report)
+        llm: LLM = LLM(path, **engine_options(options), report=report)
+    return llm
 
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Any]:
     """A bar on standard error that goes away when it is done; nothing where no one looks on."""
     if not sys.stderr.isatty():
-        yield lambda num_bytes: None
+        yield lambda count: None
         return
     from rich.console import Console
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total)
-        yield lambda num_bytes: bar.advance(task, num_bytes)
+        yield lambda count: bar.advance(task, count)
 
 
 class Stats:
@@ -326,6 +378,20 @@ class Chat:
             print(f"infinilm: cannot write {path}: {reason}", file=sys.stderr)
 
 
+def run_batch(options: argparse.Namespace) -> None:
+    from infinilm.batch_files import Answers, Questions, Run
+
+    questions = Questions(options.input)
+    if options.output.exists() and options.output.samefile(options.input):
+        raise ValueError(f"{options.output}: is the input; answers need a file of their own")
+    with Answers(options.output, questions.num_lines) as answers:
+        llm = load(options)
+        with progress("answering", questions.num_lines) as report:
+            counts = Run(llm, questions, answers, report).run()
+    known = f", {counts.known:,} were there already" if counts.known else ""
+    print(f"{counts.answered:,} answered, {counts.refused:,} refused{known}", file=sys.stderr)
+
+
 def run_latency(options: argparse.Namespace) -> None:
     from infinilm.bench import Workload, measure_latency
 
@@ -338,6 +404,20 @@ def run_latency(options: argparse.Namespace) -> None:
         return
     for name, value in measured.items():
         print(f"{name.replace('_', ' '):34} {value.median:18,.1f} ±{value.spread:.0%}")
+
+
+def run_throughput(options: argparse.Namespace) -> None:
+    from infinilm.bench import Requests, measure_throughput
+
+    requests = Requests(options.num_prompts, options.input_len, options.output_len, options.concurrency)
+    measured = measure_throughput(requests, options.model, **engine_options(options))
+    if options.json:
+        print(json.dumps(measured))
+        return
+    for name, value in measured.items():
+        numbers = value.items() if isinstance(value, dict) else [("", value)]
+        shown = "  ".join(f"{of} {number:,.4g}".strip() for of, number in numbers)
+        print(f"{name.replace('_', ' '):34} {shown}")
 
 
 def run_info(options: argparse.Namespace) -> None:

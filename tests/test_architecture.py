@@ -17,7 +17,7 @@ LAYERS = (
     ("__main__",),
     ("cli",),
     ("__init__",),
-    ("bench",),
+    ("batch_files", "bench"),
     ("llm", "server"),
     ("engine",),
     ("models",),

@@ -1,0 +1,1 @@
+"""OpenAI's interface to an engine."""
