@@ -37,7 +37,9 @@ class Stream:
     `drafts` are guesses of what follows; they are fed along with the last token to be confirmed or refuted.
     """
 
-    def __init__(self, token_ids: Iterable[int], params: SamplingParams, seed: int = 0, index: int = 0) -> None:
+    def __init__(
+        self, token_ids: Iterable[int], params: SamplingParams, seed: int = 0, index: int = 0
+    ) -> None:
         self.token_ids = array("q", token_ids)
         self.num_prompt = len(self.token_ids)
         self.params = params

@@ -60,7 +60,13 @@ class BlockShape:
 
 
 def attend(  # noqa: PLR0913  those of the op
-    pools: tuple[Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, batch: Batch, scale: float, window: int | None
+    pools: tuple[Tensor, Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: Batch,
+    scale: float,
+    window: int | None,
 ) -> Tensor:
     """Store k and v [N, K, D], and let q [N, H, D] attend to all that each token may see -> [N, H, D]
 
@@ -74,7 +80,9 @@ def attend(  # noqa: PLR0913  those of the op
         return ops.attention(q, *pools, batch.block_tables, batch.streams, batch.slots, scale, window or 0)
     out = torch.empty_like(q)
     for start in range(0, len(q), size):
-        part, streams, slots, attended = (t[start : start + size] for t in (q, batch.streams, batch.slots, out))
+        part, streams, slots, attended = (
+            t[start : start + size] for t in (q, batch.streams, batch.slots, out)
+        )
         ops.attention(part, *pools, batch.block_tables, streams, slots, scale, window or 0, out=attended)
     return out
 
@@ -130,7 +138,11 @@ class DynamicCache:
         return held
 
     def place(
-        self, counts: Sequence[int], layer_idx: int = 0, token_ids: Tensor | None = None, device: torch.device | str = "cpu"
+        self,
+        counts: Sequence[int],
+        layer_idx: int = 0,
+        token_ids: Tensor | None = None,
+        device: torch.device | str = "cpu",
     ) -> Batch:
         """Where new tokens go, so many of each stream; rope rows are their places."""
         starts = self.lengths(len(counts), layer_idx)

@@ -373,7 +373,11 @@ def checked_bytes(name: str, value: Any) -> int | None:
     """A number of bytes, also written as "512MB" or "2GiB"."""
     if value is None:
         return None
-    match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([kmg]i?)?b?\s*", value.lower()) if isinstance(value, str) else None
+    match = (
+        re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([kmg]i?)?b?\s*", value.lower())
+        if isinstance(value, str)
+        else None
+    )
     if match:
         value = int(float(match[1]) * UNITS[match[2] or ""])
     return check_whole(name, value, 1, 1 << 50)

@@ -81,7 +81,9 @@ class Settings:
                 self._uniforms[i] = uniform(stream.seed, stream.index, position)
             if params is not self._params[i]:
                 self._params[i] = params
-                self._numbers[3 * i : 3 * i + 3] = array("f", [params.temperature, params.top_p, params.min_p])
+                self._numbers[3 * i : 3 * i + 3] = array(
+                    "f", [params.temperature, params.top_p, params.min_p]
+                )
                 self._top_k[i] = max(params.top_k, 0)
 
     def drawn(self) -> list[int]:
@@ -118,7 +120,10 @@ def adjusted(logits: Tensor, streams: Sequence[Stream]) -> Tensor:
     """The logits [R, V] that the streams draw from, in float32: penalties, then biases, then what is allowed."""
     history, ends = histories(streams)
     penalties = torch.tensor(
-        [(s.params.repetition_penalty, s.params.presence_penalty, s.params.frequency_penalty) for s in streams]
+        [
+            (s.params.repetition_penalty, s.params.presence_penalty, s.params.frequency_penalty)
+            for s in streams
+        ]
     )
     masks = allowed_tokens(streams, logits.shape[1])
     on_device = [t.to(logits.device) for t in (history, ends, penalties, masks)]
@@ -184,6 +189,9 @@ def ranked(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[list[
     tokens = torch.tensor(token_ids, device=logits.device)
     ids, values = (t.tolist() for t in ops.logprobs(logits, tokens, num_top))
     return [
-        [Ranked(token, chosen, rank), *(Ranked(*found, place) for place, found in enumerate(zip(others, rest, strict=True), 1))]
+        [
+            Ranked(token, chosen, rank),
+            *(Ranked(*found, place) for place, found in enumerate(zip(others, rest, strict=True), 1)),
+        ]
         for token, (rank, *others), (chosen, *rest) in zip(token_ids, ids, values, strict=True)
     ]

@@ -53,7 +53,8 @@ def load_model(
 ) -> tuple[LlamaForCausalLM, Tokenizer]:
     """A model and its tokenizer: a path, a Hugging Face id, or None for the built-in default."""
     return load(
-        EngineConfig(model=model, device=device, dtype=dtype, activations=activations, quantize=quantize), report
+        EngineConfig(model=model, device=device, dtype=dtype, activations=activations, quantize=quantize),
+        report,
     )
 
 
@@ -83,7 +84,11 @@ def check_arguments(config: EngineConfig) -> None:
 
 
 def tokenizer_of(checkpoint: Checkpoint, chat_template: str | None = None) -> Tokenizer:
-    found = Tokenizer.from_gguf(checkpoint.metadata) if checkpoint.metadata else Tokenizer.from_folder(checkpoint.path)
+    found = (
+        Tokenizer.from_gguf(checkpoint.metadata)
+        if checkpoint.metadata
+        else Tokenizer.from_folder(checkpoint.path)
+    )
     if chat_template is not None:
         found.chat_template = chat_template
     return found
@@ -119,7 +124,9 @@ def as_prompts(given: Any) -> list[Prompt]:
     if items and all(isinstance(item, int) for item in items):
         return [items]
     if any(isinstance(item, int | bytes) for item in items):
-        raise RequestError(f"prompts must be all of one kind, texts or lists of ids, but are {reprlib.repr(given)}")
+        raise RequestError(
+            f"prompts must be all of one kind, texts or lists of ids, but are {reprlib.repr(given)}"
+        )
     return items
 
 
@@ -165,7 +172,8 @@ def with_options(init: Any) -> Any:
     """`init` says by its signature that it takes the fields of EngineConfig."""
     keyword = inspect.Parameter.KEYWORD_ONLY
     options = [
-        inspect.Parameter(f.name, keyword, default=f.default, annotation=f.type) for f in fields(EngineConfig)[1:]
+        inspect.Parameter(f.name, keyword, default=f.default, annotation=f.type)
+        for f in fields(EngineConfig)[1:]
     ]
     own = list(inspect.signature(init).parameters.values())
     init.__signature__ = inspect.Signature([*own[:-1], *options])
@@ -222,7 +230,9 @@ class LLM:
                 self.tokenizer.encode_chat(conversation, tools=tools, **template_variables)
                 for conversation in as_conversations(messages)
             ]
-        return self.generate([{"prompt_token_ids": ids} for ids in prompts], sampling_params, use_tqdm=use_tqdm)
+        return self.generate(
+            [{"prompt_token_ids": ids} for ids in prompts], sampling_params, use_tqdm=use_tqdm
+        )
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[tuple[int, str]]:
         """(token, the text that can be shown since the last one) as they come, of one continuation."""

@@ -89,7 +89,11 @@ class Runner:
         """Of the prompt tokens whose logprobs are wanted and of what is drawn, in the order of the work [R, V]"""
         token_ids, streams, slots, spans, logit_rows = (array("q") for _ in range(5))
         for row, item in enumerate(work):
-            stream, start, end = item.stream, item.stream.num_computed, item.stream.num_computed + item.num_tokens
+            stream, start, end = (
+                item.stream,
+                item.stream.num_computed,
+                item.stream.num_computed + item.num_tokens,
+            )
             base = len(slots) - start
             logit_rows.extend(base + position - 1 for position in item.prompt_positions)
             logit_rows.extend(range(base + end - item.num_drawn, base + end))
@@ -124,7 +128,6 @@ class Runner:
             self.can_record = False
             return None
         return recording
-
 
     def _fixed_rope(self, recording: Recording) -> Any:
         """Tables that serve other steps too, with their rows filled in; None where tokens need some of their own"""

@@ -40,14 +40,18 @@ class Blocks:
     """A block has a count of those who hold it. With nobody left it is free, and keeps what it held until it
     is needed: free blocks are handed out empty ones first, then those longest out of use."""
 
-    def __init__(self, num_blocks: int, size: int, keeps_contents: bool = True, digest: Digest = sha256) -> None:
+    def __init__(
+        self, num_blocks: int, size: int, keeps_contents: bool = True, digest: Digest = sha256
+    ) -> None:
         self.num_blocks = num_blocks
         self.size = size
         self.keeps_contents = keeps_contents
         self.digest = digest
         self.num_holders = [0] * num_blocks
         self.empty = list(range(num_blocks))[::-1]  # a stack: memory is touched as far as it is needed
-        self.reusable: OrderedDict[int, None] = OrderedDict()  # of those nobody holds, the longest out of use first
+        self.reusable: OrderedDict[int, None] = (
+            OrderedDict()
+        )  # of those nobody holds, the longest out of use first
         self.contents: dict[int, Content] = {}
         self.found: dict[bytes, int] = {}
         self.last_serial = 0

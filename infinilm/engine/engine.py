@@ -262,7 +262,9 @@ class Engine:
         for name, ids in named.items():
             for token_id in ids:
                 if not 0 <= token_id < vocab_size:
-                    raise RequestError(f"{name} has token id {token_id}; the model's are 0 to {vocab_size - 1}")
+                    raise RequestError(
+                        f"{name} has token id {token_id}; the model's are 0 to {vocab_size - 1}"
+                    )
 
     def _room_for(self, num_prompt: int, params: SamplingParams) -> int:
         """How many tokens may follow a prompt."""
@@ -327,7 +329,9 @@ def make_caches(models: Sequence[LlamaForCausalLM], config: EngineConfig) -> lis
     )
     given = config.kv_cache_memory
     num_bytes = given if isinstance(given, int) else int(SHARE * free_bytes(models[0].device))
-    most = config.max_num_seqs * -(-(config.max_model_len or llama.max_position_embeddings) // config.block_size)
+    most = config.max_num_seqs * -(
+        -(config.max_model_len or llama.max_position_embeddings) // config.block_size
+    )
     num_blocks = min(num_bytes // block_bytes, most)
     if num_blocks < 1:
         raise ValueError(f"kv_cache_memory: {num_bytes:,} bytes do not hold one block of {block_bytes:,}")
@@ -339,7 +343,9 @@ def make_caches(models: Sequence[LlamaForCausalLM], config: EngineConfig) -> lis
 
 
 def block_shape(model: LlamaForCausalLM, config: EngineConfig) -> BlockShape:
-    dtype = model.model.norm.weight.dtype if config.kv_cache_dtype == "auto" else DTYPES[config.kv_cache_dtype]
+    dtype = (
+        model.model.norm.weight.dtype if config.kv_cache_dtype == "auto" else DTYPES[config.kv_cache_dtype]
+    )
     head_dim = model.config.head_dim
     if dtype == torch.uint8 and head_dim % 32:
         raise ValueError(f"kv_cache_dtype 'q8_0' needs heads of a multiple of 32, but they have {head_dim}")

@@ -132,6 +132,8 @@ def check_shapes(path: str | Path, tensors: dict[str, Tensor], cache: PagedCache
     found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     if found != wanted:
         wrong = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
-        raise ValueError(f"{path}: {wrong[0]!r} is {found.get(wrong[0])}, but {wanted.get(wrong[0])} is needed")
+        raise ValueError(
+            f"{path}: {wrong[0]!r} is {found.get(wrong[0])}, but {wanted.get(wrong[0])} is needed"
+        )
     if bool((tensors["parents"] >= torch.arange(count)).any()):
         raise ValueError(f"{path}: a block comes before its parent; the file is damaged")

@@ -96,7 +96,9 @@ class Scheduler:
 
     def note_time(self, work: Sequence[Work], seconds: float) -> None:
         num_answers = sum(1 for item in work if is_answering(item.stream))
-        self.pace.note(seconds, sum(item.num_tokens for item in work if not is_answering(item.stream)), num_answers)
+        self.pace.note(
+            seconds, sum(item.num_tokens for item in work if not is_answering(item.stream)), num_answers
+        )
 
     def preempt(self, stream: Completion) -> None:
         """Take its blocks; it will be computed again, from what others or itself left in the cache."""
