@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -56,6 +56,10 @@ class Stream:
         return len(self.token_ids)
 
     @property
+    def num_drawn(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    @property
     def num_pending(self) -> int:
         """How many tokens wait to be computed, guesses included."""
         return len(self.token_ids) + len(self.drafts) - self.num_computed
@@ -87,4 +91,4 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **moved)
+        return Batch(**{**vars(self), **moved})

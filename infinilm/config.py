@@ -323,8 +323,8 @@ UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """How a model is loaded and run. None leaves a choice to the engine, which makes it from the model and the
-    memory there is."""
+    """How a model is loaded and run. None leaves a choice to the engine, which makes it from the model and
+    the memory there is."""
 
     model: str | Path | None = None
     device: torch.device | str | None = None

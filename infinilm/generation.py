@@ -109,7 +109,7 @@ class GenerationMixin:
         return Runner(self, cache, len(streams), max(map(len, streams)) + num_new)
 
     def advanced(self, runner: Runner, streams: Sequence[Stream]) -> dict[Stream, int]:
-        """Compute what is pending, as much as one step takes, and append the tokens of streams that got so far."""
+        """Compute what is pending, as much as one step takes, and append what is drawn where it ends."""
         budget, work = step_tokens(self.config, self.device), []
         for stream in streams:
             if count := min(stream.num_pending, budget):

@@ -130,7 +130,7 @@ def as_prompts(given: Any) -> list[Prompt]:
     return items
 
 
-def as_conversations(given: Any) -> list[list[Mapping[str, Any]]]:
+def as_conversations(given: Any) -> list[Any]:
     wanted = "a list of {'role': ..., 'content': ...}, or of such lists"
     items = items_of("messages", wanted, given, Mapping | list | tuple)
     return [items] if items and isinstance(items[0], Mapping) else items
@@ -181,8 +181,8 @@ def with_options(init: Any) -> Any:
 
 
 class LLM:
-    """A model with its tokenizer and engine: `generate` continues prompts, `chat` answers, `stream` does as it
-    goes. Keyword arguments are the fields of EngineConfig."""
+    """A model with its tokenizer and engine: `generate` continues prompts, `chat` answers, `stream` does as
+    it goes. Keyword arguments are the fields of EngineConfig."""
 
     @with_options
     def __init__(self, model: str | Path | None = None, report: Report = tell_nobody, **options: Any) -> None:
@@ -210,8 +210,8 @@ class LLM:
         priorities = one_each("priority", priority, int, len(given), 0)
         with as_request_errors():
             requests = [
-                self.engine.make(prompt, *rest, cache_salt=cache_salt)
-                for prompt, *rest in zip(given, params, priorities, strict=True)
+                self.engine.make(prompt, own, rank, cache_salt=cache_salt)
+                for prompt, own, rank in zip(given, params, priorities, strict=True)
             ]
         return self._finish(requests, use_tqdm)
 
@@ -258,7 +258,7 @@ class LLM:
             return prefixes.save(path, self.model, self.engine.cache, self.engine.blocks)
 
     def load_prefixes(self, path: str | Path) -> int:
-        """Take over saved prefixes, as far as there is room; ValueError if they are not of this very model."""
+        """Take over saved prefixes, as far as there is room; ValueError if they are of another model."""
         with self._lock:
             return prefixes.load(path, self.model, self.engine.cache, self.engine.blocks)
 
@@ -334,10 +334,8 @@ class Listener:
 
     def tell(self, item: RequestOutput | BaseException) -> None:
         self.has_unread = True
-        try:
+        with suppress(RuntimeError):  # the loop is closed, so nobody listens
             self.loop.call_soon_threadsafe(self.items.put_nowait, item)
-        except RuntimeError:  # the loop is closed, so nobody listens
-            pass
 
     async def next(self) -> RequestOutput:
         item = await self.items.get()

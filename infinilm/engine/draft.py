@@ -24,7 +24,7 @@ LONGEST_REST = 64  # steps without guesses, for streams whose guesses come to no
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """method "ngram": what followed the last tokens when they last occurred; or a small model that guesses."""
+    """method "ngram": what followed the last tokens when they last occurred; or a model that guesses."""
 
     num_speculative_tokens: int
     method: str | None = None
@@ -108,7 +108,7 @@ def room_of(stream: Completion, config: SpeculativeConfig) -> int:
 
 
 class ModelDrafter:
-    """A small model of the same vocabulary. Its keys lie in blocks of the same numbers, in a cache of its own.
+    """A small model of the same vocabulary. Its keys lie in blocks of the same numbers, in its own cache.
 
     Where a stream was found in the cache of the large model, that of the small one may lack a token: then its
     guesses are worse, and nothing else.

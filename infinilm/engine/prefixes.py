@@ -36,7 +36,7 @@ def digest_of_weights(model: Any) -> str:
     total = hashlib.sha256()
     for name, weight in weights_of(model):
         total.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
-        total.update(memoryview(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()))
+        total.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return total.hexdigest()
 
 
@@ -80,8 +80,8 @@ def in_order(blocks: Blocks) -> list[int]:
 
 
 def load(path: str | Path, model: Any, cache: PagedCache, blocks: Blocks) -> int:
-    """Fill empty blocks with what a file holds, and let it be found: the number of them. A file of another model,
-    or in another form, is a ValueError."""
+    """Fill empty blocks with what a file holds, and let it be found: the number of them. A file of another
+    model, or in another form, is a ValueError."""
     tensors = read_tensors(path, fingerprint(model, cache))
     check_shapes(path, tensors, cache)
     taken = adopt(tensors, salts_in(path, tensors), blocks)
