@@ -116,8 +116,6 @@ public:
         return num_bytes_;
     }
 
-    std::mutex replay;  // graphs that share memory run one at a time
-
 private:
     struct Region {
         int64_t size;
@@ -397,7 +395,6 @@ public:
         int64_t status = kOk;
         {
             nb::gil_scoped_release release;
-            std::lock_guard lock(recording_.slabs->replay);
             while (at < steps_.size() && (status = steps_[at].call.run(steps_[at].data)) == kOk) ++at;
         }
         if (status != kOk) steps_[at].call.report(status, steps_[at].data);

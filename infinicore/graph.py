@@ -10,6 +10,7 @@ takes the memory of what lives at once, and the next one with that arena takes t
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
@@ -32,9 +33,13 @@ class Arena(_native.Arena):
     """Memory for recordings, `num_bytes` of it so far. It lives as long as a graph or a tensor needs it.
 
     Graphs that share an arena write over each other's tensors: what one has computed is to be read before
-    another is recorded or replayed. Replays wait for each other, wherever they are called. It grows least
-    when the largest is recorded first.
+    another is recorded or replayed. One thread uses it at a time: a replay waits for its turn, a recording
+    does not. It grows least when the largest graph is recorded first.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.RLock()
 
 
 class Graph(Generic[Result]):
@@ -43,24 +48,40 @@ class Graph(Generic[Result]):
     The result stays as it is until this graph, or one with the same arena, is replayed or recorded.
     """
 
-    def __init__(self, graph: _native.Graph, result: Result) -> None:
+    def __init__(self, graph: _native.Graph, arena: Arena, result: Result) -> None:
         self._graph = graph
+        self._arena = arena
         self.result = result
 
     @classmethod
     def record(cls, function: Callable[[], Result], arena: Arena | None = None) -> Graph[Result]:
         """Run the function and keep its ops; what they make lies in the arena, or in one of its own."""
-        graph = _native.Graph(Arena() if arena is None else arena)
-        with recording(graph), torch.inference_mode(), OnlyViews(graph):
+        arena = Arena() if arena is None else arena
+        graph = _native.Graph(arena)
+        with alone_in(arena), recording(graph), torch.inference_mode(), OnlyViews(graph):
             result = function()
-        return cls(graph, result)
+        return cls(graph, arena, result)
 
     def replay(self) -> Result:
-        self._graph.replay()
+        if RECORDING.stack:
+            raise RecordError("a replay within a recording is not a native op, so it would be left out")
+        with self._arena.lock:
+            self._graph.replay()
         return self.result
 
     def __len__(self) -> int:
         return len(self._graph)
+
+
+@contextmanager
+def alone_in(arena: Arena) -> Iterator[None]:
+    """Never waits: two recordings that each wait for the other's arena would do so for ever."""
+    if not arena.lock.acquire(blocking=False):
+        raise RecordError("the arena is in use by another thread; give each thread an Arena of its own")
+    try:
+        yield
+    finally:
+        arena.lock.release()
 
 
 @contextmanager

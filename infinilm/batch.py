@@ -22,10 +22,13 @@ class Matcher(Protocol):
     def is_finished(self) -> bool:
         """Whether nothing but the end of the text may follow"""
 
-    def accept(self, token_id: int) -> None: ...
+    def prepare(self) -> None:
+        """Begin to make the next mask"""
 
     def mask(self) -> Tensor:
         """A bit for each token, in words of 32"""
+
+    def accept(self, token_id: int) -> None: ...
 
 
 class Stream:

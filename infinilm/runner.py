@@ -197,6 +197,8 @@ def collected(
 
 def without_prompts(work: Sequence[Work], logits: Tensor, results: list[Drawn]) -> Tensor:
     """The logits that tokens are drawn from; those of prompts go into the results."""
+    if not any(item.prompt_positions for item in work):
+        return logits
     kept, at = [], 0
     for item, result in zip(work, results, strict=True):
         stream, positions = item.stream, item.prompt_positions
@@ -206,7 +208,7 @@ def without_prompts(work: Sequence[Work], logits: Tensor, results: list[Drawn]) 
             result.prompt_logprobs = ranked(own, wanted, stream.params.prompt_logprobs or 0)
         kept.append(logits[at : at + item.num_drawn])
         at += item.num_drawn
-    return torch.cat(kept) if any(item.prompt_positions for item in work) else logits
+    return torch.cat(kept)
 
 
 def chosen_logprobs(logits: Tensor, streams: Sequence[Stream], tokens: list[int]) -> list[list[Ranked]]:

@@ -1,4 +1,4 @@
-"""A tiny model whose engine takes a thousand steps a second, mixes of requests, and what must hold after a step."""
+"""A tiny model whose engine is quick, mixes of requests for it, and what must hold after every step."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}:{{ message.cont
 
 def write_model(folder: Path, **config: Any) -> Path:
     """A model of random weights whose tokens are bytes; `load_model` takes the folder."""
-    gguf_files.write_folder(folder, random_weights(), **{**CONFIG, **config})
+    seed = config.pop("seed", 5)
+    gguf_files.write_folder(folder, random_weights(seed), **{**CONFIG, **config})
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     ids = {token: i for i, token in enumerate([*SPECIALS, *alphabet])}
     library = tokenizers.Tokenizer(tokenizers.models.BPE(ids, []))
@@ -58,9 +59,9 @@ def write_model(folder: Path, **config: Any) -> Path:
     return folder
 
 
-def random_weights() -> dict[str, Tensor]:
+def random_weights(seed: int) -> dict[str, Tensor]:
     """Large enough that tokens differ and depend on what came long before"""
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(seed)
     inner, kv = CONFIG["intermediate_size"], NUM_KV_HEADS * HEAD_DIM
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB_SIZE, HIDDEN)}
     for layer in range(NUM_LAYERS):
@@ -77,7 +78,9 @@ def random_weights() -> dict[str, Tensor]:
             }.items()
         }
     weights = {name: torch.randn(shape, generator=generator) * 0.4 for name, shape in shapes.items()}
-    norms = [f"model.layers.{i}.{n}_layernorm" for i in range(NUM_LAYERS) for n in ("input", "post_attention")]
+    norms = [
+        f"model.layers.{i}.{n}_layernorm" for i in range(NUM_LAYERS) for n in ("input", "post_attention")
+    ]
     return weights | {f"{name}.weight": torch.ones(HIDDEN) for name in [*norms, "model.norm"]}
 
 
@@ -93,12 +96,15 @@ class Tiny:
     def at(cls, folder: Path, **config: Any) -> Tiny:
         return cls(write_model(folder, **config), *load_model(folder))
 
-    def engine(self, num_blocks: int | None = None, **options: Any) -> Engine:
+    def engine(self, num_blocks: int | None = None, draft: Tiny | None = None, **options: Any) -> Engine:
         """One with so many blocks, or as many as its streams can fill"""
         options = {"block_size": 16, "max_num_seqs": 8, "max_model_len": MAX_LENGTH, **options}
-        block = 2 * NUM_KV_HEADS * HEAD_DIM * options["block_size"] * 4 * NUM_LAYERS
+        block = (
+            2 * NUM_KV_HEADS * HEAD_DIM * options["block_size"] * 4 * NUM_LAYERS * (1 if draft is None else 2)
+        )
         memory = 1 << 30 if num_blocks is None else num_blocks * block
-        return Engine(self.model, self.tokenizer, EngineConfig(kv_cache_memory=memory, **options))
+        config = EngineConfig(kv_cache_memory=memory, **options)
+        return Engine(self.model, self.tokenizer, config, draft and draft.model)
 
 
 # ---- requests ----------------------------------------------------------------------------------------------
@@ -126,7 +132,9 @@ def random_prompt(rng: random.Random, max_length: int) -> list[int]:
     """Prompts share beginnings: each follows one of a few long ones for a while."""
     length = rng.randint(1, max_length)
     num_shared = rng.choice([length, rng.randint(0, length)])
-    return prompt(num_shared, rng.randrange(3)) + [rng.randrange(VOCAB_SIZE) for _ in range(length - num_shared)]
+    return prompt(num_shared, rng.randrange(3)) + [
+        rng.randrange(VOCAB_SIZE) for _ in range(length - num_shared)
+    ]
 
 
 def random_params(rng: random.Random, max_tokens: int) -> SamplingParams:
@@ -239,9 +247,11 @@ def check_blocks(engine: Engine) -> None:
     assert sorted([*free, *held]) == list(range(blocks.num_blocks))  # each once
     assert not blocks.contents.keys() & set(blocks.empty) and blocks.contents.keys() >= set(blocks.reusable)
     assert all(blocks.contents[block].digest == digest for digest, block in blocks.found.items())
-    assert not scheduler.waiting or not any(stream.block_ids for stream in scheduler.waiting)
+    assert not any(stream.block_ids for stream in scheduler.waiting)
+    num_guesses = (engine.config.speculative_config or {}).get("num_speculative_tokens", 0)
     for stream in scheduler.running:
-        assert blocks.num_for(stream.num_computed) <= len(stream.block_ids) <= blocks.num_for(len(stream))
+        assert blocks.num_for(stream.num_computed) <= len(stream.block_ids)
+        assert len(stream.block_ids) <= blocks.num_for(len(stream) + num_guesses)
         assert stream.num_computed < len(stream) <= engine.max_length
         num_full = stream.num_computed // blocks.size  # what is still written lies behind them
         assert all(held[block] == 1 for block in stream.block_ids[num_full:])

@@ -22,7 +22,10 @@ LAYERS = (
     ("engine",),
     ("models",),
     ("generation",),
-    ("cache", "checkpoint", "hub", "sampling", "tokenizer"),
+    ("runner",),
+    ("cache", "draw"),
+    ("batch",),
+    ("checkpoint", "hub", "sampling", "tokenizer"),
     ("config", "folder"),
     ("rope",),
 )

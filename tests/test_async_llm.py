@@ -61,7 +61,7 @@ def our_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("infinilm")]
 
 
-# ---- outputs ---------------------------------------------------------------------------------------------------
+# ---- outputs -----------------------------------------------------------------------------------------------
 
 
 def test_outputs_grow_until_the_last_which_is_what_an_engine_says(llm: AsyncLLM, folder: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_slow_reader_misses_steps_and_never_the_end(llm: AsyncLLM) -> None:
     assert len(outputs) <= 3 and outputs[-1].finished and len(outputs[-1].outputs[0].token_ids) == 20
 
 
-# ---- mistakes and limits ---------------------------------------------------------------------------------------
+# ---- mistakes and limits -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,9 @@ def test_a_users_mistake_is_a_request_error_and_harms_nobody(
 
 
 @pytest.mark.parametrize("limit", [{"max_queue": 2}, {"max_queue_tokens": 25}], ids=str)
-def test_more_than_may_wait_are_turned_away_and_the_others_answered(limit: dict[str, int], folder: Path) -> None:
+def test_more_than_may_wait_are_turned_away_and_the_others_answered(
+    limit: dict[str, int], folder: Path
+) -> None:
     llm = AsyncLLM(folder, **OPTIONS, max_num_seqs=1, **limit)
 
     async def crowd() -> list[Any]:
@@ -164,7 +166,7 @@ def test_an_id_that_is_in_use_is_refused_and_its_owner_goes_on(llm: AsyncLLM) ->
     assert first[-1].outputs[0].finish_reason == again[-1].outputs[0].finish_reason == "length"
 
 
-# ---- giving up -------------------------------------------------------------------------------------------------
+# ---- giving up ---------------------------------------------------------------------------------------------
 
 
 def test_cancelling_the_consumer_frees_the_request(llm: AsyncLLM) -> None:
@@ -261,7 +263,7 @@ def test_aborting_nobody_is_nothing(llm: AsyncLLM) -> None:
     assert within_patience(outputs_of(llm, prompt(5), SAMPLED))[-1].finished
 
 
-# ---- death -----------------------------------------------------------------------------------------------------
+# ---- death -------------------------------------------------------------------------------------------------
 
 
 def test_when_the_engine_dies_everybody_hears_why_and_so_do_later_calls(
@@ -362,8 +364,7 @@ def is_dead_in_fork(llm: AsyncLLM) -> int:
                 if "fork" not in str(error):
                     return 2
         llm.shutdown()
-        del llm
-        gc.collect()
+        llm.__del__()
         return 0
     except BaseException:
         return 3

@@ -1,10 +1,10 @@
-"""Blocks alone: counts of holders, what is found again and what is thrown away first, against a naive model."""
+"""Blocks alone: counts of holders, what is found again, and what is thrown away first."""
 
 from __future__ import annotations
 
 from array import array
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -34,25 +34,18 @@ class Text:
     chain: Chain | None
     num_computed: int
 
-
-@dataclass
-class Naive:
-    """What blocks hold in truth, by all tokens that led to them, and free blocks in the order of their use."""
-
-    held: dict[int, tuple[bytes, tuple[int, ...]]] = field(default_factory=dict)
-    free: list[int] = field(default_factory=lambda: list(range(NUM_BLOCKS)))
-
-    def path(self, text: Text, index: int) -> tuple[bytes, tuple[int, ...]]:
-        return text.salt, tuple(text.token_ids[: (index + 1) * SIZE])
+    def path(self, index: int) -> tuple[bytes, tuple[int, ...]]:
+        """All that decides what a block holds"""
+        return self.salt, tuple(self.token_ids[: (index + 1) * SIZE])
 
 
 class World:
-    """Texts begin, grow, end and fail over one set of blocks."""
+    """Texts begin, grow, end and fail over one set of blocks; `paths` is what full ones hold in truth."""
 
     def __init__(self, digest: Digest) -> None:
         self.blocks = Blocks(NUM_BLOCKS, SIZE, digest=digest)
         self.is_exact = digest is sha256
-        self.naive = Naive()
+        self.paths: dict[int, tuple[bytes, tuple[int, ...]]] = {}
         self.texts: list[Text] = []
 
     def begin(self, salt: bytes, token_ids: list[int]) -> None:
@@ -62,7 +55,7 @@ class World:
         text = Text(salt, tokens, block_ids, chain, len(block_ids) * SIZE)
         assert text.num_computed < len(tokens)
         for index, block in enumerate(block_ids):
-            assert block in known and self.naive.held[block] == self.naive.path(text, index)
+            assert block in known and self.paths[block] == text.path(index)
         self.texts.append(text)
 
     def compute(self, text: Text, token_ids: list[int]) -> None:
@@ -76,7 +69,7 @@ class World:
             return self.end(text)
         assert taken == expected
         for block in taken:
-            self.naive.held.pop(block, None)
+            self.paths.pop(block, None)
         text.block_ids += taken
         text.num_computed = len(text.token_ids)
         self.keep(text)
@@ -87,7 +80,7 @@ class World:
         text.chain = self.blocks.keep(text.chain, text.token_ids, text.num_computed, text.block_ids)
         assert text.chain.num_blocks == text.num_computed // SIZE
         for index in range(first, text.chain.num_blocks):
-            self.naive.held[text.block_ids[index]] = self.naive.path(text, index)
+            self.paths[text.block_ids[index]] = text.path(index)
 
     def end(self, text: Text) -> None:
         self.texts.remove(text)
@@ -109,18 +102,22 @@ class World:
         assert blocks.num_free == NUM_BLOCKS - len(holders)
         assert not blocks.contents.keys() & set(blocks.empty)
         assert set(blocks.reusable) <= blocks.contents.keys()
-        assert {blocks.found[content.digest] for content in blocks.contents.values()} == blocks.contents.keys()
+        assert {
+            blocks.found[content.digest] for content in blocks.contents.values()
+        } == blocks.contents.keys()
         assert all(content.digest in blocks.found for content in blocks.contents.values())
         serials = [content.serial for content in blocks.contents.values()]
         assert len(set(serials)) == len(serials) and 0 not in serials
         if self.is_exact:  # no two blocks for the same text
-            paths = [self.naive.held[block] for block in blocks.contents]
+            paths = [self.paths[block] for block in blocks.contents]
             assert len(set(paths)) == len(paths)
 
 
 TOKENS = st.lists(st.integers(0, 1), max_size=5)
 DEEDS = st.one_of(
-    st.tuples(st.just("begin"), st.sampled_from([b"", b"salt"]), st.lists(st.integers(0, 1), min_size=1, max_size=9)),
+    st.tuples(
+        st.just("begin"), st.sampled_from([b"", b"salt"]), st.lists(st.integers(0, 1), min_size=1, max_size=9)
+    ),
     st.tuples(st.just("compute"), st.integers(0, 5), TOKENS),
     st.tuples(st.sampled_from(["end", "fail"]), st.integers(0, 5)),
 )

@@ -81,6 +81,41 @@ def test_every_request_of_a_mix_says_what_it_says_alone(
     check_outputs(tiny, jobs, requests)
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "float16"])
+def test_keys_in_half_precision_are_the_same_in_a_mix_as_alone(kv_cache_dtype: str, tiny: Tiny) -> None:
+    rng = random.Random(7)
+    jobs = random_jobs(rng, 10, 100, 8, arrive_within=10)
+    requests = run(tiny.engine(num_blocks=40, kv_cache_dtype=kv_cache_dtype), jobs, 3, rng)
+    check_outputs(tiny, jobs, requests, kv_cache_dtype=kv_cache_dtype)
+
+
+@pytest.mark.parametrize("guesser", ["ngram", "the model itself", "another model"])
+def test_guesses_change_nothing_of_what_is_said(
+    guesser: str, tiny: Tiny, tmp_path: Path, one_thread: None
+) -> None:
+    another = {"ngram": None, "the model itself": tiny}
+    draft = another[guesser] if guesser in another else Tiny.at(tmp_path, seed=6)
+    config = {"num_speculative_tokens": 4, "prompt_lookup_min": 1, "model": draft and str(draft.folder)}
+    rng = random.Random(8)
+    jobs = random_jobs(rng, 16, 120, 30, arrive_within=10)
+    engine = tiny.engine(24, draft, speculative_config=config)
+    requests = run(engine, jobs, 3, rng)
+    check_idle(engine)
+    check_outputs(tiny, jobs, requests)
+
+
+def test_guesses_that_are_right_save_steps(tiny: Tiny) -> None:
+    engine = tiny.engine(draft=tiny, speculative_config={"num_speculative_tokens": 4, "model": "itself"})
+    request = engine.make(prompt(9), SamplingParams(seed=1, ignore_eos=True, max_tokens=30))
+    engine.enqueue(request)
+    num_steps = 0
+    while engine.has_work:
+        engine.step()
+        num_steps += 1
+    assert num_steps < 12
+    assert said(request.output()) == said(alone(tiny, Job(prompt(9), request.params)))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_ten_thousand_requests_say_what_they_say_alone_and_leave_nothing_behind(tiny: Tiny) -> None:
@@ -126,23 +161,25 @@ def test_requests_to_the_default_model_say_in_company_what_they_say_alone(defaul
         assert said(request.output()) == said(wanted)
 
 
-ROPES: dict[str, dict[str, Any]] = {
-    "dynamic": {"rope_type": "dynamic", "factor": 3.0},
-    "longrope": {
-        "rope_type": "longrope",
-        "short_factor": [1.0 + 0.1 * i for i in range(8)],
-        "long_factor": [2.0 + 0.5 * i for i in range(8)],
-        "original_max_position_embeddings": 64,
-    },
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [2.0 + 0.5 * i for i in range(8)],
+    "original_max_position_embeddings": 64,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "dynamic": {"rope_scaling": {"rope_type": "dynamic", "factor": 3.0}},
+    "longrope": {"rope_scaling": LONGROPE},
+    "window": {"model_type": "mistral", "sliding_window": 21},
 }
 
 
-@pytest.mark.parametrize("rope_type", ROPES)
-def test_ropes_that_depend_on_the_length_do_not_depend_on_the_company(
-    rope_type: str, tmp_path: Path, one_thread: None
+@pytest.mark.parametrize("kind", KINDS)
+def test_ropes_and_windows_that_depend_on_the_length_do_not_depend_on_the_company(
+    kind: str, tmp_path: Path, one_thread: None
 ) -> None:
-    """The frequencies change at 64: by the prompt's length, and where an answer goes beyond it."""
-    tiny = Tiny.at(tmp_path, rope_scaling=ROPES[rope_type], max_position_embeddings=64)
+    """Frequencies change at 64: by the prompt's length, and where an answer goes beyond it."""
+    tiny = Tiny.at(tmp_path, **KINDS[kind], max_position_embeddings=64)
     rng = random.Random(1)
     lengths = [20, 50, 62, 63, 64, 65, 66, 80, 100, 64, 63, 100]  # beginnings of one text
     jobs = [
@@ -167,6 +204,13 @@ def test_many_long_generations_finish_in_a_pool_for_one(num_blocks: int, tiny: T
     check_idle(engine)
     assert sum(request.metrics.num_preemptions for request in requests) > 0
     check_outputs(tiny, jobs, requests)
+
+
+def test_many_continuations_of_one_prompt_finish_in_a_pool_for_one(tiny: Tiny) -> None:
+    job = Job(prompt(20), SamplingParams(n=12, seed=1, max_tokens=25, ignore_eos=True))
+    engine = tiny.engine(num_blocks=3, max_num_seqs=4)
+    check_outputs(tiny, [job], run(engine, [job]))
+    check_idle(engine)
 
 
 def test_a_prompt_that_can_never_fit_is_refused_at_once_with_the_numbers(tiny: Tiny) -> None:
@@ -311,7 +355,11 @@ def test_giving_up_one_that_waits_or_is_unknown_is_nothing(tiny: Tiny) -> None:
     for request_id in ("1", "1", "nobody"):
         engine.abort(request_id)
     finish(engine)
-    assert [request.output().outputs[0].finish_reason for request in requests] == ["length", "abort", "length"]
+    assert [request.output().outputs[0].finish_reason for request in requests] == [
+        "length",
+        "abort",
+        "length",
+    ]
     check_idle(engine)
 
 
@@ -354,7 +402,9 @@ def test_more_than_max_queue_or_max_queue_tokens_are_turned_away(tiny: Tiny) -> 
     engine = tiny.engine(max_num_seqs=1, max_queue=3, max_queue_tokens=100)
     for i in range(3):
         engine.enqueue(engine.make(prompt(10, i), GREEDY))
-    with pytest.raises(QueueFull, match="3 requests of 30 tokens wait .* max_queue is 3, max_queue_tokens 100"):
+    with pytest.raises(
+        QueueFull, match="3 requests of 30 tokens wait .* max_queue is 3, max_queue_tokens 100"
+    ):
         engine.enqueue(engine.make(prompt(1), GREEDY))
     assert not issubclass(QueueFull, RequestError)
     engine.step()
@@ -490,14 +540,23 @@ def test_a_stop_token_stays_among_the_tokens_and_is_no_text(tiny: Tiny) -> None:
     last = whole.token_ids[7]
     end = whole.token_ids.index(last) + 1
     (output,) = generated(tiny.engine(), prompt(9), max_tokens=12, stop_token_ids=[last]).outputs
-    assert (output.token_ids, output.finish_reason, output.stop_reason) == (whole.token_ids[:end], "stop", last)
+    assert (output.token_ids, output.finish_reason, output.stop_reason) == (
+        whole.token_ids[:end],
+        "stop",
+        last,
+    )
     assert output.text == tiny.tokenizer.decode(whole.token_ids[: end - 1])
 
 
 def test_the_end_of_a_text_has_no_stop_reason(tiny: Tiny) -> None:
     bias = {0: 100.0}
     (output,) = generated(tiny.engine(), prompt(9), ignore_eos=False, logit_bias=bias).outputs
-    assert (output.token_ids, output.text, output.finish_reason, output.stop_reason) == ([0], "", "stop", None)
+    assert (output.token_ids, output.text, output.finish_reason, output.stop_reason) == (
+        [0],
+        "",
+        "stop",
+        None,
+    )
     (ignored,) = generated(tiny.engine(), prompt(9), max_tokens=3, logit_bias=bias).outputs
     assert (ignored.token_ids, ignored.finish_reason) == ([0, 0, 0], "length")
 
@@ -520,7 +579,9 @@ def test_a_stop_string_ends_tokens_with_the_one_that_completes_it_and_text_befor
     (output,) = generated(tiny.engine(), prompt(5), stop=["zz", "ab"], **options).outputs
     assert (output.token_ids, output.text) == ([a, a, a, b], "aa")
     assert (output.finish_reason, output.stop_reason) == ("stop", "ab")
-    (shown,) = generated(tiny.engine(), prompt(5), stop="ab", include_stop_str_in_output=True, **options).outputs
+    (shown,) = generated(
+        tiny.engine(), prompt(5), stop="ab", include_stop_str_in_output=True, **options
+    ).outputs
     assert shown.text == "aaab"
 
 
@@ -560,7 +621,9 @@ def test_logprobs_are_the_largest_and_the_chosen_one(temperature: float, tiny: T
             assert len(found) == count + (chosen.rank > count)
             assert sorted(each.rank for each in found.values())[:count] == list(range(1, count + 1))
             assert chosen.decoded_token == tiny.tokenizer.decode([token_id], skip_special_tokens=False)
-        total = sum(found[i].logprob for i, found in zip(completion.token_ids, completion.logprobs, strict=True))
+        total = sum(
+            found[i].logprob for i, found in zip(completion.token_ids, completion.logprobs, strict=True)
+        )
         assert completion.cumulative_logprob == total
 
 
@@ -632,7 +695,9 @@ def test_blocks_have_any_of_five_sizes_and_outputs_are_the_same(block_size: int,
     assert said(generated(engine, prompt(70), logprobs=2)) == said(wanted)
 
 
-@pytest.mark.parametrize("text, num_bytes", [("2GiB", 2 << 30), ("512MB", 512 * 10**6), ("64 kb", 64000), (7, 7)])
+@pytest.mark.parametrize(
+    "text, num_bytes", [("2GiB", 2 << 30), ("512MB", 512 * 10**6), ("64 kb", 64000), (7, 7)]
+)
 def test_memory_is_said_in_bytes_or_with_a_unit(text: Any, num_bytes: int) -> None:
     assert EngineConfig(kv_cache_memory=text).kv_cache_memory == num_bytes
 

@@ -1,4 +1,4 @@
-"""LLM and load_model: what is wrong with their arguments is said, and calls do not get into each other's way."""
+"""LLM and load_model say what is wrong with their arguments, and calls do not get in each other's way."""
 
 from __future__ import annotations
 
@@ -59,7 +59,21 @@ def test_a_setting_that_does_not_exist_is_a_type_error_before_anything_is_read(t
 
 @pytest.mark.parametrize(
     "prompts",
-    [None, b"x", 5, 1.5, {"a": 1}, {}, [["a", "b"]], [None], ["a", b"b"], ["a", 1], [[1], 2], [[1.5]], [[None]]]
+    [
+        None,
+        b"x",
+        5,
+        1.5,
+        {"a": 1},
+        {},
+        [["a", "b"]],
+        [None],
+        ["a", b"b"],
+        ["a", 1],
+        [[1], 2],
+        [[1.5]],
+        [[None]],
+    ]
     + [{"prompt": b"x"}, {"prompt": None}, {"prompt": 5}, {"prompt_token_ids": [True]}, [torch.tensor([1])]]
     + [{"prompt": "a", "prompt_token_ids": [1]}, {"prompt": "a", "extra": 1}, [[]], "", [[2**70]], [[-1]]]
     + [[[VOCAB_SIZE]], [[5] * MAX_LENGTH], "\ud800", {"prompt_token_ids": "12"}],
@@ -77,7 +91,9 @@ def test_of_several_prompts_none_is_run_if_one_is_wrong(llm: LLM) -> None:
     check_idle(llm.engine)
 
 
-@pytest.mark.parametrize("prompts", [[5, 6], [[5, 6]], {"prompt_token_ids": [5, 6]}, ((5, 6),), iter([[5, 6]])])
+@pytest.mark.parametrize(
+    "prompts", [[5, 6], [[5, 6]], {"prompt_token_ids": [5, 6]}, ((5, 6),), iter([[5, 6]])]
+)
 def test_prompts_may_be_ids_in_any_shape(prompts: Any, llm: LLM) -> None:
     (output,) = llm.generate(prompts, GREEDY)
     assert output.prompt_token_ids == [5, 6] and output.prompt is None and output.finished
@@ -94,7 +110,9 @@ def test_no_prompts_have_no_outputs(llm: LLM) -> None:
     assert llm.generate([], GREEDY) == llm.chat([], GREEDY) == []
 
 
-@pytest.mark.parametrize("messages", [None, "hi", 3, {"role": "user", "content": "x"}, [None], ["hi"], [["hi"]], [[]]])
+@pytest.mark.parametrize(
+    "messages", [None, "hi", 3, {"role": "user", "content": "x"}, [None], ["hi"], [["hi"]], [[]]]
+)
 def test_messages_that_are_none_are_request_errors(messages: Any, llm: LLM) -> None:
     with pytest.raises(RequestError):
         llm.chat(messages, GREEDY)
@@ -120,7 +138,11 @@ def test_sampling_params_are_of_their_class_and_one_for_each_prompt(params: Any,
 
 @pytest.mark.parametrize(
     "params",
-    [{"stop_token_ids": [VOCAB_SIZE]}, {"allowed_token_ids": [1, 1 << 30]}, {"logit_bias": {VOCAB_SIZE: 1.0}}],
+    [
+        {"stop_token_ids": [VOCAB_SIZE]},
+        {"allowed_token_ids": [1, 1 << 30]},
+        {"logit_bias": {VOCAB_SIZE: 1.0}},
+    ],
     ids=str,
 )
 def test_token_ids_of_settings_are_the_models(params: dict[str, Any], llm: LLM) -> None:
@@ -156,11 +178,13 @@ def test_a_wrong_setting_names_itself_and_is_no_request() -> None:
         SamplingParams(temperature=-1)
 
 
-# ---- many ----------------------------------------------------------------------------------------------------
+# ---- many --------------------------------------------------------------------------------------------------
 
 
 def test_more_prompts_than_may_wait_are_all_answered_in_their_order(folder: Path, llm: LLM) -> None:
-    small = LLM(folder, kv_cache_memory="1MB", block_size=16, max_num_seqs=2, max_queue=3, max_queue_tokens=40)
+    small = LLM(
+        folder, kv_cache_memory="1MB", block_size=16, max_num_seqs=2, max_queue=3, max_queue_tokens=40
+    )
     prompts = [prompt(1 + i % 30, i) for i in range(40)]
     outputs = small.generate(prompts, SAMPLED)
     assert [output.prompt_token_ids for output in outputs] == prompts
@@ -180,7 +204,7 @@ def test_max_tokens_none_goes_as_far_as_the_model(llm: LLM) -> None:
     assert len(list(llm.stream([5] * (MAX_LENGTH - 7), params))) == 7
 
 
-# ---- streams ---------------------------------------------------------------------------------------------------
+# ---- streams -----------------------------------------------------------------------------------------------
 
 
 def test_a_stream_gives_the_tokens_and_text_of_generate(llm: LLM) -> None:
@@ -227,7 +251,7 @@ def test_threads_get_what_each_would_get_alone(llm: LLM) -> None:
     check_idle(llm.engine)
 
 
-# ---- what goes wrong -------------------------------------------------------------------------------------------
+# ---- what goes wrong ---------------------------------------------------------------------------------------
 
 
 def test_an_error_in_a_step_reaches_the_caller_and_leaves_nothing(

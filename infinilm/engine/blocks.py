@@ -105,7 +105,7 @@ class Blocks:
         block_ids: list[int] = []
         while self.keeps_contents and (chain.num_blocks + 1) * self.size < len(token_ids):
             tokens = self._tokens(token_ids, chain.num_blocks)
-            block = self._holding(self.next_digest(chain, tokens), chain, tokens)
+            block = self._holding(self._next_digest(chain, tokens), chain, tokens)
             if block is None:
                 break
             self._hold(block)
@@ -118,7 +118,7 @@ class Blocks:
         """Let others find the full blocks of a stream whose first num_computed tokens have keys."""
         while self.keeps_contents and (chain.num_blocks + 1) * self.size <= num_computed:
             tokens = self._tokens(token_ids, chain.num_blocks)
-            digest = self.next_digest(chain, tokens)
+            digest = self._next_digest(chain, tokens)
             block = self._holding(digest, chain, tokens)
             if block is None:
                 block = block_ids[chain.num_blocks]
@@ -126,11 +126,12 @@ class Blocks:
             chain = Chain(digest, self.contents[block].serial, chain.num_blocks + 1)
         return chain
 
-    def adopt(self, chain: Chain, digest: bytes, tokens: tuple[int, ...]) -> tuple[Chain | None, int | None]:
+    def adopt(self, chain: Chain, tokens: tuple[int, ...]) -> tuple[Chain | None, int | None]:
         """The chain with these tokens after it, and an empty block for their keys, which others find from now on.
 
         No block, if they can be found already; no chain either, if there is no empty block.
         """
+        digest = self._next_digest(chain, tokens)
         block, new = self._holding(digest, chain, tokens), None
         if block is None and not (self.empty and self.keeps_contents):
             return None, None
@@ -143,7 +144,7 @@ class Blocks:
     def _tokens(self, token_ids: array[int], index: int) -> tuple[int, ...]:
         return tuple(token_ids[index * self.size : (index + 1) * self.size])
 
-    def next_digest(self, chain: Chain, tokens: tuple[int, ...]) -> bytes:
+    def _next_digest(self, chain: Chain, tokens: tuple[int, ...]) -> bytes:
         return self.digest(chain.digest + array("q", tokens).tobytes())
 
     def _holding(self, digest: bytes, chain: Chain, tokens: tuple[int, ...]) -> int | None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from infinilm.batch import Stream
-from infinilm.cache import PagedCache
 from infinilm.config import check_one_of
 from infinilm.draw import needs_adjusting
 from infinilm.engine.request import Completion

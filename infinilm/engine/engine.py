@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import random
 import reprlib
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from infinilm.config import EngineConfig
 from infinilm.draw import has_choice
 from infinilm.engine.blocks import Blocks
 from infinilm.engine.draft import ModelDrafter, NgramDrafter, SpeculativeConfig, note_guesses
-from infinilm.engine.grammar import GrammarCompiler
+from infinilm.engine.grammar import GrammarCompiler, Masks
 from infinilm.engine.memory import SHARE, free_bytes
 from infinilm.engine.request import Completion, NumericalError, QueueFull, Request, RequestError
 from infinilm.engine.scheduler import Scheduler
@@ -57,6 +59,7 @@ class Engine:
         self.requests: dict[str, Request] = {}
         self._serials = itertools.count()
         self._seeds = random.Random(config.seed)
+        self._pool: tuple[int, ThreadPoolExecutor] | None = None
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -117,9 +120,16 @@ class Engine:
             max_shared=rope.end_of_regime(len(token_ids)),
         )
         if params.structured_outputs is not None:
+            matcher = self.grammars.compile(params.structured_outputs)
             for completion in request.completions:
-                completion.matcher = self.grammars.compile(params.structured_outputs)
+                completion.matcher = Masks(matcher.copy(), self._threads())
         return request
+
+    def _threads(self) -> ThreadPoolExecutor:
+        """For masks; a fork has none of its parent's threads."""
+        if self._pool is None or self._pool[0] != os.getpid():
+            self._pool = os.getpid(), ThreadPoolExecutor(1, "infinilm-masks")
+        return self._pool[1]
 
     def has_room_for(self, request: Request) -> bool:
         waiting, config = self.scheduler.waiting, self.config
@@ -157,6 +167,9 @@ class Engine:
         if not work:
             return []
         start = time.perf_counter()
+        for item in work:
+            if item.num_drawn and item.stream.matcher is not None:
+                item.stream.matcher.prepare()
         drawn = self.runner.run(work)
         self.scheduler.note_time(work, time.perf_counter() - start)
         return self._update(work, drawn)

@@ -10,9 +10,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 
 import llguidance
@@ -114,6 +116,16 @@ class Matcher:
         if not words.any():
             raise RequestError(f"structured_outputs.{self._kind}: no token of this model can follow here")
 
+    def new_mask(self) -> Tensor:
+        """The words that `fill` writes"""
+        mask = self._vocabulary.new_mask()
+        self.fill(mask)
+        return mask[0]
+
+    @property
+    def no_token(self) -> Tensor:
+        return self._vocabulary.new_mask()[0]
+
     def accept(self, token_id: int) -> None:
         """The token that came next, one of those that `fill` allowed."""
         with refusals(self._kind):
@@ -134,6 +146,39 @@ class Matcher:
     def _check_state(self) -> None:
         if self._matcher.is_error():
             raise refused(self._kind, self._matcher.get_error())
+
+
+class Masks:
+    """A matcher whose masks are made in another thread while the model runs.
+
+    Where a text cannot be completed nothing is allowed, so that no token is drawn.
+    """
+
+    def __init__(self, matcher: Matcher, threads: Executor) -> None:
+        self._matcher = matcher
+        self._threads = threads
+        self._next: Future[Tensor] | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        return self._matcher.is_finished
+
+    def prepare(self) -> None:
+        """Begin the next mask; a step begins."""
+        if self._next is None:
+            self._next = self._threads.submit(self._matcher.new_mask)
+
+    def mask(self) -> Tensor:
+        self.prepare()
+        try:
+            return self._next.result()  # type: ignore[union-attr]
+        except RequestError:
+            return self._matcher.no_token
+
+    def accept(self, token_id: int) -> None:
+        self._next = None
+        with suppress(RequestError):  # the next mask says it again
+            self._matcher.accept(token_id)
 
 
 class Vocabulary:
@@ -188,14 +233,14 @@ def words_of(token_ids: list[int], vocab_size: int) -> Tensor:
 def grammar_of(wanted: StructuredOutputsParams) -> tuple[str, str]:
     """Which kind it is, and the grammar."""
     if wanted.json is not None:
-        return "json", grammar_of_schema(json.loads(str(wanted.json)))
+        return "json", grammar_of_schema(str(wanted.json))
     if wanted.regex is not None:
         return "regex", llguidance.LLMatcher.grammar_from_regex(wanted.regex)
     if wanted.choice is not None:
         return "choice", lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, wanted.choice)))
     if wanted.grammar is not None:
         return "grammar", lark(wanted.grammar)
-    return "json_object", grammar_of_schema({"type": "object"})
+    return "json_object", grammar_of_schema('{"type":"object"}')
 
 
 def lark(text: str) -> str:
@@ -203,10 +248,10 @@ def lark(text: str) -> str:
     return json.dumps({"grammars": [{"lark_grammar": text}]})
 
 
-def grammar_of_schema(schema: dict[str, Any]) -> str:
-    check_schema(schema)
+def grammar_of_schema(schema: str) -> str:
     options: Any = {"whitespace_pattern": WHITESPACE, "json_allowed_escapes": ESCAPES}
     with refusals("json"):
+        check_schema(json.loads(schema))
         return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=options)
 
 
@@ -215,24 +260,40 @@ def check_schema(schema: dict[str, Any]) -> None:
     if "x-guidance" in schema:
         raise refused("json", "'x-guidance' is no keyword of JSON Schema; leave it out")
     num_patterns = 0
-    for found in objects_in(schema):
-        required = found.get("required")
-        num_required = len(required) if isinstance(required, list) else 0
-        num_patterns += len(found.get("patternProperties") or ())
-        # Keys that are not named may come twice, and then count twice.
-        if isinstance(found.get("minProperties"), int) and found["minProperties"] > max(num_required, 1):
-            raise refused("json", "minProperties above 1 is only known for properties that are required")
+    for found in filter(lambda value: isinstance(value, dict), values_in(schema)):
+        check_min_properties(found)
+        check_numbers(found)
+        patterns = found.get("patternProperties")
+        num_patterns += len(patterns) if isinstance(patterns, dict) else 0
     if num_patterns > MAX_PATTERN_PROPERTIES:
         raise refused("json", f"{num_patterns} patternProperties, but {MAX_PATTERN_PROPERTIES} are the most")
 
 
-def objects_in(value: Any) -> Iterator[dict[str, Any]]:
-    """Every object, also where a schema has data: a $ref can lead there."""
+def check_min_properties(schema: dict[str, Any]) -> None:
+    """Keys that are not named may come twice, and then count twice."""
+    required, wanted = schema.get("required"), schema.get("minProperties")
+    num_required = len(set(map(str, required))) if isinstance(required, list) else 0
+    if isinstance(wanted, int) and wanted > max(num_required, 1):
+        raise refused("json", "minProperties above 1 is only known for properties that are required")
+
+
+def check_numbers(schema: dict[str, Any]) -> None:
+    """llguidance keeps them as float64; bounds beyond 64 bits it brings back inside."""
+    bounds = (value for value in schema.values() if isinstance(value, int))
+    lost = [value for value in bounds if abs(value) < 2**63 - 1 and int(float(value)) != value]
+    values = values_in([schema.get("const"), schema.get("enum")])
+    lost += [value for value in values if isinstance(value, int) and abs(value) > 2**53]
+    if lost:
+        raise refused("json", f"the integer {short(lost[0])} has more digits than are told apart")
+
+
+def values_in(value: Any) -> Iterator[Any]:
+    """All of them, at any depth, also where a schema has data: a $ref can lead there."""
     waiting = [value]
     while waiting:
         found = waiting.pop()
+        yield found
         if isinstance(found, dict):
-            yield found
             waiting += found.values()
         elif isinstance(found, list):
             waiting += found
@@ -272,6 +333,8 @@ def refusals(kind: str) -> Iterator[None]:
     """Whatever llguidance throws is about this request, panics included."""
     try:
         yield
+    except RequestError:
+        raise
     except (ValueError, RuntimeError) as error:
         raise refused(kind, str(error)) from error
     except BaseException as error:

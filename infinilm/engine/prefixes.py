@@ -24,7 +24,7 @@ def fingerprint(model: Any, cache: PagedCache) -> dict[str, str]:
     return {
         "format": FORMAT,
         "weights": digest_of_weights(model),
-        "config": json.dumps(model.config.to_dict(), sort_keys=True, default=str),
+        "config": repr(model.config),
         "dtype": str(cache.shape.dtype),
         "block_size": str(cache.shape.size),
         "instruction_set": _native.isa(),
@@ -52,27 +52,28 @@ def weights_of(model: Any) -> list[tuple[str, Tensor]]:
 
 def save(path: str | Path, model: Any, cache: PagedCache, blocks: Blocks) -> int:
     """Write what can be found in the cache; the number of blocks"""
-    kept = [(block, blocks.contents[block]) for block in in_order(blocks)]
-    index = {content.serial: i for i, (_, content) in enumerate(kept)}
-    ids = torch.tensor([block for block, _ in kept], dtype=torch.int64)
+    ids = in_order(blocks)
+    kept = [blocks.contents[block] for block in ids]
+    salts = sorted({content.parent for content in kept if isinstance(content.parent, bytes)})
+    index: dict[int | bytes, int] = {content.serial: i for i, content in enumerate(kept)}
+    index |= {salt: -1 - i for i, salt in enumerate(salts)}
     tensors = {
-        "token_ids": torch.tensor([content.token_ids for _, content in kept], dtype=torch.int64),
-        "parents": torch.tensor([index.get(content.parent, -1) for _, content in kept], dtype=torch.int64),
-        "digests": torch.tensor([list(content.digest) for _, content in kept], dtype=torch.uint8),
+        "token_ids": torch.tensor([c.token_ids for c in kept], dtype=torch.int64).view(-1, blocks.size),
+        "parents": torch.tensor([index[c.parent] for c in kept], dtype=torch.int64),
+        "salts": torch.tensor(list(json.dumps([salt.hex() for salt in salts]).encode()), dtype=torch.uint8),
     }
     for layer, (keys, values) in enumerate(cache.layers):
-        tensors[f"keys.{layer}"], tensors[f"values.{layer}"] = (t[ids.to(t.device)].cpu() for t in (keys, values))
+        tensors[f"keys.{layer}"], tensors[f"values.{layer}"] = keys[ids].cpu(), values[ids].cpu()
     write_tensors(path, tensors, fingerprint(model, cache))
     return len(kept)
 
 
 def in_order(blocks: Blocks) -> list[int]:
     """Blocks that can be reached, every one after its parent"""
-    by_serial = sorted(blocks.contents, key=lambda block: blocks.contents[block].serial)
-    reached, serials = [], {0}
-    for block in by_serial:
-        content = blocks.contents[block]
-        if content.parent in serials and blocks.found.get(content.digest) == block:
+    reached, serials = [], set()
+    for block, content in sorted(blocks.contents.items(), key=lambda item: item[1].serial):
+        has_parent = isinstance(content.parent, bytes) or content.parent in serials
+        if has_parent and blocks.found.get(content.digest) == block:
             reached.append(block)
             serials.add(content.serial)
     return reached
@@ -83,40 +84,47 @@ def load(path: str | Path, model: Any, cache: PagedCache, blocks: Blocks) -> int
     or in another form, is a ValueError."""
     tensors = read_tensors(path, fingerprint(model, cache))
     check_shapes(path, tensors, cache)
-    taken = adopt(path, tensors, blocks)
-    rows, ids = torch.tensor(list(taken), dtype=torch.int64), torch.tensor(list(taken.values()), dtype=torch.int64)
+    taken = adopt(tensors, salts_in(path, tensors), blocks)
+    rows, ids = list(taken), list(taken.values())
     for layer, pools in enumerate(cache.layers):
         for name, pool in zip(("keys", "values"), pools, strict=True):
-            pool[ids.to(pool.device)] = tensors[f"{name}.{layer}"][rows].to(pool.device)
+            pool[ids] = tensors[f"{name}.{layer}"][rows].to(pool.device)
     return len(taken)
 
 
-def adopt(path: str | Path, tensors: dict[str, Tensor], blocks: Blocks) -> dict[int, int]:
+def adopt(tensors: dict[str, Tensor], salts: list[bytes], blocks: Blocks) -> dict[int, int]:
     """The block that each row of the file goes to, as far as there is room and it is not known already"""
     taken: dict[int, int] = {}
-    chains: dict[int, Chain] = {}
-    names = ("parents", "token_ids", "digests")
-    for row, (parent, token_ids, digest) in enumerate(zip(*(tensors[name].tolist() for name in names), strict=True)):
-        if parent >= 0 and parent not in chains:
-            continue  # there was no room for what comes before
-        chain, tokens = chains.get(parent, Chain(b"")), tuple(token_ids)
-        if parent >= 0 and bytes(digest) != blocks.next_digest(chain, tokens):
-            raise ValueError(f"{path}: row {row} does not follow from its parent {parent}; the file is damaged")
-        chain, block = blocks.adopt(chain, bytes(digest), tokens)
-        if chain is not None:
-            chains[row] = chain
-        if block is not None:
-            taken[row] = block
+    chains: dict[int, Chain | None] = {-1 - i: blocks.root(salt) for i, salt in enumerate(salts)}
+    for row, (parent, tokens) in enumerate(
+        zip(tensors["parents"].tolist(), tensors["token_ids"].tolist(), strict=True)
+    ):
+        chain = chains[parent]
+        if chain is not None:  # else there was no room for what comes before
+            chain, block = blocks.adopt(chain, tuple(tokens))
+            if block is not None:
+                taken[row] = block
+        chains[row] = chain
     return taken
 
 
+def salts_in(path: str | Path, tensors: dict[str, Tensor]) -> list[bytes]:
+    try:
+        salts = [bytes.fromhex(salt) for salt in json.loads(bytes(tensors["salts"].tolist()))]
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: 'salts' cannot be read; the file is damaged: {error}") from error
+    if bool((tensors["parents"] < -len(salts)).any()):
+        raise ValueError(f"{path}: 'parents' name more salts than there are; the file is damaged")
+    return salts
+
+
 def check_shapes(path: str | Path, tensors: dict[str, Tensor], cache: PagedCache) -> None:
-    """Names, shapes and dtypes as `save` writes them, parents before their children, token ids that are some."""
+    """Names, shapes and dtypes as `save` writes them, and parents before their children"""
     count, size = len(tensors.get("parents", ())), cache.shape.size
     wanted = {
         "token_ids": ((count, size), torch.int64),
         "parents": ((count,), torch.int64),
-        "digests": ((count, 32), torch.uint8),
+        "salts": ((len(tensors.get("salts", ())),), torch.uint8),
     }
     for layer, (keys, values) in enumerate(cache.layers):
         wanted[f"keys.{layer}"] = ((count, *keys.shape[1:]), keys.dtype)
@@ -125,5 +133,5 @@ def check_shapes(path: str | Path, tensors: dict[str, Tensor], cache: PagedCache
     if found != wanted:
         wrong = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
         raise ValueError(f"{path}: {wrong[0]!r} is {found.get(wrong[0])}, but {wanted.get(wrong[0])} is needed")
-    if bool((tensors["parents"] >= torch.arange(count)).any()) or bool((tensors["parents"] < -1).any()):
+    if bool((tensors["parents"] >= torch.arange(count)).any()):
         raise ValueError(f"{path}: a block comes before its parent; the file is damaged")

@@ -1,0 +1,156 @@
+"""Prefixes saved by one process are found by another, bit for bit, and by no model that is not the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import Tiny, finish, prompt, said
+from safetensors.torch import load_file, safe_open, save_file
+from torch import Tensor
+
+from infinilm import RequestOutput, SamplingParams
+from infinilm.engine import prefixes
+from infinilm.engine.engine import Engine
+
+PARAMS = SamplingParams(temperature=1.0, seed=3, max_tokens=6, logprobs=2, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Tiny:
+    return Tiny.at(tmp_path_factory.mktemp("tiny"))
+
+
+def answer(engine: Engine, token_ids: list[int], salt: str | None = None) -> RequestOutput:
+    (output,) = finish(engine, engine.make(token_ids, PARAMS, cache_salt=salt))
+    return output
+
+
+def save(engine: Engine, path: Path) -> int:
+    return prefixes.save(path, engine.model, engine.cache, engine.blocks)
+
+
+def load(engine: Engine, path: Path) -> int:
+    return prefixes.load(path, engine.model, engine.cache, engine.blocks)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "bfloat16"])
+def test_a_saved_prefix_gives_the_bits_of_a_computed_one(
+    kv_cache_dtype: str, tiny: Tiny, tmp_path: Path
+) -> None:
+    first, second = (tiny.engine(kv_cache_dtype=kv_cache_dtype) for _ in range(2))
+    wanted = answer(first, prompt(70))
+    assert save(first, tmp_path / "file") == load(second, tmp_path / "file") == 4
+    found = answer(second, prompt(70))
+    assert (wanted.num_cached_tokens, found.num_cached_tokens) == (0, 64)
+    assert said(found) == said(wanted)
+    assert load(second, tmp_path / "file") == 0  # all known
+
+
+def test_a_salt_is_saved_along(tiny: Tiny, tmp_path: Path) -> None:
+    first, second = tiny.engine(), tiny.engine()
+    answer(first, prompt(40), "mine")
+    save(first, tmp_path / "file")
+    load(second, tmp_path / "file")
+    assert answer(second, prompt(40)).num_cached_tokens == 0
+    assert answer(second, prompt(40), "mine").num_cached_tokens == 32
+
+
+def test_as_much_is_loaded_as_there_is_room_for_and_nothing_is_driven_out(tiny: Tiny, tmp_path: Path) -> None:
+    first, second = tiny.engine(), tiny.engine(num_blocks=6)
+    answer(first, prompt(120))
+    assert save(first, tmp_path / "file") == 7
+    other = [token + 1 for token in prompt(40)]
+    answer(second, other)
+    assert load(second, tmp_path / "file") == 4
+    assert answer(second, other).num_cached_tokens == 32
+
+
+def test_an_empty_cache_is_saved_and_loaded(tiny: Tiny, tmp_path: Path) -> None:
+    assert save(tiny.engine(), tmp_path / "file") == load(tiny.engine(), tmp_path / "file") == 0
+
+
+def other_weights(tiny: Tiny, folder: Path) -> Engine:
+    return Tiny.at(folder, seed=6).engine()
+
+
+def other_block_size(tiny: Tiny, folder: Path) -> Engine:
+    return tiny.engine(block_size=32)
+
+
+def other_dtype(tiny: Tiny, folder: Path) -> Engine:
+    return tiny.engine(kv_cache_dtype="bfloat16")
+
+
+def other_rope(tiny: Tiny, folder: Path) -> Engine:
+    return Tiny.at(folder, rope_theta=5000.0).engine()
+
+
+@pytest.mark.parametrize(
+    "other, named",
+    [
+        (other_weights, "weights"),
+        (other_block_size, "block_size"),
+        (other_dtype, "dtype"),
+        (other_rope, "config"),
+    ],
+)
+def test_prefixes_of_anything_else_are_refused_by_what_differs(
+    other: Callable[[Tiny, Path], Engine], named: str, tiny: Tiny, tmp_path: Path
+) -> None:
+    first = tiny.engine()
+    answer(first, prompt(40))
+    save(first, tmp_path / "file")
+    with pytest.raises(ValueError, match=f": {named} is"):
+        load(other(tiny, tmp_path), tmp_path / "file")
+
+
+def set_parents(parents: list[int]) -> Callable[[dict[str, Tensor]], None]:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors["parents"] = torch.tensor(parents)
+
+    return change
+
+
+def drop_a_layer(tensors: dict[str, Tensor]) -> None:
+    del tensors["values.1"]
+
+
+def shorten(tensors: dict[str, Tensor]) -> None:
+    tensors["keys.0"] = tensors["keys.0"][:1].clone()
+
+
+def spoil_salts(tensors: dict[str, Tensor]) -> None:
+    tensors["salts"] = torch.tensor(list(b'["zz"]'), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [set_parents([1, 0]), set_parents([-9, 0]), set_parents([0]), drop_a_layer, shorten, spoil_salts],
+)
+def test_a_damaged_file_is_refused_and_leaves_the_engine_as_it_was(
+    change: Any, tiny: Tiny, tmp_path: Path
+) -> None:
+    first, second = tiny.engine(), tiny.engine()
+    wanted = answer(first, prompt(40))
+    save(first, tmp_path / "file")
+    tensors = load_file(tmp_path / "file")
+    with safe_open(tmp_path / "file", "pt") as file:
+        metadata = file.metadata()
+    change(tensors)
+    save_file(tensors, tmp_path / "file", metadata)
+    with pytest.raises(ValueError):
+        load(second, tmp_path / "file")
+    assert not second.blocks.contents
+    assert said(answer(second, prompt(40))) == said(wanted)
+
+
+def test_a_file_that_is_none_of_ours_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("no tensors")
+    save_file({"a": torch.zeros(1)}, tmp_path / "tensors")
+    for name in ("text", "tensors", "missing"):
+        with pytest.raises((ValueError, OSError)):
+            load(tiny.engine(), tmp_path / name)
