@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from engines import write_model
 
 from infinilm import hub
 from infinilm.cli import main
@@ -29,6 +30,11 @@ def infinilm(*arguments: str, stdin: str = "", **environment: str) -> subprocess
         timeout=120,
         env={**os.environ, "HF_HUB_OFFLINE": "1", **environment},
     )
+
+
+@pytest.fixture(scope="module")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("tiny"))
 
 
 def test_help_and_version_answer_without_torch() -> None:
@@ -89,6 +95,10 @@ def test_info_tells_architecture_sizes_and_memory(default_model_path: Path) -> N
         (("generate", "", "--raw"), "prompt"),
         (("generate", "x", "--device", "gpu"), "device 'gpu' cannot be used here"),
         (("bench", "latency", "--device", "meta"), "device 'meta' cannot be used here"),
+        (("generate", "x", "--kv-cache-dtype", "int3"), "kv_cache_dtype must be one of auto, float32"),
+        (("generate", "x", "--kv-cache-memory", "much"), "kv_cache_memory"),
+        (("generate", "x", "--max-model-len", "1"), "max_model_len"),
+        (("bench", "throughput", "--output-len", "1"), "output-len must be at least 2, but is 1"),
     ],
 )
 def test_a_users_error_is_one_line_and_a_failing_exit(
@@ -96,7 +106,7 @@ def test_a_users_error_is_one_line_and_a_failing_exit(
 ) -> None:
     result = infinilm(*arguments)
     assert result.returncode == 1
-    (line,) = result.stderr.strip().splitlines()
+    (line,) = (line for line in result.stderr.splitlines() if "keys and values" not in line)
     assert line.startswith("infinilm: error:") and expected in line
 
 
@@ -112,6 +122,34 @@ def test_bench_latency_prints_every_quantity_with_its_spread(default_model_path:
         "read_bandwidth_bytes_per_second",
     ):
         assert result[name] > 0 and result[f"{name}_spread"] >= 0
+
+
+def test_bench_throughput_prints_rates_and_latencies(tiny_folder: Path) -> None:
+    sizes = ("--num-prompts", "5", "--input-len", "9", "--output-len", "3", "--concurrency", "2")
+    command = ("bench", "throughput", "--model", str(tiny_folder), *sizes)
+    result = json.loads(infinilm(*command, "--json").stdout)
+    seconds = result["elapsed_seconds"]
+    assert result["requests_per_second"] == pytest.approx(5 / seconds)
+    assert result["output_tokens_per_second"] == pytest.approx(15 / seconds)
+    assert result["total_tokens_per_second"] == pytest.approx(60 / seconds)
+    for name in ("time_to_first_token_seconds", "inter_token_latency_seconds"):
+        assert 0 < result[name]["p50"] <= result[name]["p99"] <= seconds
+    assert (result["num_prompts"], result["concurrency"]) == (5, 2)
+    assert "total tokens per second" in infinilm(*command).stdout
+
+
+def test_a_benchmark_that_would_be_cut_short_is_refused(
+    tiny_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["--input-len", "12", "--output-len", "5", "--max-model-len", "16"]
+    assert main(["bench", "throughput", "--model", str(tiny_folder), *sizes]) == 1
+    assert "are 17 tokens, but the model and its cache take 16 at most" in capsys.readouterr().err
+
+
+def test_a_length_bounds_the_prompt(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--raw", "--model", str(tiny_folder), "--max-model-len", "8", "--kv-cache-memory", "1MB"]
+    assert main(["generate", "far too long", *options]) == 1
+    assert "the prompt has 12 tokens" in capsys.readouterr().err
 
 
 def test_unknown_commands_are_a_usage_error() -> None:
