@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -37,7 +37,9 @@ class Stream:
     `drafts` are guesses of what follows; they are fed along with the last token to be confirmed or refuted.
     """
 
-    def __init__(self, token_ids: Iterable[int], params: SamplingParams, seed: int = 0, index: int = 0) -> None:
+    def __init__(
+        self, token_ids: Iterable[int], params: SamplingParams, seed: int = 0, index: int = 0
+    ) -> None:
         self.token_ids = array("q", token_ids)
         self.num_prompt = len(self.token_ids)
         self.params = params
@@ -52,6 +54,10 @@ class Stream:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_drawn(self) -> int:
+        return len(self.token_ids) - self.num_prompt
 
     @property
     def num_pending(self) -> int:
@@ -85,4 +91,4 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **moved)
+        return Batch(**{**vars(self), **moved})

@@ -1,4 +1,4 @@
-"""Keys and values in pools of blocks: PagedCache for an engine, DynamicCache for who holds one batch of streams."""
+"""Keys and values in pools of blocks: PagedCache for an engine, DynamicCache for one batch of streams."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ LANES = 16  # keys that the kernel reads side by side
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "q8_0": torch.uint8}
 
-# B streams, S block size, P blocks of a pool, M blocks of a stream, N tokens, T positions, K key/value heads, D head size
+# B streams, S block size, P blocks of a pool, M blocks of a stream, N tokens, T positions,
+# K key/value heads, D head size
 
 
 @dataclass(frozen=True)
 class BlockShape:
-    """What one block of one layer holds: keys [K, S/16, D, 16], as attention reads them, and values [K, S, D].
+    """What one block of a layer holds: keys [K, S/16, D, 16], as attention reads them, and values [K, S, D].
 
     q8_0 has groups of 32 along D, each with its float16 scale.
     """
@@ -60,7 +61,13 @@ class BlockShape:
 
 
 def attend(  # noqa: PLR0913  those of the op
-    pools: tuple[Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, batch: Batch, scale: float, window: int | None
+    pools: tuple[Tensor, Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: Batch,
+    scale: float,
+    window: int | None,
 ) -> Tensor:
     """Store k and v [N, K, D], and let q [N, H, D] attend to all that each token may see -> [N, H, D]
 
@@ -74,7 +81,9 @@ def attend(  # noqa: PLR0913  those of the op
         return ops.attention(q, *pools, batch.block_tables, batch.streams, batch.slots, scale, window or 0)
     out = torch.empty_like(q)
     for start in range(0, len(q), size):
-        part, streams, slots, attended = (t[start : start + size] for t in (q, batch.streams, batch.slots, out))
+        part, streams, slots, attended = (
+            t[start : start + size] for t in (q, batch.streams, batch.slots, out)
+        )
         ops.attention(part, *pools, batch.block_tables, streams, slots, scale, window or 0, out=attended)
     return out
 
@@ -125,12 +134,16 @@ class DynamicCache:
         held = self._lengths.get(layer_idx, [0] * batch_size)
         if len(held) != batch_size:
             raise ValueError(
-                f"cache: it holds {len(held)} streams, but {batch_size} came; use a new cache for another batch"
+                f"cache: it holds {len(held)} streams, but {batch_size} came; another batch needs a new one"
             )
         return held
 
     def place(
-        self, counts: Sequence[int], layer_idx: int = 0, token_ids: Tensor | None = None, device: torch.device | str = "cpu"
+        self,
+        counts: Sequence[int],
+        layer_idx: int = 0,
+        token_ids: Tensor | None = None,
+        device: torch.device | str = "cpu",
     ) -> Batch:
         """Where new tokens go, so many of each stream; rope rows are their places."""
         starts = self.lengths(len(counts), layer_idx)

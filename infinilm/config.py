@@ -323,8 +323,8 @@ UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """How a model is loaded and run. None leaves a choice to the engine, which makes it from the model and the
-    memory there is."""
+    """How a model is loaded and run. None leaves a choice to the engine, which makes it from the model and
+    the memory there is."""
 
     model: str | Path | None = None
     device: torch.device | str | None = None
@@ -373,7 +373,11 @@ def checked_bytes(name: str, value: Any) -> int | None:
     """A number of bytes, also written as "512MB" or "2GiB"."""
     if value is None:
         return None
-    match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([kmg]i?)?b?\s*", value.lower()) if isinstance(value, str) else None
+    match = (
+        re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([kmg]i?)?b?\s*", value.lower())
+        if isinstance(value, str)
+        else None
+    )
     if match:
         value = int(float(match[1]) * UNITS[match[2] or ""])
     return check_whole(name, value, 1, 1 << 50)

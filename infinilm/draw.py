@@ -36,7 +36,7 @@ class Ranked(NamedTuple):
 
 
 def uniform(seed: int, index: int, position: int) -> float:
-    """A number from 0 to 1 that these three alone decide: neither neighbours nor an interruption change it."""
+    """A number from 0 to 1 that these three alone decide: no neighbour and no interruption changes it."""
     mixed = 0
     for value in (seed, index, position):
         mixed = mix((mixed + value + 0x9E3779B97F4A7C15) & BITS)
@@ -44,7 +44,7 @@ def uniform(seed: int, index: int, position: int) -> float:
 
 
 def mix(bits: int) -> int:
-    """splitmix64's last step (Steele et al., 2014), in which each bit of the input moves half of the output"""
+    """splitmix64's last step (Steele et al., 2014): each bit of the input moves half of the output"""
     bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9 & BITS
     bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB & BITS
     return bits ^ (bits >> 31)
@@ -81,7 +81,9 @@ class Settings:
                 self._uniforms[i] = uniform(stream.seed, stream.index, position)
             if params is not self._params[i]:
                 self._params[i] = params
-                self._numbers[3 * i : 3 * i + 3] = array("f", [params.temperature, params.top_p, params.min_p])
+                self._numbers[3 * i : 3 * i + 3] = array(
+                    "f", [params.temperature, params.top_p, params.min_p]
+                )
                 self._top_k[i] = max(params.top_k, 0)
 
     def drawn(self) -> list[int]:
@@ -109,16 +111,19 @@ def draw(logits: Tensor, rows: Sequence[Row]) -> list[int]:
 def needs_adjusting(stream: Stream) -> bool:
     params = stream.params
     has_penalty = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1, 0, 0)
-    is_too_short = params.min_tokens > len(stream) - stream.num_prompt
+    is_too_short = params.min_tokens > stream.num_drawn
     is_bound = params.allowed_token_ids or stream.bad_words or stream.matcher
     return bool(has_penalty or params.logit_bias or is_too_short or is_bound)
 
 
 def adjusted(logits: Tensor, streams: Sequence[Stream]) -> Tensor:
-    """The logits [R, V] that the streams draw from, in float32: penalties, then biases, then what is allowed."""
+    """The logits [R, V] that the streams draw from, in float32: penalties, biases, what is allowed."""
     history, ends = histories(streams)
     penalties = torch.tensor(
-        [(s.params.repetition_penalty, s.params.presence_penalty, s.params.frequency_penalty) for s in streams]
+        [
+            (s.params.repetition_penalty, s.params.presence_penalty, s.params.frequency_penalty)
+            for s in streams
+        ]
     )
     masks = allowed_tokens(streams, logits.shape[1])
     on_device = [t.to(logits.device) for t in (history, ends, penalties, masks)]
@@ -167,7 +172,7 @@ def bits_of(token_ids: Sequence[int], num_words: int) -> Tensor:
 
 def banned_tokens(stream: Stream) -> list[int]:
     """What would end a stream that is too short, and the last tokens of bad words that it has begun"""
-    num_drawn = len(stream) - stream.num_prompt
+    num_drawn = stream.num_drawn
     banned = list(stream.stop_ids) if num_drawn < stream.params.min_tokens else []
     for *begun, last in stream.bad_words:
         if len(begun) <= num_drawn and stream.token_ids[len(stream) - len(begun) :].tolist() == begun:
@@ -184,6 +189,9 @@ def ranked(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[list[
     tokens = torch.tensor(token_ids, device=logits.device)
     ids, values = (t.tolist() for t in ops.logprobs(logits, tokens, num_top))
     return [
-        [Ranked(token, chosen, rank), *(Ranked(*found, place) for place, found in enumerate(zip(others, rest, strict=True), 1))]
+        [
+            Ranked(token, chosen, rank),
+            *(Ranked(*found, place) for place, found in enumerate(zip(others, rest, strict=True), 1)),
+        ]
         for token, (rank, *others), (chosen, *rest) in zip(token_ids, ids, values, strict=True)
     ]

@@ -109,7 +109,7 @@ class GenerationMixin:
         return Runner(self, cache, len(streams), max(map(len, streams)) + num_new)
 
     def advanced(self, runner: Runner, streams: Sequence[Stream]) -> dict[Stream, int]:
-        """Compute what is pending, as much as one step takes, and append the tokens of streams that got so far."""
+        """Compute what is pending, as much as one step takes, and append what is drawn where it ends."""
         budget, work = step_tokens(self.config, self.device), []
         for stream in streams:
             if count := min(stream.num_pending, budget):
@@ -158,7 +158,9 @@ def as_prompts(
         rows = input_ids.cpu()
         is_real = torch.ones_like(rows) if attention_mask is None else attention_mask.cpu()
         if is_real.shape != rows.shape or not bool(is_real.bool().any(1).all()):
-            raise ValueError(f"attention_mask must be {tuple(rows.shape)} as input_ids are, with a token in each row")
+            raise ValueError(
+                f"attention_mask must be {tuple(rows.shape)} as input_ids are, with a token in each row"
+            )
         return rows, [row[real.bool()].tolist() for row, real in zip(rows, is_real, strict=True)]
     if not input_ids or any(len(prompt) == 0 for prompt in input_ids):
         raise ValueError("input_ids must hold at least one prompt, and every prompt at least one token")

@@ -53,7 +53,8 @@ def load_model(
 ) -> tuple[LlamaForCausalLM, Tokenizer]:
     """A model and its tokenizer: a path, a Hugging Face id, or None for the built-in default."""
     return load(
-        EngineConfig(model=model, device=device, dtype=dtype, activations=activations, quantize=quantize), report
+        EngineConfig(model=model, device=device, dtype=dtype, activations=activations, quantize=quantize),
+        report,
     )
 
 
@@ -83,7 +84,11 @@ def check_arguments(config: EngineConfig) -> None:
 
 
 def tokenizer_of(checkpoint: Checkpoint, chat_template: str | None = None) -> Tokenizer:
-    found = Tokenizer.from_gguf(checkpoint.metadata) if checkpoint.metadata else Tokenizer.from_folder(checkpoint.path)
+    found = (
+        Tokenizer.from_gguf(checkpoint.metadata)
+        if checkpoint.metadata
+        else Tokenizer.from_folder(checkpoint.path)
+    )
     if chat_template is not None:
         found.chat_template = chat_template
     return found
@@ -119,11 +124,13 @@ def as_prompts(given: Any) -> list[Prompt]:
     if items and all(isinstance(item, int) for item in items):
         return [items]
     if any(isinstance(item, int | bytes) for item in items):
-        raise RequestError(f"prompts must be all of one kind, texts or lists of ids, but are {reprlib.repr(given)}")
+        raise RequestError(
+            f"prompts must be all of one kind, texts or lists of ids, but are {reprlib.repr(given)}"
+        )
     return items
 
 
-def as_conversations(given: Any) -> list[list[Mapping[str, Any]]]:
+def as_conversations(given: Any) -> list[Any]:
     wanted = "a list of {'role': ..., 'content': ...}, or of such lists"
     items = items_of("messages", wanted, given, Mapping | list | tuple)
     return [items] if items and isinstance(items[0], Mapping) else items
@@ -165,7 +172,8 @@ def with_options(init: Any) -> Any:
     """`init` says by its signature that it takes the fields of EngineConfig."""
     keyword = inspect.Parameter.KEYWORD_ONLY
     options = [
-        inspect.Parameter(f.name, keyword, default=f.default, annotation=f.type) for f in fields(EngineConfig)[1:]
+        inspect.Parameter(f.name, keyword, default=f.default, annotation=f.type)
+        for f in fields(EngineConfig)[1:]
     ]
     own = list(inspect.signature(init).parameters.values())
     init.__signature__ = inspect.Signature([*own[:-1], *options])
@@ -173,8 +181,8 @@ def with_options(init: Any) -> Any:
 
 
 class LLM:
-    """A model with its tokenizer and engine: `generate` continues prompts, `chat` answers, `stream` does as it
-    goes. Keyword arguments are the fields of EngineConfig."""
+    """A model with its tokenizer and engine: `generate` continues prompts, `chat` answers, `stream` does as
+    it goes. Keyword arguments are the fields of EngineConfig."""
 
     @with_options
     def __init__(self, model: str | Path | None = None, report: Report = tell_nobody, **options: Any) -> None:
@@ -202,8 +210,8 @@ class LLM:
         priorities = one_each("priority", priority, int, len(given), 0)
         with as_request_errors():
             requests = [
-                self.engine.make(prompt, *rest, cache_salt=cache_salt)
-                for prompt, *rest in zip(given, params, priorities, strict=True)
+                self.engine.make(prompt, own, rank, cache_salt=cache_salt)
+                for prompt, own, rank in zip(given, params, priorities, strict=True)
             ]
         return self._finish(requests, use_tqdm)
 
@@ -222,7 +230,9 @@ class LLM:
                 self.tokenizer.encode_chat(conversation, tools=tools, **template_variables)
                 for conversation in as_conversations(messages)
             ]
-        return self.generate([{"prompt_token_ids": ids} for ids in prompts], sampling_params, use_tqdm=use_tqdm)
+        return self.generate(
+            [{"prompt_token_ids": ids} for ids in prompts], sampling_params, use_tqdm=use_tqdm
+        )
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[tuple[int, str]]:
         """(token, the text that can be shown since the last one) as they come, of one continuation."""
@@ -248,7 +258,7 @@ class LLM:
             return prefixes.save(path, self.model, self.engine.cache, self.engine.blocks)
 
     def load_prefixes(self, path: str | Path) -> int:
-        """Take over saved prefixes, as far as there is room; ValueError if they are not of this very model."""
+        """Take over saved prefixes, as far as there is room; ValueError if they are of another model."""
         with self._lock:
             return prefixes.load(path, self.model, self.engine.cache, self.engine.blocks)
 
@@ -324,10 +334,8 @@ class Listener:
 
     def tell(self, item: RequestOutput | BaseException) -> None:
         self.has_unread = True
-        try:
+        with suppress(RuntimeError):  # the loop is closed, so nobody listens
             self.loop.call_soon_threadsafe(self.items.put_nowait, item)
-        except RuntimeError:  # the loop is closed, so nobody listens
-            pass
 
     async def next(self) -> RequestOutput:
         item = await self.items.get()

@@ -123,7 +123,7 @@ class LlamaRoPE(nn.RoPE):
         if parameters.scaling["rope_type"] == "longrope":
             return self, slots + (spans > parameters.original_max_position) * self.num_positions
         lengths, counts = (t.tolist() for t in torch.unique_consecutive(spans, return_counts=True))
-        parts = list(zip(lengths, slots.split(counts), strict=True))
+        parts = list(zip(lengths, torch.split(slots, counts), strict=True))
         return self._of(parts, 0, self.sin_table), torch.arange(len(slots), device=slots.device)
 
     def _of(self, parts: list[tuple[int, Tensor]], num_positions: int, like: Tensor) -> LlamaRoPE:

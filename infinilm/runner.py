@@ -1,4 +1,4 @@
-"""Runner: what streams are due -> one flat batch -> the model, run or replayed -> the tokens drawn for each."""
+"""Runner: the work of a step -> one flat batch -> the model, run or replayed -> the tokens drawn."""
 
 from __future__ import annotations
 
@@ -86,10 +86,14 @@ class Runner:
                 self._held[row] = block_ids, len(block_ids)
 
     def _logits(self, work: Sequence[Work]) -> Tensor:
-        """Of the prompt tokens whose logprobs are wanted and of what is drawn, in the order of the work [R, V]"""
+        """For the logprobs of prompts and for what is drawn, in the order of the work [R, V]"""
         token_ids, streams, slots, spans, logit_rows = (array("q") for _ in range(5))
         for row, item in enumerate(work):
-            stream, start, end = item.stream, item.stream.num_computed, item.stream.num_computed + item.num_tokens
+            stream, start, end = (
+                item.stream,
+                item.stream.num_computed,
+                item.stream.num_computed + item.num_tokens,
+            )
             base = len(slots) - start
             logit_rows.extend(base + position - 1 for position in item.prompt_positions)
             logit_rows.extend(range(base + end - item.num_drawn, base + end))
@@ -125,9 +129,8 @@ class Runner:
             return None
         return recording
 
-
     def _fixed_rope(self, recording: Recording) -> Any:
-        """Tables that serve other steps too, with their rows filled in; None where tokens need some of their own"""
+        """Tables that serve other steps too, with their rows filled in; None where tokens need their own"""
         rope = self.model.model.rope_reaching(max(recording.slots) + 1)
         if rope.rope_parameters.is_fixed:
             recording.rope_rows[:] = recording.slots
@@ -138,7 +141,7 @@ class Runner:
 
 
 class Recording:
-    """A step of N tokens, all of whose logits are wanted, on buffers of its own: recorded once, replayed since."""
+    """A step of N tokens, all with logits, on buffers of its own: recorded once, replayed since."""
 
     graph: Graph[Tensor]
 
@@ -146,8 +149,10 @@ class Recording:
         self.token_ids, self.rope_rows, self.streams, self.slots, self.spans = (
             array("q", [0]) * num_tokens for _ in range(5)
         )
-        places = map(tensor, (self.token_ids, self.rope_rows, self.streams, self.slots))
-        self.batch = Batch(*places, tables, lengths=[1])
+        token_ids, rope_rows, streams, slots = map(
+            tensor, (self.token_ids, self.rope_rows, self.streams, self.slots)
+        )
+        self.batch = Batch(token_ids, rope_rows, streams, slots, tables, lengths=[1])
         self.settings = Settings(num_tokens)
         self.rope: Any = None
 
@@ -178,8 +183,8 @@ class Recording:
 def collected(
     work: Sequence[Work], logits: Tensor, rows: Sequence[Row], tokens: list[int] | None = None
 ) -> list[Drawn]:
-    """What came of each item of the work. The tokens of a replay are drawn already, but that does not count where
-    a stream has something to say about its logits."""
+    """What came of each item of the work. The tokens of a replay are drawn already, but that does not count
+    where a stream has something to say about its logits."""
     results = [Drawn() for _ in work]
     logits = without_prompts(work, logits, results)
     if not rows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 Place = tuple[int, int]  # a stream and a slot in it
 
 
+@cache
 def problem(
     dtype: torch.dtype = torch.float32, block_size: int = 16, num_kv_heads: int = 2
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
@@ -104,10 +106,9 @@ def only_seen(
     rows, block_size = unfold_keys(keys), values.shape[2]
     new_rows, new_values = nan[:, None].expand_as(rows).clone(), nan[:, None].expand_as(values).clone()
     new_tables = torch.full_like(tables, -1)
-    for slot in slots:
-        block, at = tables[stream, slot // block_size], slot % block_size
-        new_tables[stream, slot // block_size] = block
-        new_rows[block, :, at], new_values[block, :, at] = rows[block, :, at], values[block, :, at]
+    entries, at = torch.tensor(slots) // block_size, torch.tensor(slots) % block_size
+    blocks = new_tables[stream, entries] = tables[stream, entries]
+    new_rows[blocks, :, at], new_values[blocks, :, at] = rows[blocks, :, at], values[blocks, :, at]
     return fold_keys(new_rows), new_values, new_tables
 
 
@@ -115,12 +116,17 @@ def test_tokens_far_apart_in_a_window_do_not_read_the_blocks_between_them(level:
     q, (keys, values, tables) = problem()
     places = [(0, 5), (0, 250)]
     wanted = attend(q, (keys, values, tables), places, 10)
+    tables = tables.clone()
     tables[0, 1:15] = torch.arange(14) * 10**15 - 10**10
     assert torch.equal(attend(q, (keys, values, tables), places, 10), wanted)
+    streams, slots = torch.tensor(places).t()
+    by_reference = ops.attention.reference(q[streams, slots], keys, values, tables, streams, slots, 0.2, 10)
+    torch.testing.assert_close(by_reference, wanted)
 
 
 def test_places_outside_the_tables_are_refused_and_nothing_is_stored(level: str) -> None:
     q, (keys, values, tables) = problem()
+    keys, values = keys.clone(), values.clone()
     before = keys.clone(), values.clone()
     for place in ((0, ROOM), (0, -1), (3, 0), (-1, 0), (0, 2**62)):
         streams, slots = torch.tensor([(0, 0), place]).t().contiguous()
@@ -139,7 +145,8 @@ def test_a_token_that_sees_no_block_is_refused_and_nothing_is_stored(
     block: int, dtype: torch.dtype, level: str
 ) -> None:
     q, (keys, values, tables) = problem()
-    before, tables = keys.clone(), tables.to(dtype)
+    keys, values, tables = keys.clone(), values.clone(), tables.to(dtype, copy=True)
+    before = keys.clone()
     tables[2, 3] = block
     places = [(2, 47), (0, 700), (2, 30), (2, 690), (2, 50)]
     streams, slots = torch.tensor(places).t().contiguous()
@@ -153,6 +160,22 @@ def test_a_token_that_sees_no_block_is_refused_and_nothing_is_stored(
         new = torch.zeros(5, 2, 32)
         ops.store_kv(keys, values, new, new, tables, streams, slots, out=(keys, values))
     assert torch.equal(keys, before)
+
+
+def test_the_reference_refuses_what_the_kernel_refuses() -> None:
+    q, (keys, values, tables) = problem()
+    for place, block, found in (
+        ((0, ROOM), 0, "no slot 768 of stream 0 in block tables of 3 streams, each with room for 768 slots"),
+        ((-1, 3), 0, "no slot 3 of stream -1"),
+        ((1, -1), 0, "no slot -1 of stream 1"),
+        ((2, 690), -1, "slot 48 of stream 2 is in block -1, and the pools have 144 blocks"),
+        ((2, 690), 144, "slot 48 of stream 2 is in block 144"),
+    ):
+        spoilt = tables.clone()
+        spoilt[2, 3] = block
+        with pytest.raises(IndexError, match=found):
+            streams, slots = torch.tensor([place]).t()
+            ops.attention.reference(q[0, :1], keys, values, spoilt, streams, slots, 0.2, 0)
 
 
 def test_a_stored_key_and_value_in_q8_0_have_the_bits_of_a_quantised_row(level: str) -> None:

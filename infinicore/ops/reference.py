@@ -598,19 +598,19 @@ def unfold_keys(keys: Tensor) -> Tensor:
     """
     if keys.dtype != torch.uint8:
         return keys.transpose(-1, -2).flatten(-3, -2)
-    groups = keys.unflatten(-1, (-1, KEY_LANES * Q8_0.bytes_per_block))
-    scales = groups[..., : 2 * KEY_LANES].unflatten(-1, (KEY_LANES, 2))
-    codes = groups[..., 2 * KEY_LANES :].unflatten(-1, (-1, KEY_LANES)).transpose(-1, -2)
+    groups = torch.unflatten(keys, -1, (-1, KEY_LANES * Q8_0.bytes_per_block))
+    scales = torch.unflatten(groups[..., : 2 * KEY_LANES], -1, (KEY_LANES, 2))
+    codes = torch.unflatten(groups[..., 2 * KEY_LANES :], -1, (-1, KEY_LANES)).transpose(-1, -2)
     blocks = torch.cat([scales, codes], -1)  # [P, K, S/16, D/32, 16, 34]
     return blocks.transpose(-3, -2).flatten(-2).flatten(-3, -2)
 
 
 def fold_keys(rows: Tensor) -> Tensor:
     """What unfold_keys undoes: 16 keys side by side, a lane for each"""
-    groups = rows.unflatten(-2, (-1, KEY_LANES))  # [P, K, S/16, 16, D]
+    groups = torch.unflatten(rows, -2, (-1, KEY_LANES))  # [P, K, S/16, 16, D]
     if rows.dtype != torch.uint8:
         return groups.transpose(-1, -2).contiguous()
-    blocks = groups.unflatten(-1, (-1, Q8_0.bytes_per_block)).transpose(-3, -2)  # [P, K, S/16, D/32, 16, 34]
+    blocks = torch.unflatten(groups, -1, (-1, Q8_0.bytes_per_block)).transpose(-3, -2)
     scales, codes = blocks[..., :2], blocks[..., 2:].transpose(-1, -2)
     return torch.cat([scales.flatten(-2), codes.flatten(-2)], -1).flatten(-2)
 
@@ -619,7 +619,7 @@ def rows_as(dtype: torch.dtype, x: Tensor) -> Tensor:
     """x [..., D] as a pool of this dtype holds it; uint8 is q8_0"""
     if dtype != torch.uint8:
         return x.to(dtype)
-    scale, codes = q8_0_parts(x.float().unflatten(-1, (-1, Q8_0.elements_per_block)))
+    scale, codes = q8_0_parts(torch.unflatten(x.float(), -1, (-1, Q8_0.elements_per_block)))
     return torch.cat([scale.half().view(torch.uint8), codes.view(torch.uint8)], -1).flatten(-2)
 
 
@@ -640,7 +640,7 @@ def paged(
     order = torch.randperm(num_streams * num_blocks, generator=torch.Generator().manual_seed(num_blocks))
 
     def pool(rows: Tensor) -> Tensor:
-        blocks = rows.unflatten(2, (num_blocks, block_size)).transpose(1, 2).flatten(0, 1)
+        blocks = torch.unflatten(rows, 2, (num_blocks, block_size)).transpose(1, 2).flatten(0, 1)
         return rows_as(dtype or rows.dtype, blocks[order.argsort()])
 
     return fold_keys(pool(keys)), pool(values), order.view(num_streams, num_blocks)
@@ -669,12 +669,12 @@ def attention_samples(dtype: torch.dtype) -> Samples:
     ):
         for slots in ([0], [6, 7, 3], [530, 2], list(range(20, 60)), []):
             streams = [i % 2 if len(slots) < 9 else 1 for i in range(len(slots))]
-            caches = [random(2, num_kv_heads, 768, dim, dtype=dtype).flip(i) for i in (0, 2)]
-            for cache in caches:
-                cache[:, :, max(slots, default=0) + 1 :] = torch.nan
+            k, v = (random(2, num_kv_heads, 768, dim, dtype=dtype).flip(i) for i in (0, 2))
+            for unseen in (k, v):
+                unseen[:, :, max(slots, default=0) + 1 :] = torch.nan
             places = torch.tensor(streams, dtype=torch.int64), torch.tensor(slots, dtype=torch.int64)
             for pool in (dtype, torch.uint8) if dim % 32 == 0 else (dtype,):
-                keys, values, tables = paged(*caches, block_size, pool)
+                keys, values, tables = paged(k, v, block_size, pool)
                 forget_unseen(tables, streams, slots, window, block_size)
                 for rows in dict.fromkeys((torch.float32, dtype)):
                     q = random(len(slots), num_heads, dim, dtype=rows)
@@ -713,21 +713,49 @@ def attention(
     of uint8 are q8_0: keys [P, K, S/16, D/32*544], for each 32 of D the scales of 16 keys and 32 rows of 16
     codes, values [P, K, S, D/32*34].
     """
-    block_size = values.shape[2]
+    blocks_at(block_tables, streams, slots, values)
     y = torch.empty_like(q)
-    for stream in streams.unique().tolist():
+    for stream in sorted(set(streams.tolist())):
         tokens = (streams == stream).nonzero().flatten()
-        last = int(slots[tokens].max())
-        first = max(int(slots[tokens].min()) - window + 1, 0) if window else 0
-        first -= first % block_size
-        blocks = block_tables[stream, first // block_size : last // block_size + 1].long()
+        blocks = blocks_seen(block_tables, stream, slots[tokens], window, values)
         k, v = (
-            values_of(rows.transpose(0, 1).flatten(1, 2)[:, : last + 1 - first])  # [K, T, D]
+            values_of(rows.transpose(0, 1).flatten(1, 2))  # [K, T, D]
             for rows in (unfold_keys(keys[blocks]), values[blocks])
         )
         for some in tokens.split(TOKENS_AT_ONCE):
-            y[some] = attend(q[some], k, v, slots[some] - first, scale, window)
+            y[some] = attend(q[some], k, v, slots[some], scale, window)
     return y
+
+
+def blocks_at(block_tables: Tensor, streams: Tensor, slots: Tensor, values: Tensor) -> Tensor:
+    """The block of each of these slots of these streams [N]"""
+    num_blocks, _, block_size = values.shape[:3]
+    num_streams, room = block_tables.shape
+    for stream, slot in zip(streams.tolist(), slots.tolist(), strict=True):
+        if not (0 <= stream < num_streams and 0 <= slot < room * block_size):
+            raise IndexError(
+                f"there is no slot {slot} of stream {stream} in block tables of {num_streams} streams, "
+                f"each with room for {room * block_size} slots"
+            )
+    blocks = block_tables[streams.long(), slots.long() // block_size].long()
+    for stream, slot, block in zip(streams.tolist(), slots.tolist(), blocks.tolist(), strict=True):
+        if not 0 <= block < num_blocks:
+            raise IndexError(
+                f"slot {slot} of stream {stream} is in block {block}, and the pools have {num_blocks} blocks"
+            )
+    return blocks
+
+
+def blocks_seen(block_tables: Tensor, stream: int, slots: Tensor, window: int, values: Tensor) -> Tensor:
+    """The blocks of a stream up to its last slot here; block 0 stands for those that no token sees."""
+    block_size = values.shape[2]
+    first = (slots.long() - window + 1).clamp(min=0) if window else torch.zeros_like(slots)
+    starts = torch.arange(0, int(slots.max()) + 1, block_size, device=slots.device)
+    is_seen = (starts <= slots[:, None]) & (starts + block_size > first[:, None])
+    seen = starts[is_seen.any(0)]
+    blocks = torch.zeros_like(starts)
+    blocks[is_seen.any(0)] = blocks_at(block_tables, torch.full_like(seen, stream), seen, values)
+    return blocks
 
 
 TOKENS_AT_ONCE = 128  # so that the scores of a long prompt take no more memory than its keys
@@ -739,7 +767,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, scale: float, window:
     visible = column <= slots[:, None]  # [N, T]
     if window:
         visible = visible & (column > slots[:, None] - window)
-    grouped = wide(q).unflatten(1, (len(k), -1)).movedim(0, 2)  # [K, H/K, N, D]
+    grouped = torch.unflatten(wide(q), 1, (len(k), -1)).movedim(0, 2)  # [K, H/K, N, D]
     scores = grouped @ k.to(grouped.dtype).transpose(1, 2).unsqueeze(1) * scale
     weights = torch.softmax(scores.masked_fill(~visible, -torch.inf), -1)  # [K, H/K, N, T]
     y = weigh(weights, v.to(grouped.dtype).unsqueeze(1), visible)
@@ -751,6 +779,7 @@ def weigh(weights: Tensor, v: Tensor, visible: Tensor) -> Tensor:
 
     In a plain product 0 * NaN would spoil them too.
     """
+    v = v.masked_fill(~visible.any(0)[:, None], 0)
     is_finite = v.isfinite()
     y = weights @ v.masked_fill(~is_finite, 0)
     for t in (~is_finite).flatten(0, 1).any(-1).any(0).nonzero().flatten().tolist():
@@ -772,7 +801,8 @@ def store_kv_samples(dtype: torch.dtype) -> Samples:
     places = torch.tensor([1, 0, 1, 0]), torch.tensor([88, 0, 33, 2])
     for size, pool in ((17, dtype), (64, torch.uint8)):
         k = not_finite(size, torch.float32)[:12].view(4, 3, size)
-        keys, values, tables = paged(*random(2, 2, 3, 96, size, dtype=dtype), 32, pool)
+        old_keys, old_values = random(2, 2, 3, 96, size, dtype=dtype)
+        keys, values, tables = paged(old_keys, old_values, 32, pool)
         yield keys, values, k, 1e6 * k.flip(0), tables.int(), *places  # some of it beyond float16
 
 
@@ -787,9 +817,8 @@ def store_kv(
     slots: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """The pools of attention with k and v [N, K, D] at (stream, slot) of each token, rounded as they are"""
-    block_size = values.shape[2]
-    blocks = block_tables[streams.long(), slots.long() // block_size].long()
+    blocks, places = blocks_at(block_tables, streams, slots, values), slots.long() % values.shape[2]
     new_keys, new_values = unfold_keys(keys).clone(), values.clone()
-    new_keys[blocks, :, slots.long() % block_size] = rows_as(keys.dtype, k)
-    new_values[blocks, :, slots.long() % block_size] = rows_as(values.dtype, v)
+    new_keys[blocks, :, places] = rows_as(keys.dtype, k)
+    new_values[blocks, :, places] = rows_as(values.dtype, v)
     return fold_keys(new_keys), new_values

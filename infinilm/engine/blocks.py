@@ -28,8 +28,8 @@ class Content:
 
 @dataclass(frozen=True)
 class Chain:
-    """The full blocks at the beginning of a stream that can be found again: how many, and the last of them, or
-    the salt where there is none."""
+    """The full blocks at the beginning of a stream that can be found again: how many, and the last of them,
+    or the salt where there is none."""
 
     digest: bytes
     serial: int | bytes
@@ -40,14 +40,18 @@ class Blocks:
     """A block has a count of those who hold it. With nobody left it is free, and keeps what it held until it
     is needed: free blocks are handed out empty ones first, then those longest out of use."""
 
-    def __init__(self, num_blocks: int, size: int, keeps_contents: bool = True, digest: Digest = sha256) -> None:
+    def __init__(
+        self, num_blocks: int, size: int, keeps_contents: bool = True, digest: Digest = sha256
+    ) -> None:
         self.num_blocks = num_blocks
         self.size = size
         self.keeps_contents = keeps_contents
         self.digest = digest
         self.num_holders = [0] * num_blocks
         self.empty = list(range(num_blocks))[::-1]  # a stack: memory is touched as far as it is needed
-        self.reusable: OrderedDict[int, None] = OrderedDict()  # of those nobody holds, the longest out of use first
+        self.reusable: OrderedDict[int, None] = (
+            OrderedDict()
+        )  # of those nobody holds, the longest out of use first
         self.contents: dict[int, Content] = {}
         self.found: dict[bytes, int] = {}
         self.last_serial = 0
@@ -81,9 +85,9 @@ class Blocks:
     def forget(self, block_ids: Iterable[int]) -> None:
         """Nobody will find what these blocks hold."""
         for block in block_ids:
-            if content := self.contents.pop(block, None):
-                if self.found.get(content.digest) == block:
-                    del self.found[content.digest]
+            content = self.contents.pop(block, None)
+            if content is not None and self.found.get(content.digest) == block:
+                del self.found[content.digest]
             if block in self.reusable:
                 del self.reusable[block]
                 self.empty.append(block)
@@ -100,8 +104,8 @@ class Blocks:
         return Chain(self.digest(salt), salt)
 
     def find(self, chain: Chain, token_ids: array[int]) -> tuple[Chain, list[int]]:
-        """The longest beginning of token_ids that blocks hold, which the caller holds from now on. The last token
-        is never among them, since its logits are wanted."""
+        """The longest beginning of token_ids that blocks hold, which the caller holds from now on. The last
+        token is never among them, since its logits are wanted."""
         block_ids: list[int] = []
         while self.keeps_contents and (chain.num_blocks + 1) * self.size < len(token_ids):
             tokens = self._tokens(token_ids, chain.num_blocks)
@@ -127,7 +131,7 @@ class Blocks:
         return chain
 
     def adopt(self, chain: Chain, tokens: tuple[int, ...]) -> tuple[Chain | None, int | None]:
-        """The chain with these tokens after it, and an empty block for their keys, which others find from now on.
+        """The chain with these tokens after it, and an empty block for their keys, which others find then.
 
         No block, if they can be found already; no chain either, if there is no empty block.
         """

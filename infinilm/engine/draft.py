@@ -24,7 +24,7 @@ LONGEST_REST = 64  # steps without guesses, for streams whose guesses come to no
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """method "ngram": what followed the last tokens when they last occurred; or a small model that guesses."""
+    """method "ngram": what followed the last tokens when they last occurred; or a model that guesses."""
 
     num_speculative_tokens: int
     method: str | None = None
@@ -39,7 +39,9 @@ class SpeculativeConfig:
         method = self.method or ("draft_model" if self.model else "ngram")
         check_one_of("method", method, ("ngram", "draft_model"))
         if (method == "ngram") != (self.model is None):
-            raise ValueError(f"speculative_config: method {method!r} and model {self.model!r} do not go together")
+            raise ValueError(
+                f"speculative_config: method {method!r} and model {self.model!r} do not go together"
+            )
         object.__setattr__(self, "method", method)
 
     @classmethod
@@ -106,7 +108,7 @@ def room_of(stream: Completion, config: SpeculativeConfig) -> int:
 
 
 class ModelDrafter:
-    """A small model of the same vocabulary. Its keys lie in blocks of the same numbers, in a cache of its own.
+    """A small model of the same vocabulary. Its keys lie in blocks of the same numbers, in its own cache.
 
     Where a stream was found in the cache of the large model, that of the small one may lack a token: then its
     guesses are worse, and nothing else.
@@ -122,7 +124,9 @@ class ModelDrafter:
         running = self.scheduler.running
         self.shadows = {stream: self.shadow(stream) for stream in running if stream.num_drawn > 0}
         guessing = {
-            stream: shadow for stream, shadow in self.shadows.items() if self.catch_up(shadow) and may_guess(stream)
+            stream: shadow
+            for stream, shadow in self.shadows.items()
+            if self.catch_up(shadow) and may_guess(stream)
         }
         for _ in range(self.config.num_speculative_tokens):
             due = {
@@ -143,7 +147,11 @@ class ModelDrafter:
         if known is None or known.block_ids is not stream.block_ids:
             params = replace(stream.params, logprobs=None, prompt_logprobs=None)
             known = Stream((), params, stream.seed, stream.index)
-            known.num_prompt, known.block_ids, known.num_computed = stream.num_prompt, stream.block_ids, stream.num_found
+            known.num_prompt, known.block_ids, known.num_computed = (
+                stream.num_prompt,
+                stream.block_ids,
+                stream.num_found,
+            )
         known.token_ids = stream.token_ids[:]
         known.num_computed = min(known.num_computed, len(stream) - 1)
         return known

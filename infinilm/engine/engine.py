@@ -1,4 +1,4 @@
-"""Engine: requests in, steps, outputs. A step is schedule -> run -> update, and each of the three has one place."""
+"""Engine: requests in, steps, outputs. A step is schedule -> run -> update, each of them in one place."""
 
 from __future__ import annotations
 
@@ -143,7 +143,8 @@ class Engine:
         if not self.has_room_for(request):
             raise QueueFull(
                 f"{len(self.scheduler.waiting)} requests of {self.scheduler.num_waiting_tokens} tokens wait "
-                f"already; max_queue is {self.config.max_queue}, max_queue_tokens {self.config.max_queue_tokens}"
+                f"already; max_queue is {self.config.max_queue}, max_queue_tokens "
+                f"{self.config.max_queue_tokens}"
             )
         self.requests[request.request_id] = request
         for completion in request.completions:
@@ -220,12 +221,13 @@ class Engine:
         request = stream.request
         if has_choice(stream, self.model.config.vocab_size):
             request.error = NumericalError(
-                f"request {request.request_id}: the model's logits are NaN or infinite, so that no token can be drawn"
+                f"request {request.request_id}: the model's logits are NaN or infinite, "
+                "so that no token can be drawn"
             )
         else:
             request.error = RequestError(
-                f"request {request.request_id}: no token is left to be drawn, since allowed_token_ids, bad_words, "
-                "min_tokens or structured_outputs rule each of them out"
+                f"request {request.request_id}: no token is left to be drawn, since allowed_token_ids, "
+                "bad_words, min_tokens or structured_outputs rule each of them out"
             )
         for completion in request.completions:
             self.blocks.forget(completion.block_ids)
@@ -262,7 +264,9 @@ class Engine:
         for name, ids in named.items():
             for token_id in ids:
                 if not 0 <= token_id < vocab_size:
-                    raise RequestError(f"{name} has token id {token_id}; the model's are 0 to {vocab_size - 1}")
+                    raise RequestError(
+                        f"{name} has token id {token_id}; the model's are 0 to {vocab_size - 1}"
+                    )
 
     def _room_for(self, num_prompt: int, params: SamplingParams) -> int:
         """How many tokens may follow a prompt."""
@@ -270,9 +274,11 @@ class Engine:
             raise RequestError("the prompt has no tokens; the model needs one at least")
         room = self.max_length - num_prompt
         if room < 1:
+            model_len = self.config.max_model_len or self.model.config.max_position_embeddings
+            blocks = f"{self.blocks.num_blocks} blocks of {self.blocks.size} tokens"
             raise RequestError(
-                f"the prompt has {num_prompt} tokens; with max_model_len {self.config.max_model_len or self.model.config.max_position_embeddings} and "
-                f"{self.blocks.num_blocks} blocks of {self.blocks.size} for keys and values, {self.max_length - 1} are the most"
+                f"the prompt has {num_prompt} tokens; with max_model_len {model_len} and {blocks} "
+                f"for keys and values, {self.max_length - 1} are the most"
             )
         return room if params.max_tokens is None else min(room, params.max_tokens)
 
@@ -318,8 +324,8 @@ def check_options(priority: Any, request_id: Any, cache_salt: Any) -> None:
 
 
 def make_caches(models: Sequence[LlamaForCausalLM], config: EngineConfig) -> list[PagedCache]:
-    """A cache for each model, of equally many blocks: as many as kv_cache_memory has room for, or a share of what
-    is free, and no more than all streams can fill."""
+    """A cache for each model, of equally many blocks: as many as kv_cache_memory has room for, or a share of
+    what is free, and no more than all streams can fill."""
     llama = models[0].config
     shapes = [block_shape(model, config) for model in models]
     block_bytes = sum(
@@ -327,7 +333,9 @@ def make_caches(models: Sequence[LlamaForCausalLM], config: EngineConfig) -> lis
     )
     given = config.kv_cache_memory
     num_bytes = given if isinstance(given, int) else int(SHARE * free_bytes(models[0].device))
-    most = config.max_num_seqs * -(-(config.max_model_len or llama.max_position_embeddings) // config.block_size)
+    most = config.max_num_seqs * -(
+        -(config.max_model_len or llama.max_position_embeddings) // config.block_size
+    )
     num_blocks = min(num_bytes // block_bytes, most)
     if num_blocks < 1:
         raise ValueError(f"kv_cache_memory: {num_bytes:,} bytes do not hold one block of {block_bytes:,}")
@@ -339,7 +347,9 @@ def make_caches(models: Sequence[LlamaForCausalLM], config: EngineConfig) -> lis
 
 
 def block_shape(model: LlamaForCausalLM, config: EngineConfig) -> BlockShape:
-    dtype = model.model.norm.weight.dtype if config.kv_cache_dtype == "auto" else DTYPES[config.kv_cache_dtype]
+    dtype = (
+        model.model.norm.weight.dtype if config.kv_cache_dtype == "auto" else DTYPES[config.kv_cache_dtype]
+    )
     head_dim = model.config.head_dim
     if dtype == torch.uint8 and head_dim % 32:
         raise ValueError(f"kv_cache_dtype 'q8_0' needs heads of a multiple of 32, but they have {head_dim}")

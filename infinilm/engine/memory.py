@@ -35,7 +35,10 @@ def free_of_groups() -> list[int]:
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
     )
     limits = [(number_in(CGROUP / limit), number_in(CGROUP / used)) for limit, used in pairs]
-    return [1 << 62, *(max(limit - used, 0) for limit, used in limits if limit is not None and used is not None)]
+    return [
+        1 << 62,
+        *(max(limit - used, 0) for limit, used in limits if limit is not None and used is not None),
+    ]
 
 
 def number_in(path: Path) -> int | None:

@@ -36,7 +36,7 @@ def digest_of_weights(model: Any) -> str:
     total = hashlib.sha256()
     for name, weight in weights_of(model):
         total.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
-        total.update(memoryview(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()))
+        total.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return total.hexdigest()
 
 
@@ -80,8 +80,8 @@ def in_order(blocks: Blocks) -> list[int]:
 
 
 def load(path: str | Path, model: Any, cache: PagedCache, blocks: Blocks) -> int:
-    """Fill empty blocks with what a file holds, and let it be found: the number of them. A file of another model,
-    or in another form, is a ValueError."""
+    """Fill empty blocks with what a file holds, and let it be found: the number of them. A file of another
+    model, or in another form, is a ValueError."""
     tensors = read_tensors(path, fingerprint(model, cache))
     check_shapes(path, tensors, cache)
     taken = adopt(tensors, salts_in(path, tensors), blocks)
@@ -132,6 +132,8 @@ def check_shapes(path: str | Path, tensors: dict[str, Tensor], cache: PagedCache
     found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     if found != wanted:
         wrong = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
-        raise ValueError(f"{path}: {wrong[0]!r} is {found.get(wrong[0])}, but {wanted.get(wrong[0])} is needed")
+        raise ValueError(
+            f"{path}: {wrong[0]!r} is {found.get(wrong[0])}, but {wanted.get(wrong[0])} is needed"
+        )
     if bool((tensors["parents"] >= torch.arange(count)).any()):
         raise ValueError(f"{path}: a block comes before its parent; the file is damaged")

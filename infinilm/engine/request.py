@@ -108,10 +108,6 @@ class Completion(Stream):
         """Who goes first: by priority, then by arrival"""
         return self.request.priority, self.request.serial, self.index
 
-    @property
-    def num_drawn(self) -> int:
-        return len(self.token_ids) - self.num_prompt
-
     def append(self, token_id: int, ranked: list[Ranked]) -> None:
         """One more token, and what its end, if it is one, was."""
         self.token_ids.append(token_id)

@@ -1,7 +1,7 @@
 """Scheduler: who moves how far in the next step, within the tokens of a step and the blocks of the cache.
 
-There is no phase of prompts and none of answers. A stream has tokens that are known and tokens that are computed;
-each step lets some catch up.
+There is no phase of prompts and none of answers. A stream has tokens that are known and tokens that are
+computed; each step lets some catch up.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from bisect import insort
 from collections.abc import Sequence
 from operator import attrgetter
 
+from infinilm.batch import Stream
 from infinilm.engine.blocks import Blocks
 from infinilm.engine.request import Completion
 from infinilm.runner import Work
@@ -49,7 +50,7 @@ def blended(old: float | None, new: float) -> float:
 
 
 class Scheduler:
-    """Streams wait, run, and may have to wait again when blocks run out; lists are in the order of who goes first."""
+    """Streams wait, run, and wait again when blocks run out; lists are in the order of who goes first."""
 
     def __init__(self, blocks: Blocks, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         self.blocks = blocks
@@ -75,7 +76,7 @@ class Scheduler:
             self.waiting.remove(stream)
 
     def schedule(self) -> list[Work]:
-        """What the next step computes: a token of every stream that is answered, then of prompts what fits."""
+        """What the next step computes: a token of each stream that is answered, then of prompts what fits."""
         work: list[Work] = []
         budget = self.max_num_batched_tokens
         for stream in list(self.running):
@@ -95,8 +96,8 @@ class Scheduler:
         return work
 
     def note_time(self, work: Sequence[Work], seconds: float) -> None:
-        num_answers = sum(1 for item in work if is_answering(item.stream))
-        self.pace.note(seconds, sum(item.num_tokens for item in work if not is_answering(item.stream)), num_answers)
+        prompts = [item.num_tokens for item in work if not is_answering(item.stream)]
+        self.pace.note(seconds, sum(prompts), len(work) - len(prompts))
 
     def preempt(self, stream: Completion) -> None:
         """Take its blocks; it will be computed again, from what others or itself left in the cache."""
@@ -107,7 +108,7 @@ class Scheduler:
         self.add(stream)
 
     def _move(self, stream: Completion, count: int, work: list[Work]) -> int:
-        """Add work to the step, if there are blocks for it; streams behind this one may have to give theirs."""
+        """Add work to the step, if there are blocks for it; streams behind this one may have to give some."""
         while (more := self._more_blocks(stream, count)) is None:
             last = self.running[-1]
             if any(item.stream is last for item in work):
@@ -158,7 +159,7 @@ class Scheduler:
         stream.block_ids, stream.chain = [], None
 
 
-def is_answering(stream: Completion) -> bool:
+def is_answering(stream: Stream) -> bool:
     """Whether all but the last token, and guesses, are computed"""
     return stream.num_computed >= len(stream) - 1 and stream.num_drawn > 0
 

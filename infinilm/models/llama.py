@@ -1,8 +1,8 @@
 """LLaMA and its kin: Llama 2 and 3, Mistral, Qwen2, Qwen3, SmolLM2. Their differences are config values.
 
-A step works on a flat list of tokens (`step`); `forward` lays a batch of equally long rows out as one. Attribute
-names are the keys of Hugging Face checkpoints. Shapes: N tokens of a step, R of them with logits, B streams, S new
-tokens of each, T all tokens of a stream, H query heads, K key/value heads, D head size, E hidden size, V vocabulary.
+A step works on a flat list of tokens (`step`); `forward` lays a batch of rows out as one. Attribute names are
+the keys of Hugging Face checkpoints. Shapes: N tokens of a step, R of them with logits, B streams, S new tokens
+of each, T all tokens of one, H query heads, K key/value heads, D head size, E hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class LlamaAttention(nn.Module):
         position_ids: Tensor | None,
         residual: Tensor | None,
     ) -> Tensor:
-        """[B, S, E] -> [B, S, E]: streams that go on in a DynamicCache, or begin here and see themselves alone"""
+        """[B, S, E] -> [B, S, E]: streams that go on in a DynamicCache, or begin here"""
         held = cache if isinstance(cache, DynamicCache) else DynamicCache()
         shape = hidden_states.shape
         batch = held.place([shape[1]] * shape[0], self.layer_idx, device=hidden_states.device)
@@ -220,7 +220,7 @@ class LlamaModel(nn.Module):
         return padded[:, -logits_to_keep:]
 
     def placed(self, positions: Tensor, streams: Tensor) -> tuple[LlamaRoPE, Tensor]:
-        """What rotates these tokens [N], and their rows: those of a stream as a sequence that ends with them"""
+        """What rotates these tokens [N], and their rows; a stream is a sequence that ends with them"""
         spans = torch.zeros_like(positions).scatter_reduce(0, streams, positions + 1, "amax")[streams]
         return self.rope_reaching(int(positions.max()) + 1).placed(positions, spans)
 
@@ -232,7 +232,7 @@ class LlamaModel(nn.Module):
         return longer
 
     def run(self, batch: Batch, cache: Cache, rope: nn.RoPE) -> Tensor:
-        """The states [R, E] of the tokens whose logits are wanted. Ops and views alone, so it can be recorded."""
+        """The states [R, E] of tokens whose logits are wanted. Ops and views alone: it can be recorded."""
         hidden_states: Tensor = self.embed_tokens(batch.token_ids, self.norm.weight.dtype)  # [N, E]
         for layer in self.layers:
             hidden_states = layer(hidden_states, cache, rope, batch=batch)
