@@ -101,7 +101,7 @@ def run_round(workers: dict[str, Worker], task: Task) -> dict[str, Times]:
 
 
 def line(served: Served, num_streams: int) -> str:
-    return f"{num_streams:8} streams  " + "  ".join(
+    return f"{num_streams:8} at once  " + "  ".join(
         f"{name} {cell(served, name, num_streams)}" for name in served.points
     )
 
@@ -117,7 +117,7 @@ def cell(served: Served, name: str, num_streams: int) -> str:
 
 
 def seconds_cell(seconds: dict[str, float]) -> str:
-    return f"{seconds['p50']:.3f} / {seconds['p99']:.3f}"
+    return f"{seconds['p50']:.3g} / {seconds['p99']:.3g}"
 
 
 def markdown(models: Sequence[Served], facts: dict[str, str]) -> str:
