@@ -137,8 +137,8 @@ def random_prompt(rng: random.Random, max_length: int) -> list[int]:
     ]
 
 
-def random_params(rng: random.Random, max_tokens: int) -> SamplingParams:
-    """Each of the ways to choose and to stop in some of the requests"""
+def random_params(rng: random.Random, max_tokens: int, is_free: bool = False) -> SamplingParams:
+    """Each of the ways to choose and to stop in some of the requests; a free one may choose any token."""
 
     def sometimes(value: Any, otherwise: Any) -> Any:
         return value if rng.random() < 0.25 else otherwise
@@ -162,9 +162,9 @@ def random_params(rng: random.Random, max_tokens: int) -> SamplingParams:
         stop=sometimes([rng.choice(letters), "\ufffd" * 3, "th"], ()),
         stop_token_ids=sometimes([rng.randrange(VOCAB_SIZE) for _ in range(8)], ()),
         ignore_eos=sometimes(True, False),
-        bad_words=sometimes(["x", "yz"], ()),
+        bad_words=() if is_free else sometimes(["x", "yz"], ()),
         logit_bias=sometimes({rng.randrange(VOCAB_SIZE): 3.0, 40: -100.0}, ()),
-        allowed_token_ids=sometimes(range(20, 120), None),
+        allowed_token_ids=None if is_free else sometimes(range(20, 120), None),
     )
 
 
