@@ -24,6 +24,7 @@ from engines import (
     prompt,
     random_jobs,
     random_params,
+    random_prompt,
     run,
     said,
 )
@@ -89,6 +90,31 @@ def test_every_request_of_a_mix_says_what_it_says_alone(
     requests = run(engine, jobs, 3, rng)
     check_idle(engine)
     assert any(request.metrics.num_preemptions for request in requests)
+    check_outputs(tiny, jobs, requests)
+
+
+def test_replayed_steps_draw_by_the_settings_of_each_stream(tiny: Tiny) -> None:
+    """Nothing here needs logits to be changed first, so that tokens are drawn within the recordings."""
+    rng = random.Random(11)
+    jobs = [
+        Job(
+            random_prompt(rng, 60),
+            SamplingParams(
+                temperature=rng.choice([0.0, 0.5, 2.0]),
+                top_p=rng.choice([0.5, 1.0]),
+                top_k=rng.choice([0, 5]),
+                min_p=rng.choice([0.0, 0.1]),
+                seed=i,
+                n=rng.randint(1, 2),
+                max_tokens=rng.randint(2, 20),
+            ),
+            arrival=rng.randint(0, 20),
+        )
+        for i in range(24)
+    ]
+    engine = tiny.engine(num_blocks=40)
+    requests = run(engine, jobs, 3, rng)
+    assert len(engine.runner._recordings) > 3
     check_outputs(tiny, jobs, requests)
 
 
