@@ -14,7 +14,15 @@ from typing import Any
 import pytest
 from engines import Tiny, check_idle, generated, is_beginning, prompt, said, write_model
 
-from infinilm import AsyncLLM, EngineDead, QueueFull, RequestError, RequestOutput, SamplingParams
+from infinilm import (
+    AsyncLLM,
+    EngineDead,
+    QueueFull,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -333,6 +341,14 @@ def test_after_shutdown_what_waited_has_failed_and_no_thread_is_left(folder: Pat
     within_patience(cut_off())
     llm.shutdown()
     assert wait_until(lambda: not our_threads())
+
+
+def test_threads_that_make_masks_end_with_the_engine(folder: Path) -> None:
+    llm = AsyncLLM(folder, **OPTIONS)
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))
+    assert within_patience(outputs_of(llm, prompt(5), params))[-1].outputs[0].text in ("yes", "no")
+    llm.shutdown()
+    assert wait_until(lambda: not our_threads(), 10)
 
 
 def test_an_llm_that_nobody_holds_ends_its_threads(folder: Path) -> None:

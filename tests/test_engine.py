@@ -365,6 +365,15 @@ def test_prompt_logprobs_are_those_of_a_prompt_that_was_not_cached(tiny: Tiny) -
     assert again.prompt_logprobs == generated(tiny.engine(), prompt(70), prompt_logprobs=2).prompt_logprobs
 
 
+def test_of_several_continuations_the_first_alone_computes_the_prompt(tiny: Tiny) -> None:
+    for prompt_logprobs in (None, 1):
+        engine = tiny.engine()
+        params = SamplingParams(n=3, seed=1, prompt_logprobs=prompt_logprobs)
+        request = engine.make(prompt(100), params)
+        finish(engine, request)
+        assert [completion.num_found for completion in request.completions] == [0, 96, 96]
+
+
 def test_a_prompt_interrupted_on_its_way_goes_on_where_the_cache_ends(tiny: Tiny) -> None:
     engine = tiny.engine(max_num_batched_tokens=20)
     request = engine.make(prompt(90), SAMPLED)

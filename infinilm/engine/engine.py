@@ -131,6 +131,11 @@ class Engine:
             self._pool = os.getpid(), ThreadPoolExecutor(1, "infinilm-masks")
         return self._pool[1]
 
+    def close(self) -> None:
+        """End its threads; no step follows."""
+        if self._pool is not None and self._pool[0] == os.getpid():
+            self._pool[1].shutdown(wait=False)
+
     def has_room_for(self, request: Request) -> bool:
         waiting, config = self.scheduler.waiting, self.config
         num_tokens = self.scheduler.num_waiting_tokens + len(request.prompt_token_ids)
