@@ -135,7 +135,8 @@ class Scheduler:
         blocks = self.blocks
         root = blocks.root(stream.request.salt)
         stream.chain, stream.block_ids = root, []
-        if stream.params.prompt_logprobs is None or stream.num_drawn:
+        # logprobs of the prompt need all of it computed, once
+        if stream.params.prompt_logprobs is None or stream.num_drawn or stream.index:
             stream.chain, stream.block_ids = blocks.find(root, stream.token_ids)
         stream.num_computed = stream.num_found = len(stream.block_ids) * blocks.size
         if blocks.num_for(len(stream)) - len(stream.block_ids) > blocks.num_free:
