@@ -241,6 +241,12 @@ def test_ropes_and_windows_that_depend_on_the_length_do_not_depend_on_the_compan
         Job(prompt(length), (SAMPLED, GREEDY)[i % 2], arrival=rng.randint(0, 12))
         for i, length in enumerate(lengths)
     ]
+    # the same text, of which another part is the prompt
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=50)
+    (whole,) = alone(tiny, Job(prompt(50), params), max_model_len=160).outputs
+    jobs += [
+        Job(prompt(50) + whole.token_ids[:count], params, arrival=5 + count) for count in (0, 5, 14, 15, 25)
+    ]
     engine = tiny.engine(num_blocks=30, max_model_len=160, max_num_batched_tokens=40)
     requests = run(engine, jobs, 3, rng)
     assert any(request.num_cached_tokens for request in requests)

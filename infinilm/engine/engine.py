@@ -117,7 +117,6 @@ class Engine:
             bad_words=self._bad_words(params),
             priority=priority,
             salt=f"{rope.regime(len(token_ids))}:{cache_salt or ''}".encode(),
-            max_shared=rope.end_of_regime(len(token_ids)),
         )
         if params.structured_outputs is not None:
             matcher = self.grammars.compile(params.structured_outputs)

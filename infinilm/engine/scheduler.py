@@ -151,9 +151,9 @@ class Scheduler:
     def keep(self, stream: Completion) -> None:
         """Let others find the full blocks of a stream."""
         if stream.chain is not None:
-            most = stream.request.max_shared
-            num_computed = stream.num_computed if most is None else min(stream.num_computed, most)
-            stream.chain = self.blocks.keep(stream.chain, stream.token_ids, num_computed, stream.block_ids)
+            stream.chain = self.blocks.keep(
+                stream.chain, stream.token_ids, stream.num_computed, stream.block_ids
+            )
 
     def _release(self, stream: Completion) -> None:
         self.blocks.give_back(stream.block_ids)
