@@ -68,8 +68,8 @@ class RopeParameters:
         return self.scaling["rope_type"] not in ("dynamic", "longrope")
 
     def regime(self, length: int) -> int:
-        """Lengths of one regime share their frequencies, and streams whose prompts are of one all their angles:
-        a prompt is rotated as a whole, and what follows it by its place alone."""
+        """Lengths of one regime share their frequencies. Streams whose prompts are of one share all angles: a
+        prompt is rotated as a whole, and what follows it by its place alone."""
         if self.scaling["rope_type"] == "dynamic":
             return max(length, self.max_position)
         if self.scaling["rope_type"] == "longrope":
