@@ -29,13 +29,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 PATIENCE = 60.0  # seconds, for what takes milliseconds on an idle machine
 SAMPLED = SamplingParams(seed=1, ignore_eos=True, max_tokens=20, logprobs=1)
-ENDLESS = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None)
-OPTIONS: dict[str, Any] = {"kv_cache_memory": "4MB", "block_size": 16}
+ENDLESS = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None)  # minutes
+OPTIONS: dict[str, Any] = {"kv_cache_memory": "32MB", "block_size": 16}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("tiny"))
+    return write_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=100_000)
 
 
 @pytest.fixture
@@ -180,10 +180,15 @@ def test_an_id_that_is_in_use_is_refused_and_its_owner_goes_on(llm: AsyncLLM) ->
         await until(lambda: "a" in llm.engine.requests)
         with pytest.raises(RequestError, match="request_id 'a' is in use"):
             await outputs_of(llm, prompt(6), SAMPLED, "a")
+        (owner,) = llm.engine.requests["a"].completions
+        num_tokens = len(owner)
+        await until(lambda: len(owner) > num_tokens + 5)
+        await llm.abort("a")
         return await first, await outputs_of(llm, prompt(6), SAMPLED, "a")
 
     first, again = within_patience(both())
-    assert first[-1].outputs[0].finish_reason == again[-1].outputs[0].finish_reason == "length"
+    assert first[-1].outputs[0].finish_reason == "abort"
+    assert again[-1].outputs[0].finish_reason == "length"
 
 
 # ---- giving up ---------------------------------------------------------------------------------------------
