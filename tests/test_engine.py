@@ -30,6 +30,7 @@ from engines import (
 )
 from gguf_files import llama_weights, write_folder
 
+import infinicore
 from infinilm import (
     EngineConfig,
     QueueFull,
@@ -118,12 +119,23 @@ def test_replayed_steps_draw_by_the_settings_of_each_stream(tiny: Tiny) -> None:
     check_outputs(tiny, jobs, requests)
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "float16"])
-def test_keys_in_half_precision_are_the_same_in_a_mix_as_alone(kv_cache_dtype: str, tiny: Tiny) -> None:
-    rng = random.Random(7)
+@pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "float16", "q8_0"])
+def test_keys_in_few_bits_are_the_same_in_a_mix_as_alone(
+    kv_cache_dtype: str, tmp_path: Path, one_thread: None
+) -> None:
+    tiny, rng = Tiny.at(tmp_path, head_dim=32), random.Random(7)
     jobs = random_jobs(rng, 10, 100, 8, arrive_within=10)
-    requests = run(tiny.engine(num_blocks=40, kv_cache_dtype=kv_cache_dtype), jobs, 3, rng)
+    requests = run(tiny.engine(num_blocks=10, kv_cache_dtype=kv_cache_dtype), jobs, 3, rng)
     check_outputs(tiny, jobs, requests, kv_cache_dtype=kv_cache_dtype)
+
+
+def test_a_mix_on_several_threads_says_what_each_says_alone_on_one(tiny: Tiny, keep_threads: None) -> None:
+    rng = random.Random(12)
+    jobs = random_jobs(rng, 6, 200, 5, arrive_within=4)
+    infinicore.set_num_threads(3)
+    requests = run(tiny.engine(num_blocks=24), jobs, 3, rng)
+    infinicore.set_num_threads(1)
+    check_outputs(tiny, jobs, requests)
 
 
 @pytest.mark.parametrize("guesser", ["ngram", "the model itself", "another model"])
