@@ -445,6 +445,20 @@ def test_giving_up_one_that_waits_or_is_unknown_is_nothing(tiny: Tiny) -> None:
     check_idle(engine)
 
 
+def test_times_are_noted_when_things_happen_and_not_when_they_do_not(tiny: Tiny) -> None:
+    engine = tiny.engine(max_num_batched_tokens=16)
+    answered, given_up = (engine.make(prompt(40), GREEDY) for _ in range(2))
+    engine.enqueue(given_up)
+    engine.step()
+    engine.abort(given_up.request_id)
+    finish(engine, answered)
+    times = answered.metrics
+    noted = [times.arrival_time, times.first_scheduled_time, times.first_token_time, times.last_token_time]
+    assert noted == sorted(noted) and noted[2] < noted[3] <= times.finished_time
+    assert given_up.metrics.first_scheduled_time and given_up.metrics.finished_time
+    assert given_up.metrics.first_token_time is given_up.metrics.last_token_time is None
+
+
 # ---- order -------------------------------------------------------------------------------------------------
 
 

@@ -217,6 +217,7 @@ class Engine:
                 break
             num_right += 1
         stream.num_computed += num_right
+        stream.request.note_token()
         if guesses:
             note_guesses(stream, num_right)
 
@@ -239,7 +240,6 @@ class Engine:
 
     def _settle(self, request: Request) -> None:
         """Let go of what has ended."""
-        request.note_token()
         for completion in request.completions:
             if completion.finish_reason is not None or request.error is not None:
                 self.scheduler.remove(completion)
