@@ -406,6 +406,7 @@ class Worker:
     def die(self, error: BaseException) -> None:
         """Nobody is left waiting, nor those whose calls nobody has made yet."""
         self.death = error
+        self.engine.close()
         for listener in self.listeners.values():
             listener.tell(self.dead())
         self.listeners.clear()

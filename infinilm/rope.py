@@ -68,19 +68,13 @@ class RopeParameters:
         return self.scaling["rope_type"] not in ("dynamic", "longrope")
 
     def regime(self, length: int) -> int:
-        """Lengths of one regime share their frequencies."""
+        """Lengths of one regime share their frequencies. Streams whose prompts are of one share all angles: a
+        prompt is rotated as a whole, and what follows it by its place alone."""
         if self.scaling["rope_type"] == "dynamic":
             return max(length, self.max_position)
         if self.scaling["rope_type"] == "longrope":
             return int(length > self.original_max_position)
         return 0
-
-    def end_of_regime(self, length: int) -> int | None:
-        """The last length that shares its frequencies with this one; None if all longer ones do."""
-        if self.regime(length) == self.regime(MAX_POSITION):
-            return None
-        is_dynamic = self.scaling["rope_type"] == "dynamic"
-        return max(length, self.max_position) if is_dynamic else self.original_max_position
 
     def frequencies(self, length: int) -> tuple[Tensor, float]:
         """(radians a position [D/2], factor of sin and cos) for a sequence of this length"""

@@ -46,7 +46,8 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}:{{ message.cont
 def write_model(folder: Path, **config: Any) -> Path:
     """A model of random weights whose tokens are bytes; `load_model` takes the folder."""
     seed = config.pop("seed", 5)
-    gguf_files.write_folder(folder, random_weights(seed), **{**CONFIG, **config})
+    config = {**CONFIG, **config}
+    gguf_files.write_folder(folder, random_weights(seed, config["head_dim"]), **config)
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     ids = {token: i for i, token in enumerate([*SPECIALS, *alphabet])}
     library = tokenizers.Tokenizer(tokenizers.models.BPE(ids, []))
@@ -59,19 +60,19 @@ def write_model(folder: Path, **config: Any) -> Path:
     return folder
 
 
-def random_weights(seed: int) -> dict[str, Tensor]:
+def random_weights(seed: int, head_dim: int) -> dict[str, Tensor]:
     """Large enough that tokens differ and depend on what came long before"""
     generator = torch.Generator().manual_seed(seed)
-    inner, kv = CONFIG["intermediate_size"], NUM_KV_HEADS * HEAD_DIM
+    inner, kv = CONFIG["intermediate_size"], NUM_KV_HEADS * head_dim
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB_SIZE, HIDDEN)}
     for layer in range(NUM_LAYERS):
         shapes |= {
             f"model.layers.{layer}.{name}.weight": shape
             for name, shape in {
-                "self_attn.q_proj": (NUM_HEADS * HEAD_DIM, HIDDEN),
+                "self_attn.q_proj": (NUM_HEADS * head_dim, HIDDEN),
                 "self_attn.k_proj": (kv, HIDDEN),
                 "self_attn.v_proj": (kv, HIDDEN),
-                "self_attn.o_proj": (HIDDEN, NUM_HEADS * HEAD_DIM),
+                "self_attn.o_proj": (HIDDEN, NUM_HEADS * head_dim),
                 "mlp.gate_proj": (inner, HIDDEN),
                 "mlp.up_proj": (inner, HIDDEN),
                 "mlp.down_proj": (HIDDEN, inner),
@@ -137,8 +138,8 @@ def random_prompt(rng: random.Random, max_length: int) -> list[int]:
     ]
 
 
-def random_params(rng: random.Random, max_tokens: int) -> SamplingParams:
-    """Each of the ways to choose and to stop in some of the requests"""
+def random_params(rng: random.Random, max_tokens: int, is_free: bool = False) -> SamplingParams:
+    """Each of the ways to choose and to stop in some of the requests; a free one may choose any token."""
 
     def sometimes(value: Any, otherwise: Any) -> Any:
         return value if rng.random() < 0.25 else otherwise
@@ -162,9 +163,9 @@ def random_params(rng: random.Random, max_tokens: int) -> SamplingParams:
         stop=sometimes([rng.choice(letters), "\ufffd" * 3, "th"], ()),
         stop_token_ids=sometimes([rng.randrange(VOCAB_SIZE) for _ in range(8)], ()),
         ignore_eos=sometimes(True, False),
-        bad_words=sometimes(["x", "yz"], ()),
+        bad_words=() if is_free else sometimes(["x", "yz"], ()),
         logit_bias=sometimes({rng.randrange(VOCAB_SIZE): 3.0, 40: -100.0}, ()),
-        allowed_token_ids=sometimes(range(20, 120), None),
+        allowed_token_ids=None if is_free else sometimes(range(20, 120), None),
     )
 
 

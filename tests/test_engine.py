@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import random
-import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import tokenizers
 import torch
@@ -21,12 +23,23 @@ from engines import (
     is_beginning,
     prompt,
     random_jobs,
+    random_params,
+    random_prompt,
     run,
     said,
 )
 from gguf_files import llama_weights, write_folder
 
-from infinilm import EngineConfig, QueueFull, RequestError, RequestOutput, SamplingParams, load_model
+import infinicore
+from infinilm import (
+    EngineConfig,
+    QueueFull,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+    load_model,
+)
 from infinilm.draw import uniform
 from infinilm.engine.engine import Engine
 from infinilm.engine.request import Request
@@ -81,12 +94,48 @@ def test_every_request_of_a_mix_says_what_it_says_alone(
     check_outputs(tiny, jobs, requests)
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "float16"])
-def test_keys_in_half_precision_are_the_same_in_a_mix_as_alone(kv_cache_dtype: str, tiny: Tiny) -> None:
-    rng = random.Random(7)
+def test_replayed_steps_draw_by_the_settings_of_each_stream(tiny: Tiny) -> None:
+    """Nothing here needs logits to be changed first, so that tokens are drawn within the recordings."""
+    rng = random.Random(11)
+    jobs = [
+        Job(
+            random_prompt(rng, 60),
+            SamplingParams(
+                temperature=rng.choice([0.0, 0.5, 2.0]),
+                top_p=rng.choice([0.5, 1.0]),
+                top_k=rng.choice([0, 5]),
+                min_p=rng.choice([0.0, 0.1]),
+                seed=i,
+                n=rng.randint(1, 2),
+                max_tokens=rng.randint(2, 20),
+            ),
+            arrival=rng.randint(0, 20),
+        )
+        for i in range(24)
+    ]
+    engine = tiny.engine(num_blocks=40)
+    requests = run(engine, jobs, 3, rng)
+    assert len(engine.runner._recordings) > 3
+    check_outputs(tiny, jobs, requests)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "float16", "q8_0"])
+def test_keys_in_few_bits_are_the_same_in_a_mix_as_alone(
+    kv_cache_dtype: str, tmp_path: Path, one_thread: None
+) -> None:
+    tiny, rng = Tiny.at(tmp_path, head_dim=32), random.Random(7)
     jobs = random_jobs(rng, 10, 100, 8, arrive_within=10)
-    requests = run(tiny.engine(num_blocks=40, kv_cache_dtype=kv_cache_dtype), jobs, 3, rng)
+    requests = run(tiny.engine(num_blocks=10, kv_cache_dtype=kv_cache_dtype), jobs, 3, rng)
     check_outputs(tiny, jobs, requests, kv_cache_dtype=kv_cache_dtype)
+
+
+def test_a_mix_on_several_threads_says_what_each_says_alone_on_one(tiny: Tiny, keep_threads: None) -> None:
+    rng = random.Random(12)
+    jobs = random_jobs(rng, 6, 200, 5, arrive_within=4)
+    infinicore.set_num_threads(3)
+    requests = run(tiny.engine(num_blocks=24), jobs, 3, rng)
+    infinicore.set_num_threads(1)
+    check_outputs(tiny, jobs, requests)
 
 
 @pytest.mark.parametrize("guesser", ["ngram", "the model itself", "another model"])
@@ -102,6 +151,24 @@ def test_guesses_change_nothing_of_what_is_said(
     requests = run(engine, jobs, 3, rng)
     check_idle(engine)
     check_outputs(tiny, jobs, requests)
+
+
+def test_texts_bound_by_a_structure_are_the_same_in_a_mix_as_alone(tiny: Tiny) -> None:
+    wanted = [
+        StructuredOutputsParams(regex="[a-z]{3,20}!"),
+        StructuredOutputsParams(choice=["yes", "no", "perhaps"]),
+        StructuredOutputsParams(json={"type": "object", "properties": {"a": {"type": "integer"}}}),
+    ]
+    rng = random.Random(9)
+    jobs = [
+        Job(prompt(5 + 9 * i, i), replace(params, structured_outputs=wanted[i % 3], stop=()), arrival=i)
+        for i, params in enumerate(random_params(rng, 20, is_free=True) for _ in range(9))
+    ] + random_jobs(rng, 4, 60, 12, arrive_within=8)
+    engine = tiny.engine(num_blocks=20)
+    requests = run(engine, jobs, 3, rng)
+    check_idle(engine)
+    check_outputs(tiny, jobs, requests)
+    assert {output.text for output in requests[1].output().outputs} <= {"yes", "no", "perhaps"}
 
 
 def test_guesses_that_are_right_save_steps(tiny: Tiny) -> None:
@@ -122,7 +189,6 @@ def test_ten_thousand_requests_say_what_they_say_alone_and_leave_nothing_behind(
     rng = random.Random(10)
     engine = tiny.engine(num_blocks=40, max_num_seqs=16)
     sizes = []
-    tracemalloc.start()
     for _ in range(100):
         engine.scheduler.max_num_batched_tokens = rng.choice([1, 16, 64, 512])
         longest = min(8 * engine.scheduler.max_num_batched_tokens, 300)
@@ -131,9 +197,10 @@ def test_ten_thousand_requests_say_what_they_say_alone_and_leave_nothing_behind(
         check_idle(engine)
         check_outputs(tiny, jobs[::10], requests[::10])
         del requests
-        sizes.append(tracemalloc.get_traced_memory()[0])
-    tracemalloc.stop()
-    assert max(sizes[50:]) < 1.1 * max(sizes[10:50])
+        gc.collect()
+        sizes.append((len(gc.get_objects()), psutil.Process().memory_info().rss))
+    num_objects, num_bytes = (last - early for early, last in zip(sizes[30], sizes[-1], strict=True))
+    assert num_objects < 3000 and num_bytes < 32 << 20  # of the 7,000 requests in between
 
 
 def test_requests_to_the_default_model_say_in_company_what_they_say_alone(default_model_path: Path) -> None:
@@ -185,6 +252,12 @@ def test_ropes_and_windows_that_depend_on_the_length_do_not_depend_on_the_compan
     jobs = [
         Job(prompt(length), (SAMPLED, GREEDY)[i % 2], arrival=rng.randint(0, 12))
         for i, length in enumerate(lengths)
+    ]
+    # the same text, of which another part is the prompt
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=50)
+    (whole,) = alone(tiny, Job(prompt(50), params), max_model_len=160).outputs
+    jobs += [
+        Job(prompt(50) + whole.token_ids[:count], params, arrival=5 + count) for count in (0, 5, 14, 15, 25)
     ]
     engine = tiny.engine(num_blocks=30, max_model_len=160, max_num_batched_tokens=40)
     requests = run(engine, jobs, 3, rng)
@@ -310,6 +383,15 @@ def test_prompt_logprobs_are_those_of_a_prompt_that_was_not_cached(tiny: Tiny) -
     assert again.prompt_logprobs == generated(tiny.engine(), prompt(70), prompt_logprobs=2).prompt_logprobs
 
 
+def test_of_several_continuations_the_first_alone_computes_the_prompt(tiny: Tiny) -> None:
+    for prompt_logprobs in (None, 1):
+        engine = tiny.engine()
+        params = SamplingParams(n=3, seed=1, prompt_logprobs=prompt_logprobs)
+        request = engine.make(prompt(100), params)
+        finish(engine, request)
+        assert [completion.num_found for completion in request.completions] == [0, 96, 96]
+
+
 def test_a_prompt_interrupted_on_its_way_goes_on_where_the_cache_ends(tiny: Tiny) -> None:
     engine = tiny.engine(max_num_batched_tokens=20)
     request = engine.make(prompt(90), SAMPLED)
@@ -361,6 +443,20 @@ def test_giving_up_one_that_waits_or_is_unknown_is_nothing(tiny: Tiny) -> None:
         "length",
     ]
     check_idle(engine)
+
+
+def test_times_are_noted_when_things_happen_and_not_when_they_do_not(tiny: Tiny) -> None:
+    engine = tiny.engine(max_num_batched_tokens=16)
+    answered, given_up = (engine.make(prompt(40), GREEDY) for _ in range(2))
+    engine.enqueue(given_up)
+    engine.step()
+    engine.abort(given_up.request_id)
+    finish(engine, answered)
+    times = answered.metrics
+    noted = [times.arrival_time, times.first_scheduled_time, times.first_token_time, times.last_token_time]
+    assert noted == sorted(noted) and noted[2] < noted[3] <= times.finished_time
+    assert given_up.metrics.first_scheduled_time and given_up.metrics.finished_time
+    assert given_up.metrics.first_token_time is given_up.metrics.last_token_time is None
 
 
 # ---- order -------------------------------------------------------------------------------------------------

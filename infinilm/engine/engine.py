@@ -119,7 +119,6 @@ class Engine:
             bad_words=self._bad_words(params),
             priority=priority,
             salt=f"{rope.regime(len(token_ids))}:{cache_salt or ''}".encode(),
-            max_shared=rope.end_of_regime(len(token_ids)),
         )
         if params.structured_outputs is not None:
             matcher = self._grammars.compile(params.structured_outputs)
@@ -139,6 +138,11 @@ class Engine:
         if self._pool is None or self._pool[0] != os.getpid():
             self._pool = os.getpid(), ThreadPoolExecutor(1, "infinilm-masks")
         return self._pool[1]
+
+    def close(self) -> None:
+        """End its threads; no step follows."""
+        if self._pool is not None and self._pool[0] == os.getpid():
+            self._pool[1].shutdown(wait=False)
 
     def has_room_for(self, request: Request) -> bool:
         waiting, config = self.scheduler.waiting, self.config
@@ -222,6 +226,7 @@ class Engine:
                 break
             num_right += 1
         stream.num_computed += num_right
+        stream.request.note_token()
         if guesses:
             note_guesses(stream, num_right)
 
@@ -244,7 +249,6 @@ class Engine:
 
     def _settle(self, request: Request) -> None:
         """Let go of what has ended."""
-        request.note_token()
         for completion in request.completions:
             if completion.finish_reason is not None or request.error is not None:
                 self.scheduler.remove(completion)

@@ -161,7 +161,6 @@ class Request:
     bad_words: Sequence[Sequence[int]] = ()
     priority: int = 0
     salt: bytes = b""
-    max_shared: int | None = None  # tokens whose keys others may use; beyond them ropes differ
     num_cached_tokens: int = 0
     error: BaseException | None = None
     prompt_logprobs: list[Logprobs | None] = field(default_factory=lambda: [None])

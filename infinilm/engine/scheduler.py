@@ -135,7 +135,8 @@ class Scheduler:
         blocks = self.blocks
         root = blocks.root(stream.request.salt)
         stream.chain, stream.block_ids = root, []
-        if stream.params.prompt_logprobs is None or stream.num_drawn:
+        # logprobs of the prompt need all of it computed, once
+        if stream.params.prompt_logprobs is None or stream.num_drawn or stream.index:
             stream.chain, stream.block_ids = blocks.find(root, stream.token_ids)
         stream.num_computed = stream.num_found = len(stream.block_ids) * blocks.size
         if blocks.num_for(len(stream)) - len(stream.block_ids) > blocks.num_free:
@@ -150,9 +151,9 @@ class Scheduler:
     def keep(self, stream: Completion) -> None:
         """Let others find the full blocks of a stream."""
         if stream.chain is not None:
-            most = stream.request.max_shared
-            num_computed = stream.num_computed if most is None else min(stream.num_computed, most)
-            stream.chain = self.blocks.keep(stream.chain, stream.token_ids, num_computed, stream.block_ids)
+            stream.chain = self.blocks.keep(
+                stream.chain, stream.token_ids, stream.num_computed, stream.block_ids
+            )
 
     def _release(self, stream: Completion) -> None:
         self.blocks.give_back(stream.block_ids)
