@@ -185,7 +185,7 @@ class Engine:
             if item.num_drawn and item.stream.matcher is not None:
                 item.stream.matcher.prepare()
         drawn = self.runner.run(work)
-        self.scheduler.note_time(work, time.perf_counter() - start)
+        self.scheduler.pace.note(sum(item.num_tokens for item in work), time.perf_counter() - start)
         return self._update(work, drawn)
 
     def _update(self, work: Sequence[Work], drawn: Sequence[Drawn]) -> list[Request]:
