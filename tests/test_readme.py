@@ -86,6 +86,16 @@ def test_start_with_infinilm_runs(default_model_path: Path, capsys: pytest.Captu
     assert "Paris" in answer and "four, five, six" in counted
 
 
+def test_many_requests_at_once_run(default_model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_example(ROOT / "README.md", "StructuredOutputsParams")
+    assert capsys.readouterr().out.splitlines()[-1] in ("yes", "no")
+
+
+def test_the_example_of_coroutines_runs(default_model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_example(ROOT / "README.md", "AsyncLLM")
+    assert "four" in capsys.readouterr().out
+
+
 def test_reading_a_checkpoint_runs(default_model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_example(ROOT / "docs" / "checkpoints.md", "open_checkpoint")
     assert "QuantizedTensor(Q4_1" in capsys.readouterr().out
