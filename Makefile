@@ -109,6 +109,7 @@ LLAMA_FLAGS := $(if $(shell grep -s amx_tile /proc/cpuinfo),-DGGML_NATIVE=OFF -D
 bench: setup .venv/.peers
 	$(BIN)/python -m benchmarks.ops
 	$(BIN)/python -m benchmarks.side_by_side
+	$(BIN)/python -m benchmarks.throughput
 	$(BIN)/python -m benchmarks.scaling
 
 clean:

@@ -81,3 +81,23 @@ def draw_curve(panel: Any, name: str, curve: Mapping[int, Measured]) -> None:
     panel.plot(list(curve), [point.median for point in curve.values()], "o-", color=COLORS[OURS])
     panel.set(xlim=0, ylim=0, xlabel=x_name, ylabel=y_name)
     panel.grid(alpha=0.3)
+
+
+def draw_throughput(
+    models: Mapping[str, Mapping[str, Mapping[int, Measured]]], title: str, path: Path
+) -> None:
+    """A panel a model: tokens a second by the streams that run at once, a line a contender."""
+    if not has_matplotlib():
+        return
+    figure = new_figure((5 * len(models), 3.8), title)
+    for panel, (name, curves) in zip(
+        figure.subplots(1, len(models), squeeze=False).flat, models.items(), strict=True
+    ):
+        for contender, curve in curves.items():
+            rates = [point.median for point in curve.values()]
+            panel.plot(list(curve), rates, "o-", color=COLORS[contender], label=contender)
+        panel.set(xlim=0, ylim=0, xlabel="streams at once", ylabel="tokens a second, prompts included")
+        panel.set_title(name, loc="left", fontsize=10)
+        panel.grid(alpha=0.3)
+        panel.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=120)

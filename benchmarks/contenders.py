@@ -3,8 +3,9 @@
 Nothing heavy is imported before a contender is known, so that its memory is its own.
 
 A contender opens a task (room for its streams), fills it (reads the prompts), rewinds (forgets all but the
-prompts and decodes one token) and decodes. What a task times is `fill` or `decode` alone. Prompts are random
-token ids, and end-of-text is ignored.
+prompts and decodes one token) and decodes. What a task times is `fill` or `decode` alone, or, if it is
+served, prompts and answers with the time of every token. Prompts are random token ids, and end-of-text is
+ignored.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -33,12 +33,16 @@ CHUNK = 512  # tokens of a prompt that llama.cpp is given at once
 
 @dataclass(frozen=True)
 class Task:
-    """Decode num_tokens after a prompt, in each of num_streams; 0 tokens: read the prompt."""
+    """Decode num_tokens after a prompt, in each of num_streams; 0 tokens: read the prompt.
+
+    If it is served, both are timed, from the first prompt to the last token.
+    """
 
     name: str
     prompt: int
     num_streams: int = 1
     num_tokens: int = 0
+    is_served: bool = False
 
     @property
     def is_prefill(self) -> bool:
@@ -47,7 +51,17 @@ class Task:
     @property
     def num_counted(self) -> int:
         """The tokens that are timed."""
-        return self.num_streams * (self.prompt if self.is_prefill else self.num_tokens)
+        prompt = self.prompt if self.is_prefill or self.is_served else 0
+        return self.num_streams * (prompt + self.num_tokens)
+
+
+@dataclass(frozen=True)
+class Times:
+    """Of a task that was served: its seconds, those of each stream to its first token, and between tokens."""
+
+    seconds: float
+    first: list[float]
+    gaps: list[float]
 
 
 class Contender(Protocol):
@@ -61,6 +75,9 @@ class Contender(Protocol):
 
     def decode(self) -> None: ...
 
+    def serve(self) -> Times:
+        """The task as a whole"""
+
 
 class Infinilm:
     def __init__(self, path: str, activations: str | None = None) -> None:
@@ -71,34 +88,43 @@ class Infinilm:
 
         infinicore.set_num_threads(NUM_THREADS)
         torch.set_num_threads(NUM_THREADS)
-        self.model, _ = load_model(path, activations=activations)
+        self.model, self.tokenizer = load_model(path, activations=activations)
         self.note = f"level {infinicore._native.isa()}, activations {activations or 'by default'}"
+        self.engine: Any = None
+        self.seed = 0
 
     def open(self, task: Task) -> None:
-        import torch
+        from infinilm.bench import Lockstep, random_prompts
+        from infinilm.config import EngineConfig
+        from infinilm.engine.engine import Engine
 
-        from infinilm.cache import DynamicCache
-
-        self.task, self.cache = task, DynamicCache()
-        self.prompt = torch.randint(0, self.model.config.vocab_size, (task.num_streams, task.prompt))
-
-    def steps(self, token_ids: Any, num_tokens: int) -> Any:
-        from infinilm.sampling import SamplingParams
-
-        params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-        return self.model.steps(token_ids, params, self.cache)
+        self.task = task
+        if task.is_served:  # by one engine, which keeps what it has recorded
+            if self.engine is None or self.engine.config.max_num_seqs < task.num_streams:
+                config = EngineConfig(max_num_seqs=max(64, task.num_streams))
+                self.engine = Engine(self.model, self.tokenizer, config)
+            return
+        prompts = random_prompts(self.model.config.vocab_size, task.prompt, task.num_streams, seed=0)
+        self.streams = Lockstep(self.model, prompts, task.num_tokens + 2)
 
     def fill(self) -> None:
-        next(self.steps(self.prompt, 1))
+        self.streams.step()
 
     def rewind(self) -> None:
-        self.cache.truncate(self.task.prompt - 1)
-        self.rest = self.steps(self.prompt[:, -1:], self.task.num_tokens + 2)
-        next(self.rest)
-        next(self.rest)
+        self.streams.rewind(self.task.prompt + 1)
+        self.streams.step()
 
     def decode(self) -> None:
-        deque(self.rest, maxlen=0)
+        for _ in range(self.task.num_tokens):
+            self.streams.step()
+
+    def serve(self) -> Times:
+        from infinilm.bench import Requests, serve
+
+        task = self.task
+        self.seed += 1  # other prompts each time, none of which the cache knows
+        requests = Requests(task.num_streams, task.prompt, task.num_tokens, task.num_streams)
+        return Times(**vars(serve(self.engine, requests, self.seed)))
 
 
 class LlamaCpp:
@@ -157,6 +183,24 @@ class LlamaCpp:
     def step(self, position: int) -> None:
         self.run([(stream, position) for stream in range(self.task.num_streams)])
 
+    def serve(self) -> Times:
+        """Prompts one after the other, as many at once as a batch has room for, then all streams in step"""
+        self.api.llama_memory_clear(self.api.llama_get_memory(self.context), False)
+        task, start, first, gaps = self.task, time.perf_counter(), dict[int, float](), list[float]()
+        places = [(stream, position) for stream in range(task.num_streams) for position in range(task.prompt)]
+        for begin in range(0, len(places), CHUNK):
+            part = places[begin : begin + CHUNK]
+            self.run(part)
+            now = time.perf_counter() - start
+            first |= {stream: now for stream, position in part if position == task.prompt - 1}
+        last = first
+        for i in range(task.num_tokens - 1):
+            self.step(task.prompt + i)
+            now = time.perf_counter() - start
+            gaps += [now - moment for moment in last.values()]
+            last = dict.fromkeys(last, now)
+        return Times(now, list(first.values()), gaps)
+
 
 class Transformers:
     """The file's weights made dense, in the dtype that the CPU is faster at."""
@@ -196,6 +240,9 @@ class Transformers:
         output = self.model(token_ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
         self.cache, self.next_ids = output.past_key_values, output.logits[:, -1:].argmax(-1)
 
+    def serve(self) -> Times:
+        raise NotImplementedError("transformers is not asked to serve")
+
 
 def has_bfloat16() -> bool:
     """Whether the CPU multiplies bfloat16 itself; without, transformers is faster in float32."""
@@ -232,9 +279,17 @@ def serve(name: str, path: str) -> None:
     opened = None
     for line in sys.stdin:
         task = Task(**json.loads(line))
-        seconds = run(contender, task, is_open=task == opened and not task.is_prefill)
-        print(json.dumps({"seconds": seconds}), file=answers, flush=True)
+        is_open = task == opened and not task.is_prefill
+        print(json.dumps(answer(contender, task, is_open)), file=answers, flush=True)
         opened = task
+
+
+def answer(contender: Contender, task: Task, is_open: bool) -> dict[str, Any]:
+    if not task.is_served:
+        return {"seconds": run(contender, task, is_open)}
+    if not is_open:
+        contender.open(task)
+    return asdict(contender.serve())
 
 
 def run(contender: Contender, task: Task, is_open: bool) -> float:
@@ -294,17 +349,24 @@ class Worker:
         return (self.log.read().strip().splitlines() or ["it said nothing"])[-1]
 
     def seconds(self, task: Task) -> float:
+        return float(self.ask(task)["seconds"])
+
+    def times(self, task: Task) -> Times:
+        return Times(**self.ask(task))
+
+    def ask(self, task: Task) -> dict[str, Any]:
         with suppress(BrokenPipeError):  # read says what became of the process
             print(json.dumps(asdict(task)), file=self.process.stdin, flush=True)
-        return float(self.read()["seconds"])
+        return self.read()
 
     def peak_memory(self) -> float:
         return peak_memory(self.process.pid)
 
     def close(self) -> None:
-        with suppress(BrokenPipeError):
-            if self.process.stdin:
-                self.process.stdin.close()
+        for stream in (self.process.stdin, self.process.stdout, self.log):
+            with suppress(BrokenPipeError):
+                if stream:
+                    stream.close()
         self.process.wait()
 
 

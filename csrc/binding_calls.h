@@ -80,7 +80,12 @@ void report(const AdjustLogits& a, int64_t at) {
 // storage of its tensor dies, which is when the last view does, and serves what is made from then on.
 class Slabs {
 public:
-    char* take(int64_t bytes, uint64_t recording) {
+    struct Place {
+        char* begin;
+        uint64_t serial;
+    };
+
+    Place take(int64_t bytes, uint64_t recording) {
         const int64_t size = (bytes + kAlignment - 1) / kAlignment * kAlignment;
         std::lock_guard lock(mutex_);
         auto hole = smallest_hole(size);
@@ -88,17 +93,22 @@ public:
         const auto [begin, room] = *hole;
         holes_.erase(hole);
         if (room > size) holes_[begin + size] = room - size;
-        regions_[begin] = {size, recording};
-        return begin;
+        regions_[begin] = {size, recording, ++last_serial_};
+        return {begin, last_serial_};
     }
 
-    void give_back(char* begin) {
+    // What a tensor leaves, unless its recording had left it already
+    void give_back(Place place) {
         std::lock_guard lock(mutex_);
-        const auto region = regions_.find(begin);
-        auto hole = holes_.emplace(begin, region->second.size).first;
-        regions_.erase(region);
-        if (auto next = std::next(hole); next != holes_.end()) join(hole, next);
-        if (hole != holes_.begin()) join(std::prev(hole), hole);
+        const auto region = regions_.find(place.begin);
+        if (region != regions_.end() && region->second.serial == place.serial) set_free(region);
+    }
+
+    // What outlives a recording, its result, is left to the next
+    void end(uint64_t recording) {
+        std::lock_guard lock(mutex_);
+        for (auto region = regions_.begin(); region != regions_.end();)
+            region->second.recording == recording ? set_free(region++) : void(++region);
     }
 
     // Whether the address lies in what this recording made and what still lives
@@ -119,12 +129,19 @@ public:
 private:
     struct Region {
         int64_t size;
-        uint64_t recording;
+        uint64_t recording, serial;
     };
     struct Free {
         void operator()(char* slab) const { ::operator delete(slab, std::align_val_t{kAlignment}); }
     };
     using Holes = std::map<char*, int64_t>;
+
+    void set_free(std::map<char*, Region>::iterator region) {
+        auto hole = holes_.emplace(region->first, region->second.size).first;
+        regions_.erase(region);
+        if (auto next = std::next(hole); next != holes_.end()) join(hole, next);
+        if (hole != holes_.begin()) join(std::prev(hole), hole);
+    }
 
     Holes::iterator smallest_hole(int64_t size) {
         auto best = holes_.end();
@@ -153,6 +170,7 @@ private:
     Holes holes_;
     std::map<char*, Region> regions_;
     int64_t num_bytes_ = 0;
+    uint64_t last_serial_ = 0;
 };
 
 // What Python holds of slabs; graphs and tensors hold them too
@@ -174,8 +192,8 @@ nb::object Recording::empty_like(nb::object plain) const {
     if (!read(plain, &t) || num_elements(t) == 0) return plain;
     struct Lease {
         std::shared_ptr<Slabs> slabs;
-        char* region;
-        ~Lease() { slabs->give_back(region); }
+        Slabs::Place place;
+        ~Lease() { slabs->give_back(place); }
     };
     const Span bytes = span(t);
     auto* lease = new Lease{slabs, slabs->take(bytes.end - bytes.begin, id)};
@@ -183,7 +201,7 @@ nb::object Recording::empty_like(nb::object plain) const {
     size_t shape[kMaxDims];
     for (int i = 0; i < t.ndim; ++i) shape[i] = static_cast<size_t>(t.shape[i]);
     const auto& type = kDlpackTypes[static_cast<int>(t.dtype)];
-    return nb::cast(nb::ndarray<nb::pytorch>(lease->region, t.ndim, shape, owner, t.stride,
+    return nb::cast(nb::ndarray<nb::pytorch>(lease->place.begin, t.ndim, shape, owner, t.stride,
                                              nb::dlpack::dtype{type.code, type.bits, 1}));
 }
 

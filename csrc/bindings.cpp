@@ -136,6 +136,7 @@ NB_MODULE(_native, m) {
         .def("append", &Graph::append)
         .def("empty_like",
              [](const Graph& graph, nb::object tensor) { return graph.recording().empty_like(tensor); })
+        .def("end", [](const Graph& graph) { graph.recording().slabs->end(graph.recording().id); })
         .def("replay", &Graph::replay)
         .def("__len__", &Graph::size);
     nb::class_<Weight>(m, "Weight")

@@ -60,6 +60,8 @@ class Graph(Generic[Result]):
         graph = _native.Graph(arena)
         with alone_in(arena), recording(graph), torch.inference_mode(), OnlyViews(graph):
             result = function()
+        if not RECORDING.stack:  # a recording around this one may still read what it made
+            graph.end()
         return cls(graph, arena, result)
 
     def replay(self) -> Result:

@@ -202,9 +202,7 @@ class Served:
     gaps: list[float]
 
 
-def measure_throughput(
-    requests: Requests, model: str | None = None, **options: str | int | None
-) -> dict[str, Any]:
+def measure_throughput(requests: Requests, model: str | None = None, **options: Any) -> dict[str, Any]:
     """Random prompts in, end-of-text ignored, at most so many requests in the engine at once."""
     given = {name: value for name, value in options.items() if value is not None}
     llm = LLM(model, **{"max_num_seqs": requests.concurrency} | given)

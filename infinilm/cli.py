@@ -89,13 +89,13 @@ def parser() -> argparse.ArgumentParser:
     )
     generate.add_argument("--system", help="a system message before the prompt")
     add_model_options(generate)
-    add_cache_options(generate)
+    add_engine_options(generate)
     add_sampling_options(generate)
     generate.set_defaults(run=run_generate)
     chat = commands.add_parser("chat", help="talk with a model", epilog=CHAT_HELP)
     chat.add_argument("--system", help="a system message to begin with")
     add_model_options(chat)
-    add_cache_options(chat)
+    add_engine_options(chat)
     add_sampling_options(chat)
     chat.set_defaults(run=run_chat)
     batch = commands.add_parser("batch", help="answer a file of requests, in OpenAI's batch format")
@@ -107,7 +107,7 @@ def parser() -> argparse.ArgumentParser:
         help="an answer a line; lines that have one there are not asked",
     )
     add_model_options(batch)
-    add_cache_options(batch)
+    add_engine_options(batch)
     batch.set_defaults(run=run_batch)
     bench = commands.add_parser("bench", help="measure speed").add_subparsers(required=True, metavar="WHAT")
     latency = bench.add_parser("latency", help="prefill and decode tokens per second")
@@ -120,7 +120,7 @@ def parser() -> argparse.ArgumentParser:
     latency.set_defaults(run=run_latency)
     throughput = bench.add_parser("throughput", help="many requests at once, through the engine")
     add_model_options(throughput)
-    add_cache_options(throughput)
+    add_engine_options(throughput)
     throughput.add_argument("--num-prompts", type=int, default=64)
     throughput.add_argument(
         "--input-len", type=int, default=128, help="tokens of each prompt, drawn at random"
@@ -153,7 +153,7 @@ def add_model_options(command: argparse.ArgumentParser) -> None:
     )
 
 
-def add_cache_options(command: argparse.ArgumentParser) -> None:
+def add_engine_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--max-model-len",
         type=int,
@@ -171,6 +171,17 @@ def add_cache_options(command: argparse.ArgumentParser) -> None:
         metavar="BYTES",
         help="for keys and values, as in 2GiB; a share of what is free if left out",
     )
+    command.add_argument(
+        "--speculative-config",
+        type=json_object,
+        metavar="JSON",
+        help='have tokens guessed ahead, as by \'{"method": "ngram", "num_speculative_tokens": 4}\'',
+    )
+
+
+def json_object(text: str) -> Any:
+    """Python's own reader, under a name that argparse can show"""
+    return json.loads(text)
 
 
 def add_sampling_options(command: argparse.ArgumentParser) -> None:
@@ -189,8 +200,8 @@ def model_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def engine_options(options: argparse.Namespace) -> dict[str, Any]:
-    cache = {name: getattr(options, name) for name in ("max_model_len", "kv_cache_dtype", "kv_cache_memory")}
-    return model_options(options) | cache
+    names = ("max_model_len", "kv_cache_dtype", "kv_cache_memory", "speculative_config")
+    return model_options(options) | {name: getattr(options, name) for name in names}
 
 
 def sampling_params(options: argparse.Namespace) -> SamplingParams:

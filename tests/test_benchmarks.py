@@ -1,9 +1,13 @@
 """What the benchmarks conclude from what they measure, and the models they make."""
 
+import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from benchmarks import throughput
+from benchmarks.contenders import Infinilm, Task, Times, answer
 from benchmarks.random_model import TYPES, Size, write_model
 from benchmarks.report import BANDWIDTH, TARGETS, Check, ModelResult, checks, markdown
 from benchmarks.side_by_side import PLANS
@@ -80,3 +84,66 @@ def test_a_random_model_loads_and_speaks(type_name: str, tmp_path: Path) -> None
     (answer,) = LLM(path).generate("The sky", SamplingParams(max_tokens=3, ignore_eos=True))
     assert len(answer.outputs[0].token_ids) == 3
     assert [file.name for file in tmp_path.iterdir()] == ["random.gguf"]
+
+
+# ---- contenders and many streams ----
+
+TINY = Size(2, 64, 96, num_heads=2, num_kv_heads=1)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("random") / "tiny.gguf"
+    write_model(path, "Q4_0", TINY)
+    return path
+
+
+def test_infinilm_decodes_the_same_tokens_after_each_rewind(tiny: Path, keep_threads: None) -> None:
+    contender = Infinilm(str(tiny))
+    contender.open(Task("decode", 20, 3, 4))
+    contender.fill()
+    seen = []
+    for _ in range(2):
+        contender.rewind()
+        contender.decode()
+        seen.append([stream.token_ids.tolist() for stream in contender.streams.streams])
+    assert seen[0] == seen[1]
+    assert [len(tokens) for tokens in seen[0]] == [20 + 1 + 1 + 4] * 3
+
+
+def test_a_task_that_is_served_tells_the_times_of_all_tokens(tiny: Path, keep_threads: None) -> None:
+    contender, task = Infinilm(str(tiny)), Task("3 streams", 20, 3, 4, is_served=True)
+    times = Times(**answer(contender, task, is_open=False))
+    assert len(times.first) == 3 and len(times.gaps) == 3 * 3
+    assert max(times.first) < times.seconds and min(times.gaps) >= 0
+    assert task.num_counted == 3 * 24
+
+
+def test_throughput_is_measured_in_processes_and_written(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(throughput, "PROMPT", 8)
+    monkeypatch.setattr(throughput, "NUM_NEW", 3)
+    monkeypatch.setattr(throughput, "RESULTS", tmp_path)
+    monkeypatch.setattr(throughput, "FAST", ("infinilm",))
+    served, notes = throughput.run_model("tiny", tiny, (1, 2), num_rounds=2)
+    assert list(served.points["infinilm"]) == [1, 2] and "level" in notes["infinilm"]
+    throughput.write_results([served], {"CPU": "a CPU", **notes}, "throughput")
+    written = json.loads((tmp_path / "throughput.json").read_text())["models"][0]["points"]["infinilm"]["2"]
+    assert len(written["rates"]["runs"]) == 2 and written["gaps"]["p99"] > 0
+    assert (
+        "| tiny, seconds to the first token, p50 / p99 | infinilm |"
+        in (tmp_path / "throughput.md").read_text()
+    )
+    assert (tmp_path / "throughput.png").exists() == bool(find_spec("matplotlib"))
+
+
+def test_a_contender_that_failed_at_some_streams_has_a_dash_there() -> None:
+    ours, theirs = (Times(seconds, [seconds], [0.1, 0.3]) for seconds in (1.0, 2.0))
+    task = throughput.task_of(8)
+    point, slower = (throughput.Point.of(task, [times, times]) for times in (ours, theirs))
+    served = throughput.Served("a model", {"infinilm": {8: point, 16: point}, "llama.cpp": {8: slower}})
+    rates, first, gaps = throughput.tables(served)
+    assert "| 8 | 1536.0 ±0% | 768.0 ±0% (2.00x) |" in rates and "| 16 | 1536.0 ±0% | – |" in rates
+    assert "| 8 | 1 / 1 | 2 / 2 |" in first
+    assert "| 8 | 0.1 / 0.3 | 0.1 / 0.3 |" in gaps

@@ -152,8 +152,20 @@ def test_a_length_bounds_the_prompt(tiny_folder: Path, capsys: pytest.CaptureFix
     assert "the prompt has 12 tokens" in capsys.readouterr().err
 
 
+def test_guesses_change_no_text(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["generate", "ab ab ab", "--raw", "--model", str(tiny_folder), "--kv-cache-memory", "1MB"]
+    assert main(command) == 0
+    plain = capsys.readouterr().out
+    guess = ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}']
+    assert main([*command, *guess]) == 0
+    assert capsys.readouterr().out == plain
+    assert main([*command, *guess[:1], '{"method": "ngrams"}']) == 1
+    assert "num_speculative_tokens" in capsys.readouterr().err
+
+
 def test_unknown_commands_are_a_usage_error() -> None:
     assert infinilm("fly").returncode == 2
+    assert "json_object value: 'ngram'" in infinilm("chat", "--speculative-config", "ngram").stderr
 
 
 def test_nonsense_in_the_environment_is_one_line() -> None:

@@ -234,15 +234,22 @@ def test_memory_outlives_the_arena_and_a_result_its_graph() -> None:
 def test_what_another_recording_made_is_an_input_like_any_other() -> None:
     x, arena = torch.randn(4, 8), Arena()
     first = [Graph.record(lambda: ops.silu(x), arena)]
-    second = Graph.record(lambda: ops.gelu(first[0].result, "none"), arena)
+    second = Graph.record(lambda: ops.gelu(first[0].result, "none"), Arena())
     x.normal_()
     first[0].replay()
     wanted = ops.gelu(ops.silu(x), "none")
     assert torch.equal(second.replay(), wanted)
     first.clear()  # the second graph keeps what it reads
     gc.collect()
-    Graph.record(layers(torch.randn(4, 8), 3), arena)
     assert torch.equal(second.replay(), wanted)
+
+
+def test_results_of_graphs_that_share_an_arena_take_the_memory_of_the_largest() -> None:
+    rows, arena = [torch.randn(n, 4096) for n in range(64, 0, -1)], Arena()
+    graphs = [Graph.record(lambda x=x: ops.silu(x), arena) for x in rows]
+    assert arena.num_bytes <= rows[0].nbytes + SLAB
+    for graph, x in zip(graphs, rows, strict=True):
+        assert torch.equal(graph.replay(), ops.silu(x))
 
 
 @pytest.mark.parametrize("is_shared", [False, True])

@@ -97,7 +97,9 @@ def test_commands_of_the_readme_are_understood() -> None:
         "run_generate",
         "run_chat",
         "run_info",
+        "run_batch",
         "run_latency",
+        "run_throughput",
     }
 
 

@@ -11,7 +11,8 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,7 +22,6 @@ from infinilm.config import EngineConfig
 from infinilm.draw import has_choice
 from infinilm.engine.blocks import Blocks
 from infinilm.engine.draft import ModelDrafter, NgramDrafter, SpeculativeConfig, note_guesses
-from infinilm.engine.grammar import GrammarCompiler, Masks
 from infinilm.engine.memory import SHARE, free_bytes
 from infinilm.engine.request import Completion, NumericalError, QueueFull, Request, RequestError
 from infinilm.engine.scheduler import Scheduler
@@ -30,6 +30,9 @@ from infinilm.models.llama import LlamaForCausalLM
 from infinilm.runner import Drawn, Runner, Work
 from infinilm.sampling import SamplingParams
 from infinilm.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from infinilm.engine.grammar import GrammarCompiler
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -55,7 +58,6 @@ class Engine:
         self.scheduler = Scheduler(self.blocks, config.max_num_seqs, tokens)
         self.runner = Runner(model, self.cache, config.max_num_seqs, self.max_length)
         self.drafter = self._drafter(draft, others)
-        self.grammars = GrammarCompiler(tokenizer, model.config.vocab_size, self.eos_ids)
         self.requests: dict[str, Request] = {}
         self._serials = itertools.count()
         self._seeds = random.Random(config.seed)
@@ -119,10 +121,17 @@ class Engine:
             salt=f"{rope.regime(len(token_ids))}:{cache_salt or ''}".encode(),
         )
         if params.structured_outputs is not None:
-            matcher = self.grammars.compile(params.structured_outputs)
+            matcher = self._grammars.compile(params.structured_outputs)
             for completion in request.completions:
-                completion.matcher = Masks(matcher.copy(), self._threads())
+                completion.matcher = matcher.with_masks(self._threads())
         return request
+
+    @cached_property
+    def _grammars(self) -> GrammarCompiler:
+        """Its library is imported by those alone who ask for structured outputs."""
+        from infinilm.engine.grammar import GrammarCompiler
+
+        return GrammarCompiler(self.tokenizer, self.model.config.vocab_size, self.eos_ids)
 
     def _threads(self) -> ThreadPoolExecutor:
         """For masks; a fork has none of its parent's threads."""
@@ -176,7 +185,7 @@ class Engine:
             if item.num_drawn and item.stream.matcher is not None:
                 item.stream.matcher.prepare()
         drawn = self.runner.run(work)
-        self.scheduler.note_time(work, time.perf_counter() - start)
+        self.scheduler.pace.note(sum(item.num_tokens for item in work), time.perf_counter() - start)
         return self._update(work, drawn)
 
     def _update(self, work: Sequence[Work], drawn: Sequence[Drawn]) -> list[Request]:

@@ -136,6 +136,10 @@ class Matcher:
         """Another text of the same kind, from where this one stands: cheaper than to compile again."""
         return Matcher(self._vocabulary, self._matcher.deep_copy(), self._kind)
 
+    def with_masks(self, threads: Executor) -> Masks:
+        """A copy whose masks are made in other threads"""
+        return Masks(self.copy(), threads)
+
     def check(self) -> None:
         """Can a text begin, and is all of the grammar enforced?"""
         self._check_state()

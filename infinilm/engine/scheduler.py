@@ -7,8 +7,7 @@ computed; each step lets some catch up.
 from __future__ import annotations
 
 import time
-from bisect import insort
-from collections.abc import Sequence
+from bisect import bisect, insort
 from operator import attrgetter
 
 from infinilm.batch import Stream
@@ -22,31 +21,36 @@ MAX_LOGPROB_TOKENS = 64
 
 
 class Pace:
-    """How long steps take, to cut prompts so that they do not hold up the streams that are being answered."""
+    """How long steps take, so that the prompt of one does not hold up the answers of others.
 
-    SLOWDOWN = 2.0  # a step with a part of a prompt may take this much longer than one without, in its times
-    FEWEST = 8
+    What a step costs follows from its number of tokens, whosever they are, so any step tells of others.
+    """
+
+    SLOWDOWN = 3.0  # times that a step with a part of a prompt may take longer than one of the answers alone
+    FEWEST = 8  # tokens of a prompt in a step; fewer would be a waste
 
     def __init__(self) -> None:
-        self.usual: float | None = None  # seconds of a step in which every stream had one token
-        self.per_token: float | None = None  # seconds that a prompt's token adds
+        self._seen: dict[int, tuple[float, float]] = {}  # tokens and seconds, by the tokens' power of two
 
-    def note(self, seconds: float, num_prompt_tokens: int, num_answers: int) -> None:
-        if num_prompt_tokens == 0:
-            self.usual = blended(self.usual, seconds)
-        else:
-            own = seconds - (self.usual or 0.0) if num_answers else seconds
-            self.per_token = blended(self.per_token, max(own, 0.0) / num_prompt_tokens)
+    def note(self, num_tokens: int, seconds: float) -> None:
+        tokens, old = self._seen.get(num_tokens.bit_length(), (float(num_tokens), seconds))
+        self._seen[num_tokens.bit_length()] = 0.8 * tokens + 0.2 * num_tokens, 0.8 * old + 0.2 * seconds
 
-    def most_prompt_tokens(self) -> int:
-        """Beside streams that are being answered"""
-        if not self.usual or not self.per_token:
-            return 4 * self.FEWEST
-        return max(int(self.SLOWDOWN * self.usual / self.per_token), self.FEWEST)
+    def seconds(self, num_tokens: float) -> float:
+        """Of a step of so many tokens, from the two that are nearest to it"""
+        points = sorted(self._seen.values())
+        index = min(max(bisect(points, (num_tokens,)), 1), len(points) - 1)
+        (n0, t0), (n1, t1) = ((0.0, 0.0), points[0]) if len(points) < 2 else points[index - 1 : index + 1]
+        return max(t0 + (t1 - t0) * (num_tokens - n0) / max(n1 - n0, 1e-9), 0.0)
 
-
-def blended(old: float | None, new: float) -> float:
-    return new if old is None else 0.8 * old + 0.2 * new
+    def most_prompt_tokens(self, num_answers: int, num_prompts: int, limit: int) -> int:
+        """Beside streams that are answered. Where more streams wait for a first token than for a next one,
+        their time counts for more."""
+        if not self._seen:
+            return min(limit, 4 * self.FEWEST)
+        allowed = self.SLOWDOWN * max(1.0, num_prompts / num_answers) * self.seconds(num_answers)
+        most = bisect(range(limit + 1), allowed, key=lambda count: self.seconds(num_answers + count)) - 1
+        return max(most, min(self.FEWEST, limit))
 
 
 class Scheduler:
@@ -83,8 +87,9 @@ class Scheduler:
             if budget > 0 and is_answering(stream) and stream in self.running:
                 stream.drafts = stream.drafts[: budget - 1]
                 budget -= self._move(stream, stream.num_pending, work)
-        if work:
-            budget = min(budget, self.pace.most_prompt_tokens())
+        if work and budget > 0:
+            num_prompts = len(self.running) - len(work) + len(self.waiting)
+            budget = self.pace.most_prompt_tokens(len(work), num_prompts, budget)
         for stream in list(self.running):
             if budget > 0 and not is_answering(stream) and stream in self.running:
                 budget -= self._move(stream, min(chunk(stream), budget), work)
@@ -94,10 +99,6 @@ class Scheduler:
                     break
                 budget -= count
         return work
-
-    def note_time(self, work: Sequence[Work], seconds: float) -> None:
-        prompts = [item.num_tokens for item in work if not is_answering(item.stream)]
-        self.pace.note(seconds, sum(prompts), len(work) - len(prompts))
 
     def preempt(self, stream: Completion) -> None:
         """Take its blocks; it will be computed again, from what others or itself left in the cache."""

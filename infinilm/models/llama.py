@@ -1,8 +1,8 @@
 """LLaMA and its kin: Llama 2 and 3, Mistral, Qwen2, Qwen3, SmolLM2. Their differences are config values.
 
 A step works on a flat list of tokens (`step`); `forward` lays a batch of rows out as one. Attribute names are
-the keys of Hugging Face checkpoints. Shapes: N tokens of a step, R of them with logits, B streams, S new tokens
-of each, T all tokens of one, H query heads, K key/value heads, D head size, E hidden size, V vocabulary.
+the keys of Hugging Face checkpoints. Shapes: N tokens of a step, R of them with logits, B streams, S new
+tokens of each, T all of a stream, H query heads, K key/value heads, D head size, E hidden size, V vocabulary.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""OpenAI's interface to an engine."""
+"""OpenAI's interface."""

@@ -125,7 +125,7 @@ def check_fields(url: str, given: Body) -> None:
     }
     for name, value in given.items():
         if name not in known and value not in IDLE_VALUES.get(name, ()):
-            raise BodyError(f"{name[:64]} is not supported here, so that {short(value)} cannot be done", name)
+            raise BodyError(f"{name[:64]} is not supported, but is {short(value)}; leave it out", name)
     if not isinstance(given.get("model", ""), str):
         raise BodyError(f"model must be a name, but is {short(given['model'])}", "model")
 
