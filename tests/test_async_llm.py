@@ -307,12 +307,14 @@ def test_whoever_comes_and_goes_when_nobody_is_forgotten_and_the_others_are_not_
 
     async def all_of_them() -> list[Any]:
         outputs = await asyncio.gather(*map(come_and_go, range(60)))
-        await until(lambda: not llm.engine.has_work and llm._worker.inbox.empty())
+        llm._worker.inbox.put((has_obeyed := threading.Event()).set)
+        await until(has_obeyed.is_set)
+        await until(lambda: not llm.engine.has_work and not llm._worker.listeners)
         return list(outputs)
 
     outputs = within_patience(all_of_them())
     check_idle(llm.engine)
-    assert not llm._worker.listeners and not llm._making
+    assert not llm._making
     ended = [output for output in outputs if output and output.outputs[0].finish_reason == "length"]
     assert len(ended) > 10
     for output in ended:
