@@ -245,3 +245,17 @@ def test_kernels_decline_places_that_are_not_one_for_each_token() -> None:
         assert ops.attention.pick(q[0, :2], keys, values, tables, streams, slots, 0.2, 0) is None
         out = (keys, values)
         assert ops.store_kv.pick(keys, values, new, new, tables, streams, slots, out=out) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.uint8], ids=str)
+def test_torch_stores_in_place_what_the_reference_stores_into_copies(dtype: torch.dtype) -> None:
+    rows = torch.float64 if dtype == torch.float64 else torch.float32
+    keys, values, tables = paged(*torch.randn(2, 2, 3, 96, 32, dtype=rows), block_size=16, dtype=dtype)
+    k, v = torch.randn(2, 4, 3, 32, dtype=rows)
+    places = tables, torch.tensor([1, 0, 1, 0]), torch.tensor([88, 0, 89, 33])
+    wanted = ops.store_kv.reference(keys, values, k, v, *places)
+    (kernel,) = (kernel for kernel in ops.store_kv.kernels if kernel.name == "torch")
+    assert kernel.run(None, keys, values, k, v, *places) is None
+    found = kernel.run((keys, values), keys, values, k, v, *places)
+    assert found[0] is keys and found[1] is values
+    assert torch.equal(keys, wanted[0]) and torch.equal(values, wanted[1])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infinicore.ops.registry import DEFAULT_TOLERANCES, Tolerance, op
+from infinicore.ops.registry import DEFAULT_TOLERANCES, RECORDING, Kernel, Tolerance, op
 from infinicore.quantization import DEQUANTIZERS, BlockType, PackedTensor, QuantizedTensor, q8_0_parts
 
 # R rows, E row length, S sequence, H heads, D head size, T keys, V vocabulary
@@ -822,3 +822,26 @@ def store_kv(
     new_keys[blocks, :, places] = rows_as(keys.dtype, k)
     new_values[blocks, :, places] = rows_as(values.dtype, v)
     return fold_keys(new_keys), new_values
+
+
+def store_in_place(out: Any, keys: Tensor, values: Tensor, k: Tensor, v: Tensor, *places: Tensor) -> Any:
+    """The same for pools that are written where they lie, of which only the blocks that change are copied"""
+    if out is None or out[0] is not keys or out[1] is not values or RECORDING.stack:
+        return None
+    tables, streams, slots = places
+    used, own = torch.unique(blocks_at(tables, streams, slots, values), return_inverse=True)
+    parts = keys[used], values[used]
+    keys[used], values[used] = store_kv.reference(
+        *parts, k, v, own[:, None], torch.arange(len(own), device=own.device), slots % values.shape[2]
+    )
+    return out
+
+
+store_kv.register(
+    Kernel(
+        "torch",
+        lambda out, *args: out is not None and out[0] is args[0] and out[1] is args[1],
+        store_in_place,
+        lambda out, *args: lambda: store_in_place(out, *args),
+    )
+)

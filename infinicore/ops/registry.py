@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")  # a tensor, or a tuple of them
 
 # Kernels are asked in this order, before the reference; each says for itself which device it is for.
-PREFERENCE = ("native", "triton")
+PREFERENCE = ("native", "triton", "torch")
 # Those of an accelerator run where infinicore.use_ntops says so, on its devices, into a new output.
 ACCELERATED = ("triton",)
 ACCELERATOR_DEVICES = ("cuda", "musa")

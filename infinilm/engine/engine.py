@@ -18,7 +18,7 @@ import torch
 
 from infinicore.checks import integer
 from infinilm.cache import DTYPES, BlockShape, PagedCache
-from infinilm.config import EngineConfig
+from infinilm.config import EngineConfig, LlamaConfig
 from infinilm.draw import has_choice
 from infinilm.engine.blocks import Blocks
 from infinilm.engine.draft import ModelDrafter, NgramDrafter, SpeculativeConfig, note_guesses
@@ -50,6 +50,7 @@ class Engine:
         self.model = model
         self.tokenizer = tokenizer
         self.config = config
+        check_length(config, model.config)
         self.cache, *others = make_caches([model] if draft is None else [model, draft], config)
         self.blocks = Blocks(self.cache.num_blocks, config.block_size, config.enable_prefix_caching)
         room = self.cache.num_blocks * config.block_size
@@ -334,6 +335,13 @@ def check_options(priority: Any, request_id: Any, cache_salt: Any) -> None:
     for name, value in (("request_id", request_id), ("cache_salt", cache_salt)):
         if not isinstance(value, str | None):
             raise RequestError(f"{name} must be a string, but is {value!r}")
+
+
+def check_length(config: EngineConfig, llama: LlamaConfig) -> None:
+    """Beyond the length it was trained for a model has no angles it knows, but for rope that grows with it."""
+    longest, wanted = llama.max_position_embeddings, config.max_model_len
+    if wanted is not None and wanted > longest and llama.rope.scaling["rope_type"] != "dynamic":
+        raise ValueError(f"max_model_len is {wanted}, but the model's max_position_embeddings are {longest}")
 
 
 def make_caches(models: Sequence[LlamaForCausalLM], config: EngineConfig) -> list[PagedCache]:
