@@ -25,6 +25,7 @@ from infinilm.engine import prefixes
 from infinilm.engine.draft import SpeculativeConfig
 from infinilm.engine.engine import Engine, Prompt
 from infinilm.engine.request import EngineDead, QueueFull, Request, RequestError, RequestOutput
+from infinilm.engine.text import Text
 from infinilm.hub import resolve
 from infinilm.models.llama import LlamaForCausalLM
 from infinilm.models.weights import read_config
@@ -187,10 +188,19 @@ class LLM:
     @with_options
     def __init__(self, model: str | Path | None = None, report: Report = tell_nobody, **options: Any) -> None:
         self.config = EngineConfig(model=model, **options)
-        self.engine = make_engine(self.config, report)
+        self._begin(make_engine(self.config, report))
         self.model, self.tokenizer = self.engine.model, self.engine.tokenizer
+
+    def _begin(self, engine: Engine) -> None:
+        self._engine, self._pid = engine, os.getpid()
         self._lock = threading.Lock()  # held for a step, so that callers in other threads move along
         self._unwanted: list[str] = []  # requests that nobody waits for any more
+
+    @property
+    def engine(self) -> Engine:
+        if self._pid != os.getpid():  # in a fork, whose parent may have been in the midst of a step
+            self._begin(self._engine.anew())
+        return self._engine
 
     def generate(
         self,
@@ -242,15 +252,16 @@ class LLM:
         with as_request_errors():
             request = self.engine.make(prompt, checked)
         (completion,) = request.completions
-        num_tokens = num_shown = 0
+        text = Text(self.tokenizer, checked)  # a step may bring several tokens, which are told apart here
         for _ in self._steps([request]):
-            drawn, text = completion.token_ids[completion.num_prompt + num_tokens :], completion.text.text
-            num_tokens += len(drawn)
-            for token in drawn[:-1]:
-                yield token, ""
-            if drawn:
-                yield drawn[-1], text[num_shown:]
-                num_shown = len(text)
+            start = completion.num_prompt + text.num_tokens
+            for token in completion.token_ids[start:]:
+                num_shown = len(text.text)
+                text.add(token, is_shown=token not in completion.stop_ids)
+                is_last = text.num_tokens == completion.num_drawn
+                if is_last and completion.finish_reason is not None:
+                    text.finish()
+                yield token, text.text[num_shown:]
 
     def save_prefixes(self, path: str | Path) -> int:
         """Write what the cache knows to a file, for another process with this model; the number of blocks"""

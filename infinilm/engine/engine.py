@@ -50,6 +50,7 @@ class Engine:
         self.model = model
         self.tokenizer = tokenizer
         self.config = config
+        self.draft = draft
         check_length(config, model.config)
         self.cache, *others = make_caches([model] if draft is None else [model, draft], config)
         self.blocks = Blocks(self.cache.num_blocks, config.block_size, config.enable_prefix_caching)
@@ -63,6 +64,10 @@ class Engine:
         self._serials = itertools.count()
         self._seeds = random.Random(config.seed)
         self._pool: tuple[int, ThreadPoolExecutor] | None = None
+
+    def anew(self) -> Engine:
+        """One for the same models, with nothing in it"""
+        return Engine(self.model, self.tokenizer, self.config, self.draft)
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -146,9 +151,10 @@ class Engine:
             self._pool[1].shutdown(wait=False)
 
     def has_room_for(self, request: Request) -> bool:
-        waiting, config = self.scheduler.waiting, self.config
-        num_tokens = self.scheduler.num_waiting_tokens + len(request.prompt_token_ids)
-        return not waiting or (len(waiting) < config.max_queue and num_tokens <= config.max_queue_tokens)
+        scheduler, config = self.scheduler, self.config
+        num_tokens = scheduler.num_waiting_tokens + len(request.prompt_token_ids)
+        has_place = scheduler.num_waiting < config.max_queue and num_tokens <= config.max_queue_tokens
+        return has_place or not scheduler.waiting
 
     def enqueue(self, request: Request) -> None:
         """Let a request in, or QueueFull at a time when too many wait."""
@@ -156,7 +162,7 @@ class Engine:
             raise RequestError(f"request_id {request.request_id!r} is in use")
         if not self.has_room_for(request):
             raise QueueFull(
-                f"{len(self.scheduler.waiting)} requests of {self.scheduler.num_waiting_tokens} tokens wait "
+                f"{self.scheduler.num_waiting} requests of {self.scheduler.num_waiting_tokens} tokens wait "
                 f"already; max_queue is {self.config.max_queue}, max_queue_tokens "
                 f"{self.config.max_queue_tokens}"
             )
@@ -338,7 +344,7 @@ def check_options(priority: Any, request_id: Any, cache_salt: Any) -> None:
 
 
 def check_length(config: EngineConfig, llama: LlamaConfig) -> None:
-    """Beyond the length it was trained for a model has no angles it knows, but for rope that grows with it."""
+    """Beyond the length it was trained for a model knows no angles, but for rope that grows with it."""
     longest, wanted = llama.max_position_embeddings, config.max_model_len
     if wanted is not None and wanted > longest and llama.rope.scaling["rope_type"] != "dynamic":
         raise ValueError(f"max_model_len is {wanted}, but the model's max_position_embeddings are {longest}")

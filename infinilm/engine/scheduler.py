@@ -65,6 +65,11 @@ class Scheduler:
         self.pace = Pace()
 
     @property
+    def num_waiting(self) -> int:
+        """Requests, of which the first of n streams is counted"""
+        return sum(stream.index == 0 for stream in self.waiting)
+
+    @property
     def num_waiting_tokens(self) -> int:
         return sum(map(len, self.waiting))
 

@@ -26,7 +26,7 @@ class Text:
         self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens) if params.detokenize else None
         self._stops = stop_strings(params.stop)
         self._place = 0  # in the automaton of stop strings
-        self._num_tokens = 0
+        self.num_tokens = 0
         self._pieces: list[str] = []
         self._held = ""
 
@@ -37,10 +37,10 @@ class Text:
             self._pieces = ["".join(self._pieces)]
         return self._pieces[0] if self._pieces else ""
 
-    def add(self, token_id: int) -> None:
-        """One more token; none counts after a stop string or `finish`."""
-        self._num_tokens += 1
-        if self._detokenizer is not None:
+    def add(self, token_id: int, is_shown: bool = True) -> None:
+        """One more token; none counts after a stop string or `finish`. One that ends the text has none."""
+        self.num_tokens += 1
+        if self._detokenizer is not None and is_shown:
             self._read(self._detokenizer.add(token_id))
 
     def finish(self) -> None:
@@ -55,7 +55,7 @@ class Text:
         for end, character in enumerate(piece if self._params.stop else "", start + 1):
             self._place = self._stops.follow(self._place, character)
             length = self._stops.found[self._place]
-            if length and self._num_tokens > self._params.min_tokens:
+            if length and self.num_tokens > self._params.min_tokens:
                 return self._stop_at(end - length, end)
         num_shown = len(self._held) - self._stops.pending[self._place]
         self._show(self._held[:num_shown])
