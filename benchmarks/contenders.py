@@ -111,8 +111,9 @@ class Infinilm:
         self.streams.step()
 
     def rewind(self) -> None:
-        self.streams.rewind(self.task.prompt + 1)
-        self.streams.step()
+        for _ in range(3):  # after which the step is recorded
+            self.streams.rewind(self.task.prompt + 1)
+            self.streams.step()
 
     def decode(self) -> None:
         for _ in range(self.task.num_tokens):

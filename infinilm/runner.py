@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,6 +17,8 @@ from infinilm.cache import PagedCache
 from infinilm.draw import Ranked, Row, Settings, draw, needs_adjusting, ranked
 
 MAX_RECORDED = 64  # tokens of a step that is recorded; there is a recording for each number of them
+# To record takes longer than to run: it is not for numbers that come once or twice, as when streams end.
+RECORDED_AT = 3
 
 # N tokens of the step, B streams, M blocks of a stream, R rows of logits, V vocabulary
 
@@ -64,6 +67,7 @@ class Runner:
         self._rows = self.tables.numpy()
         self._held: list[tuple[list[int], int]] = [([], 0)] * max_streams  # what each row of the tables shows
         self._recordings: dict[int, Recording] = {}
+        self._num_seen: Counter[int] = Counter()  # steps of each number of tokens
         self._arena = Arena()
         self.can_record = self.device.type == "cpu"
 
@@ -115,10 +119,13 @@ class Runner:
         return rope.placed(tensor(slots), tensor(spans))  # type: ignore[no-any-return]
 
     def _replayed(self, work: Sequence[Work], rows: Sequence[Row]) -> Recording | None:
-        """A recording that has run this work, or None where there can be none"""
+        """A recording that has run this work, or None where there is none"""
         recording = self._recordings.get(len(rows))
         if recording is None:
-            recording = self._recordings[len(rows)] = Recording(len(rows), self.tables)
+            self._num_seen[len(rows)] += 1
+            if self._num_seen[len(rows)] < RECORDED_AT:
+                return None
+            recording = Recording(len(rows), self.tables)
         recording.fill(work, rows)
         if (rope := self._fixed_rope(recording)) is None:
             return None
@@ -127,6 +134,7 @@ class Runner:
         except RecordError:
             self.can_record = False
             return None
+        self._recordings[len(rows)] = recording
         return recording
 
     def _fixed_rope(self, recording: Recording) -> Any:
