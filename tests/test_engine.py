@@ -53,6 +53,12 @@ GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=12)
 SAMPLED = SamplingParams(temperature=1.0, ignore_eos=True, max_tokens=12, seed=7, logprobs=2)
 
 
+@pytest.fixture(autouse=True)
+def record_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few steps here come often enough to be recorded, but most shall be."""
+    monkeypatch.setattr(runner, "RECORDED_AT", 1)
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Tiny:
     return Tiny.at(tmp_path_factory.mktemp("tiny"))
