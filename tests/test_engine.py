@@ -39,6 +39,7 @@ from infinilm import (
     SamplingParams,
     StructuredOutputsParams,
     load_model,
+    runner,
 )
 from infinilm.draw import uniform
 from infinilm.engine.engine import Engine
@@ -241,7 +242,7 @@ LONGROPE = {
     "original_max_position_embeddings": 64,
 }
 KINDS: dict[str, dict[str, Any]] = {
-    "dynamic": {"rope_scaling": {"rope_type": "dynamic", "factor": 3.0}},
+    "dynamic": {"rope_scaling": {"rope_type": "dynamic", "factor": 3.0}, "max_position_embeddings": 64},
     "longrope": {"rope_scaling": LONGROPE},
     "window": {"model_type": "mistral", "sliding_window": 21},
 }
@@ -252,7 +253,7 @@ def test_ropes_and_windows_that_depend_on_the_length_do_not_depend_on_the_compan
     kind: str, tmp_path: Path, one_thread: None
 ) -> None:
     """Frequencies change at 64: by the prompt's length, and where an answer goes beyond it."""
-    tiny = Tiny.at(tmp_path, **KINDS[kind], max_position_embeddings=64)
+    tiny = Tiny.at(tmp_path, **{"max_position_embeddings": 160, **KINDS[kind]})
     rng = random.Random(1)
     lengths = [20, 50, 62, 63, 64, 65, 66, 80, 100, 64, 63, 100]  # beginnings of one text
     jobs = [
@@ -807,3 +808,8 @@ def test_memory_is_said_in_bytes_or_with_a_unit(text: Any, num_bytes: int) -> No
 def test_ends_of_text_that_the_model_has_no_rows_for_do_no_harm(tmp_path: Path, one_thread: None) -> None:
     tiny = Tiny.at(tmp_path, eos_token_id=[0, 100_000])
     assert len(generated(tiny.engine(), prompt(5), ignore_eos=False, min_tokens=3).outputs[0].token_ids) >= 3
+
+
+def test_a_length_beyond_the_models_is_refused(tiny: Tiny) -> None:
+    with pytest.raises(ValueError, match=f"max_model_len is {MAX_LENGTH + 1}, but .* are {MAX_LENGTH}"):
+        tiny.engine(max_model_len=MAX_LENGTH + 1)
