@@ -156,7 +156,7 @@ class TimedGraph:
 
 def timed_graph(runner: Runner, num_streams: int) -> TimedGraph | None:
     """In the place of the recording of a step, if there is one"""
-    recording = runner._recordings.get(num_streams)
+    recording = runner._recordings.get((num_streams, num_streams))
     if recording is None:
         return None
     plain = recording.graph.graph if isinstance(recording.graph, TimedGraph) else recording.graph

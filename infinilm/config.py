@@ -336,7 +336,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None  # tokens of one step
     kv_cache_dtype: str = "auto"  # that of the model's states
     kv_cache_memory: int | str | None = None  # bytes, also as "2GiB"; a share of what is free if None
-    block_size: int = 32
+    block_size: int = 16
     enable_prefix_caching: bool = True
     seed: int | None = None
     speculative_config: Mapping[str, Any] | None = None

@@ -16,7 +16,8 @@ from infinilm.batch import Batch, Stream
 from infinilm.cache import PagedCache
 from infinilm.draw import Ranked, Row, Settings, draw, needs_adjusting, ranked
 
-MAX_RECORDED = 64  # tokens of a step that is recorded; there is a recording for each number of them
+MAX_RECORDED = 64  # tokens of a step that is recorded
+MAX_RECORDINGS = 96  # one for each number of tokens, and of those whose logits are wanted
 # To record takes longer than to run: it is not for numbers that come once or twice, as when streams end.
 RECORDED_AT = 3
 
@@ -53,7 +54,7 @@ class Drawn:
 
 
 class Runner:
-    """Runs steps of a model over a cache. Steps of few tokens, each with logits, are recorded and replayed.
+    """Runs steps of a model over a cache. Steps of few tokens are recorded and replayed.
 
     A recording reads token ids, places and block tables from fixed buffers, so it is good for any streams.
     """
@@ -66,8 +67,8 @@ class Runner:
         self.tables = torch.zeros(max_streams, num_blocks, dtype=torch.int32)
         self._rows = self.tables.numpy()
         self._held: list[tuple[list[int], int]] = [([], 0)] * max_streams  # what each row of the tables shows
-        self._recordings: dict[int, Recording] = {}
-        self._num_seen: Counter[int] = Counter()  # steps of each number of tokens
+        self._recordings: dict[tuple[int, int], Recording] = {}
+        self._num_seen: Counter[tuple[int, int]] = Counter()  # steps that would be of one recording
         self._arena = Arena()
         self.can_record = self.device.type == "cpu"
 
@@ -76,8 +77,7 @@ class Runner:
         """Compute the tokens of all work; each stream has the blocks for them."""
         self._fill_tables(work)
         rows = [Row(item.stream, len(item.stream) + i) for item in work for i in range(item.num_drawn)]
-        is_decoding = len(rows) == sum(item.num_tokens for item in work) <= MAX_RECORDED
-        recording = self._replayed(work, rows) if is_decoding and self.can_record else None
+        recording = self._replayed(work, rows) if self.can_record and is_small(work) else None
         if recording is not None:
             return collected(work, recording.graph.result, rows, recording.settings.drawn())
         return collected(work, self._logits(work), rows)
@@ -120,12 +120,13 @@ class Runner:
 
     def _replayed(self, work: Sequence[Work], rows: Sequence[Row]) -> Recording | None:
         """A recording that has run this work, or None where there is none"""
-        recording = self._recordings.get(len(rows))
+        size = sum(item.num_tokens for item in work), len(rows)
+        recording = self._recordings.get(size)
         if recording is None:
-            self._num_seen[len(rows)] += 1
-            if self._num_seen[len(rows)] < RECORDED_AT:
+            self._num_seen[size] += 1
+            if self._num_seen[size] < RECORDED_AT:
                 return None
-            recording = Recording(len(rows), self.tables)
+            recording = Recording(*size, self.tables)
         recording.fill(work, rows)
         if (rope := self._fixed_rope(recording)) is None:
             return None
@@ -134,7 +135,9 @@ class Runner:
         except RecordError:
             self.can_record = False
             return None
-        self._recordings[len(rows)] = recording
+        self._recordings[size] = recording
+        if len(self._recordings) > MAX_RECORDINGS:
+            del self._recordings[next(iter(self._recordings))]
         return recording
 
     def _fixed_rope(self, recording: Recording) -> Any:
@@ -149,29 +152,34 @@ class Runner:
 
 
 class Recording:
-    """A step of N tokens, all with logits, on buffers of its own: recorded once, replayed since."""
+    """A step of N tokens, R of them with logits, on buffers of its own: recorded once, replayed since."""
 
     graph: Graph[Tensor]
 
-    def __init__(self, num_tokens: int, tables: Tensor) -> None:
+    def __init__(self, num_tokens: int, num_rows: int, tables: Tensor) -> None:
         self.token_ids, self.rope_rows, self.streams, self.slots, self.spans = (
             array("q", [0]) * num_tokens for _ in range(5)
         )
         token_ids, rope_rows, streams, slots = map(
             tensor, (self.token_ids, self.rope_rows, self.streams, self.slots)
         )
-        self.batch = Batch(token_ids, rope_rows, streams, slots, tables, lengths=[1])
-        self.settings = Settings(num_tokens)
+        self.logit_rows = array("q", [0]) * num_rows
+        wanted = None if num_rows == num_tokens else tensor(self.logit_rows)
+        self.batch = Batch(token_ids, rope_rows, streams, slots, tables, [1], wanted)
+        self.settings = Settings(num_rows)
         self.rope: Any = None
 
     def fill(self, work: Sequence[Work], rows: Sequence[Row]) -> None:
-        at = 0
+        at = num_wanted = 0
         for row, item in enumerate(work):
             stream, start = item.stream, item.stream.num_computed
             for i, token_id in enumerate(stream.pending(item.num_tokens)):
                 self.token_ids[at], self.streams[at], self.slots[at] = token_id, row, start + i
                 self.spans[at] = stream.span(start + i)
                 at += 1
+            for i in range(at - item.num_drawn, at):
+                self.logit_rows[num_wanted] = i
+                num_wanted += 1
         self.settings.fill(rows)
 
     def run(self, model: Any, cache: PagedCache, rope: Any, arena: Arena) -> None:
@@ -186,6 +194,12 @@ class Recording:
 
         self.graph = Graph.record(step, arena)
         self.rope = rope
+
+
+def is_small(work: Sequence[Work]) -> bool:
+    """Whether a step may be recorded: few tokens, some drawn, and no logprobs of prompts"""
+    is_short = sum(item.num_tokens for item in work) <= MAX_RECORDED
+    return is_short and any(w.num_drawn for w in work) and not any(w.prompt_positions for w in work)
 
 
 def collected(

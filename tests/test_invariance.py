@@ -188,7 +188,7 @@ class Steps:
         work = self.work(tokens)
         for _ in range(RECORDED_AT):
             self.runner.run(work)
-        self.graph = self.runner._recordings[len(tokens)].graph
+        self.graph = self.runner._recordings[len(tokens), len(tokens)].graph
         return self.graph.result
 
     def plain(self, tokens: list[int]) -> Tensor:

@@ -49,8 +49,10 @@ class Pace:
         if not self._seen:
             return min(limit, 4 * self.FEWEST)
         allowed = self.SLOWDOWN * max(1.0, num_prompts / num_answers) * self.seconds(num_answers)
+        # A few tokens may take longer than that; then a few more take hardly longer.
+        allowed = max(allowed, 1.25 * self.seconds(num_answers + self.FEWEST))
         most = bisect(range(limit + 1), allowed, key=lambda count: self.seconds(num_answers + count)) - 1
-        return max(most, min(self.FEWEST, limit))
+        return min(max(most // self.FEWEST, 1) * self.FEWEST, limit)  # a few sizes, which are recorded
 
 
 class Scheduler:
