@@ -134,7 +134,16 @@ void round_row(const Activations& to, int64_t row, const float* x) {
     return to.num_planes == 2 ? round_row<2>(to, row, x) : round_row<1>(to, row, x);
 }
 
+// Rows that fill up the last block are scaled by nothing: what lay there before could be numbers so small that
+// a product with them takes a hundred times as long as with others.
+void clear_padding(const Activations& x) {
+    const int64_t end = ((x.num_rows - 1) >> x.log_rows << x.log_rows) + (int64_t{1} << x.log_rows);
+    for (int64_t row = x.num_rows; row < end; ++row)
+        for (int64_t g = 0; g < x.num_groups; ++g) x.scale[x.at(g, row)] = 0;
+}
+
 void round_rows(const Activations& to, const Tensor& x) {
+    clear_padding(to);
     for_rows(x, [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; ++r) round_row(to, r, Rows{x}.at<const float>(r));
     });
