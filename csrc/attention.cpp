@@ -519,7 +519,17 @@ void attend_by_tokens(const Problem& p, int64_t most_splits) {
                  });
 }
 
-// Few tokens: every (token, head, split) is a task of its own, folded afterwards
+// Where runs of tokens of one stream begin, and the end; as long as every thread has something to do
+int64_t find_runs(int64_t* begins, const Problem& p, int64_t most_splits) {
+    const int64_t longest = p.num_tokens * p.num_kv_heads * most_splits / (2 * num_threads()) + 1;
+    int64_t count = 0;
+    for (int64_t n = 0; n < p.num_tokens; ++n)
+        if (n == 0 || p.stream(n) != p.stream(n - 1) || n - begins[count - 1] == longest) begins[count++] = n;
+    begins[count] = p.num_tokens;
+    return count;
+}
+
+// Few tokens: every (run of tokens, key head, split) is a task of its own; its parts are folded afterwards
 template <class T>
 void attend_by_splits(const Problem& p, int64_t most_splits) {
     const int64_t num_parts = p.num_tokens * p.num_heads * most_splits;
@@ -527,28 +537,37 @@ void attend_by_splits(const Problem& p, int64_t most_splits) {
     const auto part = [&](int64_t n, int64_t h, int64_t split) {
         return State{parts + ((n * p.num_heads + h) * most_splits + split) * p.state_size};
     };
-    const int64_t rows = p.num_tokens * p.num_kv_heads;
+    int64_t begins[kAttentionMaxSplitTokens + 1];
+    const int64_t num_runs = find_runs(begins, p, most_splits);
+    const auto run_of = [&](int64_t item) { return item / most_splits / p.num_kv_heads; };
+    const auto head_of = [&](int64_t item) { return item / most_splits % p.num_kv_heads; };
     const auto split_at = [&](int64_t item) {
-        const int64_t n = item / most_splits / p.num_kv_heads, g = item / most_splits % p.num_kv_heads;
-        return p.split_of<T>(p.stream(n), g, item % most_splits);
+        return p.split_of<T>(p.stream(begins[run_of(item)]), head_of(item), item % most_splits);
     };
-    parallel_for(rows * most_splits, 1, [&](int64_t first, int64_t last) {
+    const auto attend = [&](int64_t item, const Split<T>& found, const Split<T>* next) {
         Room& room = *own_scratch<Room>();
+        const int64_t begin = begins[run_of(item)], count = (begins[run_of(item) + 1] - begin) * p.group;
+        const int64_t split = item % most_splits;
+        bool is_far = true;
+        for (int64_t i = 0; i < count;) {
+            Query queries[kBatch];
+            int64_t num_asked = 0;
+            for (; i < count && num_asked < kBatch; ++i) {
+                const int64_t n = begin + i / p.group, h = head_of(item) * p.group + i % p.group;
+                if (!p.sees(n, split)) continue;
+                const float* q = p.query(room.queries + num_asked * p.dim, n, h);
+                queries[num_asked++] = p.ask(q, n, split, part(n, h, split));
+            }
+            if (num_asked) p.answer(queries, num_asked, found, is_far, next);
+            is_far = false;
+        }
+    };
+    parallel_for(num_runs * p.num_kv_heads * most_splits, 1, [&](int64_t first, int64_t last) {
         Split<T> next = split_at(first);
         for (int64_t item = first; item < last; ++item) {
-            const int64_t n = item / most_splits / p.num_kv_heads, g = item / most_splits % p.num_kv_heads;
-            const int64_t split = item % most_splits;
             const Split<T> found = next;
             if (item + 1 < last) next = split_at(item + 1);
-            if (!p.sees(n, split)) continue;
-            for (int64_t first_head = 0; first_head < p.group; first_head += kBatch) {
-                Query queries[kBatch];
-                const int64_t count = smaller(kBatch, p.group - first_head), h = g * p.group + first_head;
-                for (int64_t i = 0; i < count; ++i)
-                    queries[i] =
-                        p.ask(p.query(room.queries + i * p.dim, n, h + i), n, split, part(n, h + i, split));
-                p.answer(queries, count, found, first_head == 0, item + 1 < last ? &next : nullptr);
-            }
+            attend(item, found, item + 1 < last ? &next : nullptr);
         }
     });
     for (int64_t n = 0; n < p.num_tokens; ++n)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import infinicore
-from infinicore import ops
+from infinicore import _native, ops
 from infinicore.ops.reference import fold_keys, paged, rows_as, unfold_keys, values_of
 from infinicore.quantization import BlockType, quantize
 
@@ -235,7 +235,7 @@ def test_kernels_decline_pools_and_tables_they_could_not_stay_within(
 ) -> None:
     new, place = torch.zeros(1, 2, 32), torch.tensor([0])
     assert ops.attention.pick(new, *pools, place, place, 0.2, 0) is None
-    assert ops.store_kv.pick(*pools[:2], new, new, pools[2], place, place, out=pools[:2]) is None
+    assert not _native.accepts_store_kv(pools[:2], *pools[:2], new, new, pools[2], place, place)
 
 
 def test_kernels_decline_places_that_are_not_one_for_each_token() -> None:
@@ -244,7 +244,7 @@ def test_kernels_decline_places_that_are_not_one_for_each_token() -> None:
     for streams, slots in ((place, place), (torch.tensor([0, 0]), place), (torch.zeros(2), torch.zeros(2))):
         assert ops.attention.pick(q[0, :2], keys, values, tables, streams, slots, 0.2, 0) is None
         out = (keys, values)
-        assert ops.store_kv.pick(keys, values, new, new, tables, streams, slots, out=out) is None
+        assert not _native.accepts_store_kv(out, keys, values, new, new, tables, streams, slots)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.uint8], ids=str)
