@@ -27,7 +27,7 @@ class Pace:
     """
 
     SLOWDOWN = 3.0  # times that a step with a part of a prompt may take longer than one of the answers alone
-    FEWEST = 8  # tokens of a prompt in a step; fewer would be a waste
+    TILE = 16  # tokens that kernels take together: one more costs as much as all
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[float, float]] = {}  # tokens and seconds, by the tokens' power of two
@@ -47,12 +47,11 @@ class Pace:
         """Beside streams that are answered. Where more streams wait for a first token than for a next one,
         their time counts for more."""
         if not self._seen:
-            return min(limit, 4 * self.FEWEST)
+            return min(limit, self.TILE)
         allowed = self.SLOWDOWN * max(1.0, num_prompts / num_answers) * self.seconds(num_answers)
-        # A few tokens may take longer than that; then a few more take hardly longer.
-        allowed = max(allowed, 1.25 * self.seconds(num_answers + self.FEWEST))
         most = bisect(range(limit + 1), allowed, key=lambda count: self.seconds(num_answers + count)) - 1
-        return min(max(most // self.FEWEST, 1) * self.FEWEST, limit)  # a few sizes, which are recorded
+        whole_tiles = (num_answers + most) // self.TILE * self.TILE - num_answers
+        return min(max(whole_tiles if whole_tiles > 0 else most, 1), limit)
 
 
 class Scheduler:
