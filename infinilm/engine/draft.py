@@ -66,8 +66,13 @@ def may_guess(stream: Completion) -> bool:
     return stream.num_drawn > 0 and not needs_adjusting(stream)
 
 
-def note_guesses(stream: Completion, num_right: int) -> None:
-    """Who guesses in vain rests for a while, and longer each time."""
+def note_guesses(stream: Completion, num_guessed: int, num_right: int) -> None:
+    """Who guesses right guesses more the next time; who guesses in vain fewer, and rests for a while, longer
+    each time."""
+    if num_right == num_guessed:
+        stream.most_guesses *= 2
+    elif num_right == 0:
+        stream.most_guesses = max(stream.most_guesses // 2, 1)
     stream.last_rest = 0 if num_right else min(max(1, 2 * stream.last_rest), LONGEST_REST)
     stream.rest = stream.last_rest
 
@@ -104,7 +109,8 @@ def last_end(token_ids: array[int], length: int) -> int | None:
 
 def room_of(stream: Completion, config: SpeculativeConfig) -> int:
     """How many guesses can still be of use"""
-    return max(min(config.num_speculative_tokens, stream.max_tokens - stream.num_drawn - 1), 0)
+    stream.most_guesses = min(stream.most_guesses, config.num_speculative_tokens)
+    return max(min(stream.most_guesses, stream.max_tokens - stream.num_drawn - 1), 0)
 
 
 class ModelDrafter:

@@ -235,7 +235,7 @@ class Engine:
         stream.num_computed += num_right
         stream.request.note_token()
         if guesses:
-            note_guesses(stream, num_right)
+            note_guesses(stream, len(guesses), num_right)
 
     def _fail(self, stream: Completion) -> None:
         """Nobody shall find keys that may have NaN among them."""

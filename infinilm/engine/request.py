@@ -98,6 +98,7 @@ class Completion(Stream):
         self.chain: Chain | None = None
         self.num_found = 0  # tokens that the cache knew when it began
         self.rest = self.last_rest = 0  # steps without guesses: to come, and when guesses last failed
+        self.most_guesses = 2  # at the next step that has some
         self.logprobs: list[Logprobs] = []
         self.cumulative_logprob = 0.0
         self.finish_reason: str | None = None

@@ -26,7 +26,7 @@ class Pace:
     What a step costs follows from its number of tokens, whosever they are, so any step tells of others.
     """
 
-    SLOWDOWN = 3.0  # times that a step with a part of a prompt may take longer than one of the answers alone
+    SLOWDOWN = 2.5  # times that a step with a part of a prompt may take longer than one of the answers alone
     TILE = 16  # tokens that kernels take together: one more costs as much as all
 
     def __init__(self) -> None:
