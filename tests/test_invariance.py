@@ -17,11 +17,11 @@ import infinicore
 from infinicore import nn
 from infinicore.ops.reference import random_blocks
 from infinicore.quantization import BlockType
-from infinilm import DynamicCache, cache
+from infinilm import DynamicCache, cache, runner
 from infinilm.batch import Stream
 from infinilm.config import LlamaConfig
 from infinilm.models.llama import LlamaForCausalLM
-from infinilm.runner import RECORDED_AT, Work
+from infinilm.runner import Work
 from infinilm.sampling import SamplingParams
 
 LENGTH = 40
@@ -44,6 +44,12 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     if kind == "safetensors":
         return dense_model(tmp_path_factory.mktemp("dense"), getattr(torch, detail))
     return block_model(BlockType[kind], BITS.get(detail, 12))
+
+
+@pytest.fixture(autouse=True)
+def record_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step shall be recorded when it first comes."""
+    monkeypatch.setattr(runner, "RECORDED_AT", 1)
 
 
 @pytest.fixture
@@ -185,9 +191,7 @@ class Steps:
         self.runner.run(self.work())
 
     def replayed(self, tokens: list[int]) -> Tensor:
-        work = self.work(tokens)
-        for _ in range(RECORDED_AT):
-            self.runner.run(work)
+        self.runner.run(self.work(tokens))
         self.graph = self.runner._recordings[len(tokens), len(tokens)].graph
         return self.graph.result
 
