@@ -15,7 +15,6 @@ from infinilm.batch import Batch
 # Multiplications of one call, about a tenth of a second: Python hears an interrupt between two calls only.
 CALL_WORK = 1 << 28
 LANES = 16  # keys that the kernel reads side by side
-BLOCK_SIZES = (16, 32, 64, 128, 256)
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "q8_0": torch.uint8}
 
 # B streams, S block size, P blocks of a pool, M blocks of a stream, N tokens, T positions,

@@ -813,3 +813,26 @@ def test_ends_of_text_that_the_model_has_no_rows_for_do_no_harm(tmp_path: Path, 
 def test_a_length_beyond_the_models_is_refused(tiny: Tiny) -> None:
     with pytest.raises(ValueError, match=f"max_model_len is {MAX_LENGTH + 1}, but .* are {MAX_LENGTH}"):
         tiny.engine(max_model_len=MAX_LENGTH + 1)
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", range(3, 24, 2))
+def test_a_stream_that_is_computed_again_does_not_guess_before_it_has_caught_up(
+    max_num_batched_tokens: int, tiny: Tiny
+) -> None:
+    config = {"num_speculative_tokens": 4, "prompt_lookup_min": 1}
+    options = {"max_num_batched_tokens": max_num_batched_tokens, "enable_prefix_caching": False}
+    engine = tiny.engine(speculative_config=config, **options)
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=40, logprobs=1)
+    request = engine.make([7, 8, 9] * 4, params)
+    engine.enqueue(request)
+    while engine.has_work:
+        engine.step()
+        (stream,) = request.completions
+        assert stream.num_computed <= len(stream)
+        if stream.num_drawn % 5 == 4 and stream in engine.scheduler.running and stream.num_computed:
+            engine.scheduler.preempt(stream)
+            while engine.has_work and stream.num_computed < len(stream) - 1:
+                engine.step()
+                assert stream.num_computed <= len(stream)
+    check_idle(engine)
+    assert said(request.output()) == said(alone(tiny, Job([7, 8, 9] * 4, params)))

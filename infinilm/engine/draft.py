@@ -15,7 +15,7 @@ from infinilm.batch import Stream
 from infinilm.config import check_one_of
 from infinilm.draw import needs_adjusting
 from infinilm.engine.request import Completion
-from infinilm.engine.scheduler import Scheduler
+from infinilm.engine.scheduler import Scheduler, is_answering
 from infinilm.rope import check_whole
 from infinilm.runner import Runner, Work
 
@@ -59,11 +59,12 @@ class SpeculativeConfig:
 
 
 def may_guess(stream: Completion) -> bool:
-    """Where tokens depend on more than the ones before (a grammar, penalties), guesses would need as much."""
+    """A stream that is computed again catches up first. Where tokens depend on more than the ones before (a
+    grammar, penalties), guesses would need as much."""
     if stream.rest > 0:
         stream.rest -= 1
         return False
-    return stream.num_drawn > 0 and not needs_adjusting(stream)
+    return is_answering(stream) and not needs_adjusting(stream)
 
 
 def note_guesses(stream: Completion, num_guessed: int, num_right: int) -> None:
@@ -128,7 +129,7 @@ class ModelDrafter:
 
     def guess(self) -> None:
         running = self.scheduler.running
-        self.shadows = {stream: self.shadow(stream) for stream in running if stream.num_drawn > 0}
+        self.shadows = {stream: self.shadow(stream) for stream in running if is_answering(stream)}
         guessing = {
             stream: shadow
             for stream, shadow in self.shadows.items()

@@ -66,10 +66,6 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
-    @property
-    def is_finished(self) -> bool:
-        return self.finish_reason is not None
-
 
 @dataclass(frozen=True)
 class RequestOutput:
