@@ -134,8 +134,8 @@ void round_row(const Activations& to, int64_t row, const float* x) {
     return to.num_planes == 2 ? round_row<2>(to, row, x) : round_row<1>(to, row, x);
 }
 
-// Rows that fill up the last block are scaled by nothing: what lay there before could be numbers so small that
-// a product with them takes a hundred times as long as with others.
+// Rows that fill up the last block are scaled by nothing: what lay there before could be numbers so small
+// that a product with them takes a hundred times as long as with others.
 void clear_padding(const Activations& x) {
     const int64_t end = ((x.num_rows - 1) >> x.log_rows << x.log_rows) + (int64_t{1} << x.log_rows);
     for (int64_t row = x.num_rows; row < end; ++row)
