@@ -537,37 +537,53 @@ void attend_by_splits(const Problem& p, int64_t most_splits) {
     const auto part = [&](int64_t n, int64_t h, int64_t split) {
         return State{parts + ((n * p.num_heads + h) * most_splits + split) * p.state_size};
     };
-    int64_t begins[kAttentionMaxSplitTokens + 1];
+    int64_t begins[kAttentionMaxSplitTokens + 1], first_items[kAttentionMaxSplitTokens + 1];
     const int64_t num_runs = find_runs(begins, p, most_splits);
-    const auto run_of = [&](int64_t item) { return item / most_splits / p.num_kv_heads; };
-    const auto head_of = [&](int64_t item) { return item / most_splits % p.num_kv_heads; };
-    const auto split_at = [&](int64_t item) {
-        return p.split_of<T>(p.stream(begins[run_of(item)]), head_of(item), item % most_splits);
+    // A run has items for the splits that its tokens see, so that threads have equally much to do.
+    int64_t num_splits[kAttentionMaxSplitTokens];
+    first_items[0] = 0;
+    for (int64_t run = 0; run < num_runs; ++run) {
+        num_splits[run] = 0;
+        for (int64_t n = begins[run]; n < begins[run + 1]; ++n)
+            num_splits[run] = larger(num_splits[run], p.num_splits(n));
+        first_items[run + 1] = first_items[run] + p.num_kv_heads * num_splits[run];
+    }
+    struct Item { int64_t run, head, split; };
+    const auto item_at = [&](int64_t index) {
+        int64_t run = 0;
+        while (first_items[run + 1] <= index) ++run;
+        const int64_t own = index - first_items[run];
+        return Item{run, own / num_splits[run], own % num_splits[run]};
     };
-    const auto attend = [&](int64_t item, const Split<T>& found, const Split<T>* next) {
+    const auto split_at = [&](const Item& item) {
+        return p.split_of<T>(p.stream(begins[item.run]), item.head, item.split);
+    };
+    const auto attend = [&](const Item& item, const Split<T>& found, const Split<T>* next) {
         Room& room = *own_scratch<Room>();
-        const int64_t begin = begins[run_of(item)], count = (begins[run_of(item) + 1] - begin) * p.group;
-        const int64_t split = item % most_splits;
+        const int64_t begin = begins[item.run], count = (begins[item.run + 1] - begin) * p.group;
         bool is_far = true;
         for (int64_t i = 0; i < count;) {
             Query queries[kBatch];
             int64_t num_asked = 0;
             for (; i < count && num_asked < kBatch; ++i) {
-                const int64_t n = begin + i / p.group, h = head_of(item) * p.group + i % p.group;
-                if (!p.sees(n, split)) continue;
+                const int64_t n = begin + i / p.group, h = item.head * p.group + i % p.group;
+                if (!p.sees(n, item.split)) continue;
                 const float* q = p.query(room.queries + num_asked * p.dim, n, h);
-                queries[num_asked++] = p.ask(q, n, split, part(n, h, split));
+                queries[num_asked++] = p.ask(q, n, item.split, part(n, h, item.split));
             }
             if (num_asked) p.answer(queries, num_asked, found, is_far, next);
             is_far = false;
         }
     };
-    parallel_for(num_runs * p.num_kv_heads * most_splits, 1, [&](int64_t first, int64_t last) {
-        Split<T> next = split_at(first);
-        for (int64_t item = first; item < last; ++item) {
+    parallel_for(first_items[num_runs], 1, [&](int64_t first, int64_t last) {
+        Item item = item_at(first);
+        Split<T> next = split_at(item);
+        for (int64_t index = first; index < last; ++index) {
+            const Item now = item;
             const Split<T> found = next;
-            if (item + 1 < last) next = split_at(item + 1);
-            attend(item, found, item + 1 < last ? &next : nullptr);
+            const bool is_last = index + 1 == last;
+            if (!is_last) item = item_at(index + 1), next = split_at(item);
+            attend(now, found, is_last ? nullptr : &next);
         }
     });
     for (int64_t n = 0; n < p.num_tokens; ++n)

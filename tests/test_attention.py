@@ -11,7 +11,7 @@ from torch import Tensor
 
 import infinicore
 from infinicore import _native, ops
-from infinicore.ops.reference import fold_keys, paged, rows_as, unfold_keys, values_of
+from infinicore.ops.attention_reference import fold_keys, paged, rows_as, unfold_keys, values_of
 from infinicore.quantization import BlockType, quantize
 
 LENGTH, ROOM = 700, 768
@@ -71,6 +71,15 @@ def test_one_two_and_three_threads_give_the_same_bits(level: str, keep_threads: 
                 infinicore.set_num_threads(count)
                 results.append(attend(q, pools, places))
             assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+def test_tokens_in_any_order_get_the_bits_they_get_alone(level: str, keep_threads: None) -> None:
+    """Few tokens over several splits, those of one stream not from first to last"""
+    q, pools = problem()
+    infinicore.set_num_threads(2)
+    for places in ([(0, 639), (0, 3), (0, 300)], [(1, 300), (1, 600), (1, 2), (0, 0), (0, 520), (2, 630)]):
+        alone = torch.cat([attend(q, pools, [place]) for place in places])
+        assert torch.equal(attend(q, pools, places), alone)
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 6])

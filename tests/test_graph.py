@@ -13,7 +13,8 @@ from torch import Tensor
 from infinicore import nn, ops
 from infinicore.graph import Arena, Graph, RecordError
 from infinicore.nn import functional as F
-from infinicore.ops.reference import paged, random_blocks, unfold_keys
+from infinicore.ops.attention_reference import paged, unfold_keys
+from infinicore.ops.reference import random_blocks
 from infinicore.quantization import BlockType
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 import infinicore
 from infinicore import _native, ops
 from infinicore.ops import native, registry
-from infinicore.ops.reference import paged
+from infinicore.ops.attention_reference import paged
 from infinicore.ops.registry import OPS, Kernel, Op
 
 HALF_AND_SINGLE = (torch.float32, torch.float16, torch.bfloat16)

@@ -1,32 +1,28 @@
 """Every op by name: `ops.rms_norm(x, weight, eps)` runs the first kernel that accepts its arguments."""
 
 from infinicore.ops import native as _native_kernels  # noqa: F401  registers itself
+from infinicore.ops.attention_reference import attention, store_kv
 from infinicore.ops.descriptor import RopeAlgo, RopeDescriptor, RopeInfo
 from infinicore.ops.reference import (
     add,
     add_rms_norm,
-    adjust_logits,
-    attention,
     causal_softmax,
     embedding,
     gelu,
     layer_norm,
     linear,
-    logprobs,
     packed_embedding,
     packed_linear,
     quantized_embedding,
     quantized_linear,
-    random_sample,
     rms_norm,
     rope,
-    sample,
     silu,
     softmax,
-    store_kv,
     swiglu,
 )
 from infinicore.ops.registry import OPS, Kernel, Op
+from infinicore.ops.sampling_reference import adjust_logits, logprobs, random_sample, sample
 
 __all__ = [
     "OPS",

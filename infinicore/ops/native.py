@@ -15,7 +15,7 @@ except ImportError as error:
     raise ImportError(f"the native core of infinicore is not there: {error}; run `make setup`") from error
 
 from infinicore.checks import integer
-from infinicore.ops import reference as _references  # noqa: F401  fills OPS
+from infinicore.ops import attention_reference, reference, sampling_reference  # noqa: F401  which fill OPS
 from infinicore.ops.registry import OPS, Kernel
 
 # In the order of DType in csrc/tensor.h
