@@ -10,6 +10,7 @@ __all__ = [
     "AsyncLLM",
     "CompletionOutput",
     "DynamicCache",
+    "EmbeddingRequestOutput",
     "EngineConfig",
     "EngineDead",
     "Logprob",
@@ -25,7 +26,7 @@ __version__ = "0.1.0"
 
 HOMES = {
     "LLM": "llm",
-    "AsyncLLM": "llm",
+    "AsyncLLM": "async_llm",
     "load_model": "llm",
     "DynamicCache": "cache",
     "EngineConfig": "config",
@@ -34,17 +35,19 @@ HOMES = {
 }
 
 if TYPE_CHECKING:
+    from infinilm.async_llm import AsyncLLM
     from infinilm.cache import DynamicCache
     from infinilm.config import EngineConfig
     from infinilm.engine.request import (
         CompletionOutput,
+        EmbeddingRequestOutput,
         EngineDead,
         Logprob,
         QueueFull,
         RequestError,
         RequestOutput,
     )
-    from infinilm.llm import LLM, AsyncLLM, load_model
+    from infinilm.llm import LLM, load_model
     from infinilm.sampling import SamplingParams, StructuredOutputsParams
 else:  # a type checker that saw this function would take every name for one of ours
 

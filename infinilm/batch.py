@@ -51,6 +51,7 @@ class Stream:
         self.stop_ids: frozenset[int] = frozenset()  # any of them ends it
         self.bad_words: Sequence[Sequence[int]] = ()
         self.matcher: Matcher | None = None
+        self.wants_state = False  # of its last token; what is drawn after it counts for nothing
 
     def __len__(self) -> int:
         return len(self.token_ids)

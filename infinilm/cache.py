@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from infinicore import ops
-from infinicore.ops.reference import unfold_keys
+from infinicore.ops.attention_reference import unfold_keys
 from infinilm.batch import Batch
 
 # Multiplications of one call, about a tenth of a second: Python hears an interrupt between two calls only.

@@ -1,18 +1,15 @@
-"""LLM and AsyncLLM: text in, text out, over an engine that the caller runs, or a thread of its own."""
+"""LLM: text in, text out, over an engine that the caller runs; and how a model is loaded."""
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import os
-import queue
 import reprlib
 import sys
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +18,9 @@ import torch
 
 from infinilm.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from infinilm.config import EngineConfig
-from infinilm.engine import prefixes
 from infinilm.engine.draft import SpeculativeConfig
 from infinilm.engine.engine import Engine, Prompt
-from infinilm.engine.request import EngineDead, QueueFull, Request, RequestError, RequestOutput
+from infinilm.engine.request import EmbeddingRequestOutput, Request, RequestError, RequestOutput
 from infinilm.engine.text import Text
 from infinilm.hub import resolve
 from infinilm.models.llama import LlamaForCausalLM
@@ -223,7 +219,20 @@ class LLM:
                 self.engine.make(prompt, own, rank, cache_salt=cache_salt)
                 for prompt, own, rank in zip(given, params, priorities, strict=True)
             ]
-        return self._finish(requests, use_tqdm)
+        self._finish(requests, use_tqdm)
+        return [request.output() for request in requests]
+
+    def embed(
+        self, prompts: Any, *, use_tqdm: bool = True, cache_salt: str | None = None
+    ) -> list[EmbeddingRequestOutput]:
+        """A direction for each prompt, given as for `generate`: the state of its last token after the last
+        norm, scaled to length one."""
+        with as_request_errors():
+            requests = [
+                self.engine.make_encoding(prompt, cache_salt=cache_salt) for prompt in as_prompts(prompts)
+            ]
+        self._finish(requests, use_tqdm)
+        return [request.embedding() for request in requests]
 
     def chat(
         self,
@@ -266,18 +275,17 @@ class LLM:
     def save_prefixes(self, path: str | Path) -> int:
         """Write what the cache knows to a file, for another process with this model; the number of blocks"""
         with self._lock:
-            return prefixes.save(path, self.model, self.engine.cache, self.engine.blocks)
+            return self.engine.save_prefixes(path)
 
     def load_prefixes(self, path: str | Path) -> int:
         """Take over saved prefixes, as far as there is room; ValueError if they are of another model."""
         with self._lock:
-            return prefixes.load(path, self.model, self.engine.cache, self.engine.blocks)
+            return self.engine.load_prefixes(path)
 
-    def _finish(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
+    def _finish(self, requests: list[Request], use_tqdm: bool) -> None:
         with progress(len(requests), use_tqdm) as advance:
             for finished in self._steps(requests):
                 advance(len(finished))
-        return [request.output() for request in requests]
 
     def _steps(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
         """Run steps until all requests have ended; after each, those that have ended since the last one.
@@ -328,186 +336,3 @@ def progress(total: int, is_wanted: bool) -> Iterator[Callable[[int], None]]:
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("prompts", total=total)
         yield lambda count: bar.advance(task, count)
-
-
-# ---- AsyncLLM ----------------------------------------------------------------------------------------------
-
-
-class Listener:
-    """Where the outputs of one request go: to a coroutine, and no faster than it reads them."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, request_id: str | None) -> None:
-        self.loop = loop
-        self.request_id = request_id
-        self.is_unwanted = False  # before the engine has heard of it
-        self.items: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
-        self.has_unread = False
-
-    def tell(self, item: RequestOutput | BaseException) -> None:
-        self.has_unread = True
-        with suppress(RuntimeError):  # the loop is closed, so nobody listens
-            self.loop.call_soon_threadsafe(self.items.put_nowait, item)
-
-    async def next(self) -> RequestOutput:
-        item = await self.items.get()
-        self.has_unread = False
-        if isinstance(item, BaseException):
-            raise item
-        return item
-
-
-class Worker:
-    """The engine's thread. Others put calls into its inbox; it makes them between two steps."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self.listeners: dict[str, Listener] = {}
-        self.death: BaseException | None = None
-        self.thread = threading.Thread(target=self.run, name="infinilm-engine", daemon=True)
-
-    def run(self) -> None:
-        try:
-            while self.obey():
-                for request in self.engine.step():
-                    self.tell(request)
-        except BaseException as error:
-            self.die(error)
-        else:
-            self.die(EngineDead("the engine was shut down"))
-
-    def obey(self) -> bool:
-        """Make the calls that wait, at least one where there is nothing else to do; False is the end."""
-        while True:
-            try:
-                call = self.inbox.get(block=not self.engine.has_work)
-            except queue.Empty:
-                return True
-            if call is None:
-                return False
-            call()
-
-    def add(self, request: Request, listener: Listener) -> None:
-        if self.death is not None:
-            listener.tell(self.dead())
-            return
-        try:
-            self.engine.enqueue(request)
-        except (RequestError, QueueFull) as error:
-            listener.tell(error)
-        else:
-            self.listeners[request.request_id] = listener
-
-    def tell(self, request: Request) -> None:
-        listener = self.listeners[request.request_id]
-        if request.is_finished or not listener.has_unread:
-            listener.tell(request.error or request.output())
-        if request.is_finished:
-            del self.listeners[request.request_id]
-
-    def abort(self, request_id: str, owner: Listener | None = None) -> None:
-        """On behalf of its owner, where one is given: another request may have the same id by now."""
-        listener = self.listeners.get(request_id)
-        if listener is None or owner not in (None, listener):
-            return
-        request = self.engine.requests[request_id]
-        self.engine.abort(request_id)
-        self.tell(request)
-
-    def die(self, error: BaseException) -> None:
-        """Nobody is left waiting, nor those whose calls nobody has made yet."""
-        self.death = error
-        self.engine.close()
-        for listener in self.listeners.values():
-            listener.tell(self.dead())
-        self.listeners.clear()
-        with suppress(queue.Empty):
-            while True:
-                if call := self.inbox.get(block=False):
-                    call()
-
-    def dead(self) -> EngineDead:
-        error = EngineDead(f"the engine has stopped: {self.death}")
-        error.__cause__ = self.death
-        return error
-
-
-class AsyncLLM:
-    """An LLM for coroutines: its engine runs in a thread, all requests at once. Keywords are LLM's."""
-
-    @with_options
-    def __init__(self, model: str | Path | None = None, report: Report = tell_nobody, **options: Any) -> None:
-        self.config = EngineConfig(model=model, **options)
-        self._pid = os.getpid()
-        self._worker = Worker(make_engine(self.config, report))
-        self.model, self.tokenizer = self.engine.model, self.engine.tokenizer
-        self._encoders = ThreadPoolExecutor(2, "infinilm-encoder")
-        self._making: set[Listener] = set()  # of requests on their way to the engine
-        self._worker.thread.start()
-
-    @property
-    def engine(self) -> Engine:
-        return self._worker.engine
-
-    async def generate(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        request_id: str | None = None,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-    ) -> AsyncIterator[RequestOutput]:
-        """The output so far, again and again until it has finished. Leaving the loop ends the request."""
-        self._check_alive()
-        (params,) = one_each("sampling_params", sampling_params, SamplingParams, 1, SamplingParams())
-        listener = Listener(asyncio.get_running_loop(), request_id)
-
-        def make() -> Request:
-            with as_request_errors():
-                return self.engine.make(prompt, params, priority, request_id, cache_salt)
-
-        self._making.add(listener)
-        try:
-            request = await listener.loop.run_in_executor(self._encoders, make)
-        finally:
-            self._making.discard(listener)
-        worker, is_finished = self._worker, False
-        worker.inbox.put(lambda: worker.add(request, listener))
-        if listener.is_unwanted:
-            worker.inbox.put(lambda: worker.abort(request.request_id, listener))
-        self._check_alive()  # after the call is in the inbox: who dies later will find it there
-        try:
-            while not is_finished:
-                output = await listener.next()
-                is_finished = output.finished
-                yield output
-        finally:
-            if not is_finished:
-                worker.inbox.put(lambda: worker.abort(request.request_id, listener))
-
-    async def abort(self, request_id: str) -> None:
-        """End a request: its loop sees a last output whose finish_reason is "abort"."""
-        self._check_alive()
-        for listener in list(self._making):
-            listener.is_unwanted |= listener.request_id == request_id
-        worker = self._worker
-        worker.inbox.put(lambda: worker.abort(request_id))
-
-    def shutdown(self) -> None:
-        """Stop the engine; what still waits fails."""
-        if self._pid == os.getpid():
-            self._worker.inbox.put(None)
-            self._worker.thread.join()
-            self._encoders.shutdown(wait=False, cancel_futures=True)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_encoders") and self._pid == os.getpid():
-            self._worker.inbox.put(None)
-            self._encoders.shutdown(wait=False)
-
-    def _check_alive(self) -> None:
-        if self._pid != os.getpid():
-            raise EngineDead("the engine's thread is in the process that made it, not in a fork of it")
-        if self._worker.death is not None:
-            raise self._worker.dead()

@@ -20,6 +20,8 @@ MAX_RECORDED = 64  # tokens of a step that is recorded
 MAX_RECORDINGS = 96  # one for each number of tokens, and of those whose logits are wanted
 # To record takes longer than to run: it is not for numbers that come once or twice, as when streams end.
 RECORDED_AT = 3
+# Beyond 16 tokens, if some are of prompts, a step is filled up to a multiple of this: few recordings do.
+FULL = 8
 
 # N tokens of the step, B streams, M blocks of a stream, R rows of logits, V vocabulary
 
@@ -46,11 +48,13 @@ class Work(NamedTuple):
 
 @dataclass
 class Drawn:
-    """What came of some work: tokens (-1 where the logits were no numbers) and, if wanted, logprobs."""
+    """What came of some work: tokens (-1 where the logits were no numbers) and, if wanted, logprobs, or the
+    state [E] that the first of them was drawn from."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[list[Ranked]] = field(default_factory=list)
     prompt_logprobs: list[list[Ranked]] = field(default_factory=list)
+    state: Tensor | None = None
 
 
 class Runner:
@@ -79,8 +83,8 @@ class Runner:
         rows = [Row(item.stream, len(item.stream) + i) for item in work for i in range(item.num_drawn)]
         recording = self._replayed(work, rows) if self.can_record and is_small(work) else None
         if recording is not None:
-            return collected(work, recording.graph.result, rows, recording.settings.drawn())
-        return collected(work, self._logits(work), rows)
+            return collected(work, *recording.graph.result, rows, recording.settings.drawn())
+        return collected(work, *self._outcome(work), rows)
 
     def _fill_tables(self, work: Sequence[Work]) -> None:
         for row, (stream, _) in enumerate(work):
@@ -89,8 +93,9 @@ class Runner:
                 self._rows[row, : len(block_ids)] = block_ids
                 self._held[row] = block_ids, len(block_ids)
 
-    def _logits(self, work: Sequence[Work]) -> Tensor:
-        """For the logprobs of prompts and for what is drawn, in the order of the work [R, V]"""
+    def _outcome(self, work: Sequence[Work]) -> tuple[Tensor, Tensor]:
+        """States [R, E] and logits [R, V] for the logprobs of prompts and for what is drawn, in the order of
+        the work"""
         token_ids, streams, slots, spans, logit_rows = (array("q") for _ in range(5))
         for row, item in enumerate(work):
             stream, start, end = (
@@ -111,8 +116,8 @@ class Runner:
         batch = Batch(
             tensor(token_ids), rope_rows, tensor(streams), tensor(slots), tables, lengths, tensor(logit_rows)
         )
-        logits: Tensor = self.model.step(batch.to(self.device), self.cache, rope)
-        return logits
+        outcome: tuple[Tensor, Tensor] = self.model.step(batch.to(self.device), self.cache, rope)
+        return outcome
 
     def _rope(self, slots: array[int], spans: array[int]) -> tuple[Any, Tensor]:
         rope = self.model.model.rope_reaching(max(slots) + 1)
@@ -120,7 +125,7 @@ class Runner:
 
     def _replayed(self, work: Sequence[Work], rows: Sequence[Row]) -> Recording | None:
         """A recording that has run this work, or None where there is none"""
-        size = sum(item.num_tokens for item in work), len(rows)
+        size = recorded_size(sum(item.num_tokens for item in work), len(rows))
         recording = self._recordings.get(size)
         if recording is None:
             self._num_seen[size] += 1
@@ -152,9 +157,12 @@ class Runner:
 
 
 class Recording:
-    """A step of N tokens, R of them with logits, on buffers of its own: recorded once, replayed since."""
+    """A step of N tokens, R of them with logits, on buffers of its own: recorded once, replayed since.
 
-    graph: Graph[Tensor]
+    Where there are fewer, the last one is computed again: it changes nothing of what it finds in its slot.
+    """
+
+    graph: Graph[tuple[Tensor, Tensor]]
 
     def __init__(self, num_tokens: int, num_rows: int, tables: Tensor) -> None:
         self.token_ids, self.rope_rows, self.streams, self.slots, self.spans = (
@@ -180,6 +188,8 @@ class Recording:
             for i in range(at - item.num_drawn, at):
                 self.logit_rows[num_wanted] = i
                 num_wanted += 1
+        for values in (self.token_ids, self.streams, self.slots, self.spans):
+            values[at:] = array("q", [values[at - 1]]) * (len(values) - at)
         self.settings.fill(rows)
 
     def run(self, model: Any, cache: PagedCache, rope: Any, arena: Arena) -> None:
@@ -187,13 +197,18 @@ class Recording:
             self.graph.replay()
             return
 
-        def step() -> Tensor:
-            logits: Tensor = model.step(self.batch, cache, rope)
+        def step() -> tuple[Tensor, Tensor]:
+            states, logits = model.step(self.batch, cache, rope)
             self.settings.draw(logits)
-            return logits
+            return states, logits
 
         self.graph = Graph.record(step, arena)
         self.rope = rope
+
+
+def recorded_size(num_tokens: int, num_rows: int) -> tuple[int, int]:
+    is_filled_up = num_tokens > max(2 * FULL, num_rows)
+    return -(-num_tokens // FULL) * FULL if is_filled_up else num_tokens, num_rows
 
 
 def is_small(work: Sequence[Work]) -> bool:
@@ -203,11 +218,16 @@ def is_small(work: Sequence[Work]) -> bool:
 
 
 def collected(
-    work: Sequence[Work], logits: Tensor, rows: Sequence[Row], tokens: list[int] | None = None
+    work: Sequence[Work],
+    states: Tensor,
+    logits: Tensor,
+    rows: Sequence[Row],
+    tokens: list[int] | None = None,
 ) -> list[Drawn]:
     """What came of each item of the work. The tokens of a replay are drawn already, but that does not count
     where a stream has something to say about its logits."""
     results = [Drawn() for _ in work]
+    note_states(work, states, results)
     logits = without_prompts(work, logits, results)
     if not rows:
         return results
@@ -220,6 +240,17 @@ def collected(
         own = slice(at, at := at + item.num_drawn)
         result.token_ids, result.logprobs = tokens[own], logprobs[own]
     return results
+
+
+def note_states(work: Sequence[Work], states: Tensor, results: list[Drawn]) -> None:
+    """Copies, in float32: the next replay writes over the states."""
+    if not any(item.stream.wants_state for item in work):
+        return
+    end = 0
+    for item, result in zip(work, results, strict=True):
+        end += len(item.prompt_positions) + item.num_drawn
+        if item.num_drawn and item.stream.wants_state:
+            result.state = states[end - 1].to("cpu", torch.float32, copy=True)
 
 
 def without_prompts(work: Sequence[Work], logits: Tensor, results: list[Drawn]) -> Tensor:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,18 @@ def wait_until(is_so: Callable[[], bool], seconds: float = PATIENCE) -> bool:
     return found
 
 
+@pytest.fixture(autouse=True)
+def strangers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads of other tests, which may end when they like"""
+    monkeypatch.setattr(sys.modules[__name__], "STRANGERS", set(threading.enumerate()))
+
+
+STRANGERS: set[threading.Thread] = set()
+
+
 def our_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("infinilm")]
+    found = set(threading.enumerate()) - STRANGERS
+    return [thread.name for thread in found if thread.name.startswith("infinilm")]
 
 
 # ---- outputs -----------------------------------------------------------------------------------------------
@@ -117,6 +128,33 @@ def test_a_slow_reader_misses_steps_and_never_the_end(llm: AsyncLLM) -> None:
 
     outputs = within_patience(read_slowly())
     assert len(outputs) <= 3 and outputs[-1].finished and len(outputs[-1].outputs[0].token_ids) == 20
+
+
+def test_an_event_loop_is_woken_once_a_step_however_many_listen(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wakers, num_steps, step = list[str](), 0, llm.engine.step
+
+    def counted() -> Any:
+        nonlocal num_steps
+        num_steps += 1
+        return step()
+
+    async def listen() -> int:
+        loop = asyncio.get_running_loop()
+        wake = loop.call_soon_threadsafe
+
+        def noted(*args: Any, **options: Any) -> Any:
+            wakers.append(threading.current_thread().name)
+            return wake(*args, **options)
+
+        monkeypatch.setattr(loop, "call_soon_threadsafe", noted)
+        readers = (outputs_of(llm, prompt(5, i), SAMPLED) for i in range(24))
+        return sum(map(len, await asyncio.gather(*readers)))
+
+    monkeypatch.setattr(llm.engine, "step", counted)
+    num_read = within_patience(listen())
+    assert wakers.count("infinilm-engine") <= num_steps < num_read
 
 
 # ---- mistakes and limits -----------------------------------------------------------------------------------
@@ -383,6 +421,74 @@ def test_requests_that_the_engine_had_not_heard_of_when_it_died_fail_as_well(
     assert [type(error) for error in within_patience(late())] == [EngineDead] * 4
 
 
+def test_an_error_in_a_step_is_told_as_death_to_whoever_waits_for_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = AsyncLLM(folder, **OPTIONS)
+
+    def fail() -> Any:
+        raise OSError("no light")
+
+    async def wait_for_it() -> None:
+        impatient = asyncio.create_task(llm.died())
+        await asyncio.sleep(0)
+        impatient.cancel()  # harms nobody else who waits
+        death = asyncio.create_task(llm.died())
+        await outputs_of(llm, prompt(5), SAMPLED)
+        assert llm.death is None and not death.done()
+        monkeypatch.setattr(llm.engine, "step", fail)
+        calls = (outputs_of(llm, prompt(5), SAMPLED), llm.encode(prompt(5)))
+        for error in await asyncio.gather(*calls, return_exceptions=True):
+            assert isinstance(error, EngineDead) and error.__cause__ is llm.death
+        assert await death is llm.death is await llm.died()
+        assert str(llm.death) == "no light"
+
+    within_patience(wait_for_it())
+    llm.shutdown()
+
+
+def test_shutdown_is_an_end_too(folder: Path) -> None:
+    llm = AsyncLLM(folder, **OPTIONS)
+    assert llm.death is None
+    llm.shutdown()
+    assert isinstance(within_patience(llm.died()), EngineDead) and isinstance(llm.death, EngineDead)
+
+
+def test_a_loop_that_is_stuck_holds_up_nobody_and_nothing_piles_up_for_it(llm: AsyncLLM) -> None:
+    may_go_on = threading.Event()
+
+    async def get_stuck() -> RequestOutput:
+        outputs = llm.generate(prompt(5), SamplingParams(max_tokens=300, ignore_eos=True))
+        await anext(outputs)
+        listener = next(iter(llm._worker.listeners.values()))
+        may_go_on.wait(PATIENCE)
+        await asyncio.sleep(0)
+        assert listener.items.qsize() <= 2
+        *_, output = [output async for output in outputs]
+        return output
+
+    with ThreadPoolExecutor(1) as pool:
+        stuck = pool.submit(within_patience, get_stuck())
+        assert wait_until(lambda: bool(llm._worker.listeners))
+        for i in range(3):
+            assert within_patience(outputs_of(llm, prompt(9, i), SAMPLED))[-1].finished
+        assert wait_until(lambda: not llm.engine.has_work)  # to the end, though nobody has read it
+        may_go_on.set()
+        assert len(stuck.result(PATIENCE).outputs[0].token_ids) == 300
+
+
+def test_a_loop_that_was_closed_in_the_midst_of_an_answer_ends_the_request(llm: AsyncLLM) -> None:
+    loop = asyncio.new_event_loop()
+    outputs = [llm.generate(prompt(5, i), ENDLESS) for i in range(3)]
+    for each in outputs:
+        loop.run_until_complete(anext(each))
+    loop.close()
+    assert wait_until(lambda: not llm.engine.has_work)
+    check_idle(llm.engine)
+    assert not llm._worker.listeners
+    assert within_patience(outputs_of(llm, prompt(5), SAMPLED))[-1].finished
+
+
 def test_after_shutdown_what_waited_has_failed_and_no_thread_is_left(folder: Path) -> None:
     llm = AsyncLLM(folder, **OPTIONS)
 
@@ -437,7 +543,8 @@ def is_refused(call):
 wanted = asyncio.run(last())
 child = os.fork()
 if child == 0:
-    is_good = is_refused(last()) and is_refused(llm.abort("a"))
+    calls = [last(), llm.abort("a"), llm.encode([5]), llm.run(list), llm.died()]
+    is_good = all(map(is_refused, calls))
     llm.shutdown()
     del llm
     os._exit(not is_good)

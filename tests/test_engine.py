@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import statistics
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ from infinilm import (
 from infinilm.draw import uniform
 from infinilm.engine.engine import Engine
 from infinilm.engine.request import Request
+from infinilm.engine.scheduler import Pace
 from infinilm.models.llama import LlamaForCausalLM
 from infinilm.tokenizer import Tokenizer
 
@@ -99,6 +101,18 @@ def test_every_request_of_a_mix_says_what_it_says_alone(
     check_idle(engine)
     assert any(request.metrics.num_preemptions for request in requests)
     check_outputs(tiny, jobs, requests)
+
+
+def test_prompts_of_up_to_two_thousand_tokens_say_the_same_in_a_mix_as_alone(
+    tmp_path: Path, one_thread: None
+) -> None:
+    tiny, rng = Tiny.at(tmp_path, max_position_embeddings=2048), random.Random(21)
+    options = {"num_blocks": 160, "max_model_len": 2048, "max_num_batched_tokens": 512}
+    jobs = random_jobs(rng, 12, 2000, 8, arrive_within=15)
+    assert max(len(job.prompt) for job in jobs) > 1500
+    requests = run(tiny.engine(**options), jobs, 3, rng)
+    assert any(request.metrics.num_preemptions for request in requests)
+    check_outputs(tiny, jobs, requests, **options)
 
 
 def test_replayed_steps_draw_by_the_settings_of_each_stream(tiny: Tiny) -> None:
@@ -836,3 +850,31 @@ def test_a_stream_that_is_computed_again_does_not_guess_before_it_has_caught_up(
                 assert stream.num_computed <= len(stream)
     check_idle(engine)
     assert said(request.output()) == said(alone(tiny, Job([7, 8, 9] * 4, params)))
+
+
+# ---- how prompts are cut beside answers --------------------------------------------------------------------
+
+
+def test_steps_with_parts_of_a_prompt_take_about_as_long_as_they_may_however_long_it_has_become() -> None:
+    """Of a machine whose steps cost some seconds, more with each token, and with all that it looks at"""
+    pace, slowdowns, num_read = Pace(), [], 0
+    usual = 4.0 + 4 * 0.5
+    for _ in range(5):
+        pace.note(4, usual)
+    while num_read < 4000:
+        count = pace.most_prompt_tokens(num_answers=4, num_prompts=1, limit=512)
+        seconds = 4.0 + (4 + count) * 0.5 + count * num_read * 0.0004
+        pace.note(4 + count, seconds, is_mixed=True)
+        slowdowns.append(seconds / usual)
+        num_read += count
+    assert 1.5 < statistics.median(slowdowns) < 2.7 and max(slowdowns) < 3.5
+    assert len(slowdowns) < 4000 / Pace.FEWEST  # it read more where that was allowed
+
+
+def test_where_even_a_few_tokens_take_too_long_a_prompt_still_goes_on() -> None:
+    pace = Pace()
+    pace.note(1, 1.0)
+    for _ in range(20):
+        pace.note(5, 50.0, is_mixed=True)
+    assert pace.most_prompt_tokens(num_answers=1, num_prompts=1, limit=512) == Pace.FEWEST
+    assert pace.most_prompt_tokens(num_answers=1, num_prompts=1, limit=2) == 2

@@ -193,12 +193,12 @@ class Steps:
     def replayed(self, tokens: list[int]) -> Tensor:
         self.runner.run(self.work(tokens))
         self.graph = self.runner._recordings[len(tokens), len(tokens)].graph
-        return self.graph.result
+        return self.graph.result[1]
 
     def plain(self, tokens: list[int]) -> Tensor:
         work = self.work(tokens)
         self.runner._fill_tables(work)
-        return self.runner._logits(work)
+        return self.runner._outcome(work)[1]
 
     def work(self, tokens: Sequence[int] = ()) -> list[Work]:
         """All before the tokens has been computed."""

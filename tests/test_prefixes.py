@@ -123,13 +123,30 @@ def shorten(tensors: dict[str, Tensor]) -> None:
     tensors["keys.0"] = tensors["keys.0"][:1].clone()
 
 
+def flip_a_bit(tensors: dict[str, Tensor]) -> None:
+    tensors["values.1"].view(torch.uint8).flatten()[100] ^= 1
+
+
+def change_a_token(tensors: dict[str, Tensor]) -> None:
+    tensors["token_ids"][0, 3] += 1
+
+
 def spoil_salts(tensors: dict[str, Tensor]) -> None:
     tensors["salts"] = torch.tensor(list(b'["zz"]'), dtype=torch.uint8)
 
 
 @pytest.mark.parametrize(
     "change",
-    [set_parents([1, 0]), set_parents([-9, 0]), set_parents([0]), drop_a_layer, shorten, spoil_salts],
+    [
+        set_parents([1, 0]),
+        set_parents([-9, 0]),
+        set_parents([0]),
+        drop_a_layer,
+        shorten,
+        spoil_salts,
+        flip_a_bit,
+        change_a_token,
+    ],
 )
 def test_a_damaged_file_is_refused_and_leaves_the_engine_as_it_was(
     change: Any, tiny: Tiny, tmp_path: Path
@@ -141,6 +158,10 @@ def test_a_damaged_file_is_refused_and_leaves_the_engine_as_it_was(
     with safe_open(tmp_path / "file", "pt") as file:
         metadata = file.metadata()
     change(tensors)
+    if change not in (flip_a_bit, change_a_token):  # by someone who means it ill
+        del tensors["digest"]
+        digest = prefixes.digest_of(sorted(tensors.items()))
+        tensors["digest"] = torch.tensor(list(digest), dtype=torch.uint8)
     save_file(tensors, tmp_path / "file", metadata)
     with pytest.raises(ValueError):
         load(second, tmp_path / "file")

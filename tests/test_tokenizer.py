@@ -140,6 +140,35 @@ def test_a_message_cannot_end_its_turn_or_open_another_role(smollm):
     assert smollm.decode(ids, skip_special_tokens=False) == smollm.apply_chat_template(messages)
 
 
+@pytest.mark.parametrize(
+    "tools", [[{"description": "<|im_end|>"}], [{"parameters": {"properties": {"<|im_end|>": {}}}}]]
+)
+def test_a_tool_cannot_carry_special_tokens_either(default_model_metadata, tools):
+    tokenizer = Tokenizer.from_gguf(default_model_metadata)
+    tokenizer.chat_template = "{{ messages[0].content }}{{ tools | tojson }}"
+    ids = tokenizer.encode_chat([{"role": "user", "content": "hi"}], tools=tools)
+    assert tokenizer.encode("<|im_end|>")[0] not in ids
+    assert tokenizer.decode(ids) == "hi" + json.dumps(tools)
+
+
+def test_an_assistant_may_have_called_tools_and_said_nothing(smollm):
+    silent, empty = (
+        [
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", **content},
+            {"role": "user", "content": "?"},
+        ]
+        for content in ({"content": None}, {"content": ""})
+    )
+    assert smollm.encode_chat(silent) == smollm.encode_chat(empty)
+    del silent[1]["content"]
+    assert smollm.encode_chat(silent) == smollm.encode_chat(empty)
+    with pytest.raises(
+        TokenizerError, match=r"messages\[0\]\['content'\] must be a string, but is a NoneType"
+    ):
+        smollm.encode_chat([{"role": "user", "content": None}])
+
+
 def test_a_role_cannot_carry_special_tokens_either(smollm):
     ids = smollm.encode_chat([{"role": "user<|im_end|>", "content": "hi"}], add_generation_prompt=False)
     assert ids.count(2) == 2  # of the default system turn and of this one

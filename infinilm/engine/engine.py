@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,11 +21,13 @@ from infinicore.checks import integer
 from infinilm.cache import DTYPES, BlockShape, PagedCache
 from infinilm.config import EngineConfig, LlamaConfig
 from infinilm.draw import has_choice
+from infinilm.engine import prefixes
 from infinilm.engine.blocks import Blocks
 from infinilm.engine.draft import ModelDrafter, NgramDrafter, SpeculativeConfig, note_guesses
 from infinilm.engine.memory import SHARE, free_bytes
 from infinilm.engine.request import Completion, NumericalError, QueueFull, Request, RequestError
 from infinilm.engine.scheduler import Scheduler
+from infinilm.engine.stats import Progress, Stats
 from infinilm.generation import step_tokens
 from infinilm.models.llama import LlamaForCausalLM
 from infinilm.runner import Drawn, Runner, Work
@@ -33,6 +36,9 @@ from infinilm.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from infinilm.engine.grammar import GrammarCompiler
+
+# How a prompt is read whose last state is wanted: as if one token were to follow, which needs no room.
+ENCODING = SamplingParams(temperature=0.0, max_tokens=1)
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -58,6 +64,7 @@ class Engine:
         self.max_length = min(config.max_model_len or model.config.max_position_embeddings, room)
         tokens = config.max_num_batched_tokens or step_tokens(model.config, model.device)
         self.scheduler = Scheduler(self.blocks, config.max_num_seqs, tokens)
+        self.counts = self.scheduler.counts
         self.runner = Runner(model, self.cache, config.max_num_seqs, self.max_length)
         self.drafter = self._drafter(draft, others)
         self.requests: dict[str, Request] = {}
@@ -132,6 +139,18 @@ class Engine:
                 completion.matcher = matcher.with_masks(self._threads())
         return request
 
+    def make_encoding(
+        self,
+        prompt: Prompt,
+        priority: int = 0,
+        request_id: str | None = None,
+        cache_salt: str | None = None,
+    ) -> Request:
+        """A request whose prompt is read, for the state of its last token, and not continued"""
+        request = self.make(prompt, ENCODING, priority, request_id, cache_salt)
+        request.completions[0].wants_state = True
+        return request
+
     @cached_property
     def _grammars(self) -> GrammarCompiler:
         """Its library is imported by those alone who ask for structured outputs."""
@@ -178,6 +197,37 @@ class Engine:
                     completion.finish("abort")
             self._settle(request)
 
+    # ---- what it tells -------------------------------------------------------------------------------------
+
+    def stats(self) -> Stats:
+        """Of this moment; any thread may ask."""
+        scheduler, blocks = self.scheduler, self.blocks
+        return Stats(
+            num_running=len(scheduler.running),
+            num_waiting=scheduler.num_waiting,
+            num_waiting_tokens=scheduler.num_waiting_tokens,
+            num_blocks_used=blocks.num_blocks - blocks.num_free,
+            num_blocks=blocks.num_blocks,
+            **vars(self.counts),
+        )
+
+    def progress(self, request_id: str) -> Progress | None:
+        """How far a prompt has been read, None where there is no such request; any thread may ask."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return None
+        first, total = request.completions[0], len(request.prompt_token_ids)
+        num_done = total if first.num_drawn else first.num_computed
+        return Progress(total, request.num_cached_tokens, num_done)
+
+    def save_prefixes(self, path: str | Path) -> int:
+        """Write what the cache knows to a file, for another process with this model; the number of blocks"""
+        return prefixes.save(path, self.model, self.cache, self.blocks)
+
+    def load_prefixes(self, path: str | Path) -> int:
+        """Take over saved prefixes, as far as there is room; ValueError if they are of another model."""
+        return prefixes.load(path, self.model, self.cache, self.blocks)
+
     # ---- a step --------------------------------------------------------------------------------------------
 
     def step(self) -> list[Request]:
@@ -192,7 +242,7 @@ class Engine:
             if item.num_drawn and item.stream.matcher is not None:
                 item.stream.matcher.prepare()
         drawn = self.runner.run(work)
-        self.scheduler.pace.note(sum(item.num_tokens for item in work), time.perf_counter() - start)
+        self.scheduler.note(work, time.perf_counter() - start)
         return self._update(work, drawn)
 
     def _update(self, work: Sequence[Work], drawn: Sequence[Drawn]) -> list[Request]:
@@ -214,12 +264,23 @@ class Engine:
             return
         stream.request.note_prompt_logprobs(item.prompt_positions, result.prompt_logprobs)
         stream.num_computed += item.num_tokens
-        if result.token_ids:
+        if result.state is not None:
+            self._take_state(stream, result)
+        elif result.token_ids:
             self._append(stream, result)
         self.scheduler.keep(stream)
 
+    def _take_state(self, stream: Completion, result: Drawn) -> None:
+        if result.token_ids[0] < 0:
+            self._fail(stream)
+            return
+        stream.state = result.state
+        stream.finish("stop")
+        self._note_tokens(stream.request, 0)
+
     def _append(self, stream: Completion, result: Drawn) -> None:
         """What was drawn: a token, and as long as guesses were right the ones after them."""
+        num_before = len(stream)
         guesses, stream.drafts = stream.drafts, []
         stream.num_computed -= len(guesses)
         logprobs = result.logprobs or [[]] * len(result.token_ids)
@@ -233,9 +294,22 @@ class Engine:
                 break
             num_right += 1
         stream.num_computed += num_right
-        stream.request.note_token()
+        self._note_tokens(stream.request, len(stream) - num_before)
         if guesses:
-            note_guesses(stream, len(guesses), num_right)
+            self._note_guesses(stream, len(guesses), num_right)
+
+    def _note_tokens(self, request: Request, count: int) -> None:
+        if request.metrics.first_token_time is None:
+            self.counts.prompt_tokens += len(request.prompt_token_ids)
+            self.counts.cached_tokens += request.num_cached_tokens
+        self.counts.generated_tokens += count
+        request.note_token()
+
+    def _note_guesses(self, stream: Completion, num_guessed: int, num_right: int) -> None:
+        self.counts.drafts += 1
+        self.counts.draft_tokens += num_guessed
+        self.counts.accepted_tokens += num_right
+        note_guesses(stream, num_guessed, num_right)
 
     def _fail(self, stream: Completion) -> None:
         """Nobody shall find keys that may have NaN among them."""
@@ -293,12 +367,13 @@ class Engine:
         if num_prompt == 0:
             raise RequestError("the prompt has no tokens; the model needs one at least")
         room = self.max_length - num_prompt
-        if room < 1:
+        most = self.max_length - (params is not ENCODING)
+        if num_prompt > most:
             model_len = self.config.max_model_len or self.model.config.max_position_embeddings
             blocks = f"{self.blocks.num_blocks} blocks of {self.blocks.size} tokens"
             raise RequestError(
                 f"the prompt has {num_prompt} tokens; with max_model_len {model_len} and {blocks} "
-                f"for keys and values, {self.max_length - 1} are the most"
+                f"for keys and values, {most} are the most"
             )
         return room if params.max_tokens is None else min(room, params.max_tokens)
 

@@ -5,6 +5,7 @@ The work is done by llguidance, whose one home this is. What it cannot enforce i
 
 from __future__ import annotations
 
+import functools
 import json
 import signal
 import subprocess
@@ -26,6 +27,7 @@ from infinilm.engine.grammar_trial import (
     COMPILE_STACK,
     CPU_SECONDS,
     MEMORY,
+    Bytes,
     call_with_stack,
     compile_grammar,
 )
@@ -57,28 +59,19 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = sorted({i for i in eos_token_ids if 0 <= i < vocab_size})
-        self._tried: dict[str, None] = {}
 
     def compile(self, wanted: StructuredOutputsParams) -> Matcher:
         """RequestError if there is no such text, or if llguidance cannot tell it from others."""
         if not self._eos_token_ids:
             raise RequestError("structured_outputs need a model with an end-of-text token; this one has none")
         kind, grammar = grammar_of(wanted)
-        if grammar not in self._tried:
-            try_out(kind, grammar)
+        try_out(kind, grammar)
         view = self._vocabulary.view
         with refusals(kind):
             matcher = call_with_stack(COMPILE_STACK, lambda: compile_grammar(view, grammar))
         found = Matcher(self._vocabulary, matcher, kind)
         found.check()
-        self._remember(grammar)
         return found
-
-    def _remember(self, grammar: str) -> None:
-        """That it need not be tried out again; the last ones of many."""
-        self._tried[grammar] = None
-        for oldest in list(self._tried)[:-NUM_TRIED]:
-            self._tried.pop(oldest, None)
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:
@@ -142,14 +135,11 @@ class Matcher:
 
     def check(self) -> None:
         """Can a text begin, and is all of the grammar enforced?"""
-        self._check_state()
-        if warnings := self._matcher.get_grammar_warnings():
-            raise refused(self._kind, "; ".join(warnings))
+        check_grammar(self._matcher, self._kind)
         self.fill(self._vocabulary.new_mask())
 
     def _check_state(self) -> None:
-        if self._matcher.is_error():
-            raise refused(self._kind, self._matcher.get_error())
+        check_state(self._matcher, self._kind)
 
 
 class Masks:
@@ -259,6 +249,34 @@ def grammar_of_schema(schema: str) -> str:
         return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=options)
 
 
+def json_rule(schema: dict[str, Any]) -> str:
+    """The right side of a Lark rule for JSON of this schema, checked and bounded like any other."""
+    text = str(StructuredOutputsParams(json=schema).json)
+    inner = json.loads(grammar_of_schema(text))["grammars"][0]["json_schema"]
+    return f"%json {json.dumps(inner)}"
+
+
+def check_enforceable(wanted: StructuredOutputsParams) -> None:
+    """RequestError if no vocabulary could enforce it; what this model's cannot spell shows in `compile`."""
+    if error := refusal_of(wanted):
+        raise RequestError(error)
+
+
+@functools.lru_cache(maxsize=NUM_TRIED)
+def refusal_of(wanted: StructuredOutputsParams) -> str | None:
+    """For a vocabulary of bytes, which can spell all there is"""
+    view = llguidance.LLTokenizer(Bytes(), eos_token=[Bytes.eos_token_id])  # type: ignore[arg-type]
+    try:
+        kind, grammar = grammar_of(wanted)
+        try_out(kind, grammar)
+        with refusals(kind):
+            matcher = call_with_stack(COMPILE_STACK, lambda: compile_grammar(view, grammar))
+        check_grammar(matcher, kind)
+    except RequestError as error:
+        return str(error)
+    return None
+
+
 def check_schema(schema: dict[str, Any]) -> None:
     """What llguidance would take, but not enforce or not in bounded time."""
     if "x-guidance" in schema:
@@ -303,8 +321,9 @@ def values_in(value: Any) -> Iterator[Any]:
             waiting += found
 
 
+@functools.lru_cache(maxsize=NUM_TRIED)
 def try_out(kind: str, grammar: str) -> None:
-    """Compile it where that may fail in any way."""
+    """Compile it where that may fail in any way; what has been tried out need not be again."""
     command = [sys.executable, "-I", "-S", PROGRAM, *map(str, sys.path)]
     quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
     try:
@@ -321,6 +340,18 @@ def try_out(kind: str, grammar: str) -> None:
 
 
 # --- What is refused ----------------------------------------------------------------------------------------
+
+
+def check_grammar(matcher: llguidance.LLMatcher, kind: str) -> None:
+    """Is all of it enforced?"""
+    check_state(matcher, kind)
+    if warnings := matcher.get_grammar_warnings():
+        raise refused(kind, "; ".join(warnings))
+
+
+def check_state(matcher: llguidance.LLMatcher, kind: str) -> None:
+    if matcher.is_error():
+        raise refused(kind, matcher.get_error())
 
 
 def refused(kind: str, message: str) -> RequestError:

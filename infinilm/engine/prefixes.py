@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from infinilm.cache import PagedCache
 from infinilm.checkpoint.huggingface import read_tensors, write_tensors
 from infinilm.engine.blocks import Blocks, Chain
 
-FORMAT = "infinilm prefixes 1"
+FORMAT = "infinilm prefixes 2"
 
 
 def fingerprint(model: Any, cache: PagedCache) -> dict[str, str]:
@@ -33,11 +34,15 @@ def fingerprint(model: Any, cache: PagedCache) -> dict[str, str]:
 
 def digest_of_weights(model: Any) -> str:
     """Of every byte, in the form the weights are used in"""
+    return digest_of(weights_of(model)).hex()
+
+
+def digest_of(tensors: Iterable[tuple[str, Tensor]]) -> bytes:
     total = hashlib.sha256()
-    for name, weight in weights_of(model):
-        total.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
-        total.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return total.hexdigest()
+    for name, tensor in tensors:
+        total.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        total.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return total.digest()
 
 
 def weights_of(model: Any) -> list[tuple[str, Tensor]]:
@@ -64,6 +69,7 @@ def save(path: str | Path, model: Any, cache: PagedCache, blocks: Blocks) -> int
     }
     for layer, (keys, values) in enumerate(cache.layers):
         tensors[f"keys.{layer}"], tensors[f"values.{layer}"] = keys[ids].cpu(), values[ids].cpu()
+    tensors["digest"] = torch.tensor(list(digest_of(sorted(tensors.items()))), dtype=torch.uint8)
     write_tensors(path, tensors, fingerprint(model, cache))
     return len(kept)
 
@@ -84,6 +90,8 @@ def load(path: str | Path, model: Any, cache: PagedCache, blocks: Blocks) -> int
     model, or in another form, is a ValueError."""
     tensors = read_tensors(path, fingerprint(model, cache))
     check_shapes(path, tensors, cache)
+    if bytes(tensors.pop("digest").tolist()) != digest_of(sorted(tensors.items())):
+        raise ValueError(f"{path}: its tensors are not those that were saved; the file is damaged")
     taken = adopt(tensors, salts_in(path, tensors), blocks)
     rows, ids = list(taken), list(taken.values())
     for layer, pools in enumerate(cache.layers):
@@ -125,6 +133,7 @@ def check_shapes(path: str | Path, tensors: dict[str, Tensor], cache: PagedCache
         "token_ids": ((count, size), torch.int64),
         "parents": ((count,), torch.int64),
         "salts": ((len(tensors.get("salts", ())),), torch.uint8),
+        "digest": ((32,), torch.uint8),
     }
     for layer, (keys, values) in enumerate(cache.layers):
         wanted[f"keys.{layer}"] = ((count, *keys.shape[1:]), keys.dtype)

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from infinilm.batch import Stream
 from infinilm.draw import Ranked
 from infinilm.engine.blocks import Chain
@@ -24,6 +27,10 @@ class QueueFull(RuntimeError):
 
 class NumericalError(ArithmeticError):
     """The model's logits are NaN or infinite, so that no token can be drawn."""
+
+
+class Aborted(RuntimeError):
+    """The request was ended by `abort`, so that there is nothing to return."""
 
 
 class EngineDead(RuntimeError):
@@ -79,6 +86,27 @@ class RequestOutput:
     prompt_logprobs: list[Logprobs | None] | None = None
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
+    # Where the cache does not know all of the prompt: the position of the first token that differs from the
+    # recent prompt of the same salt that begins most like it, if there is one that shares a block.
+    prefix_miss: int | None = None
+
+
+@dataclass(frozen=True)
+class EmbeddingOutput:
+    """A text as a direction: the state of its last token after the model's last norm, of length one."""
+
+    embedding: list[float]
+
+
+@dataclass(frozen=True)
+class EmbeddingRequestOutput:
+    """A prompt and its embedding."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
+    finished: bool = True
+    num_cached_tokens: int = 0
 
 
 class Completion(Stream):
@@ -95,6 +123,7 @@ class Completion(Stream):
         self.num_found = 0  # tokens that the cache knew when it began
         self.rest = self.last_rest = 0  # steps without guesses: to come, and when guesses last failed
         self.most_guesses = 2  # at the next step that has some
+        self.state: Tensor | None = None  # [E], where it is wanted and has been computed
         self.logprobs: list[Logprobs] = []
         self.cumulative_logprob = 0.0
         self.finish_reason: str | None = None
@@ -159,6 +188,7 @@ class Request:
     priority: int = 0
     salt: bytes = b""
     num_cached_tokens: int = 0
+    prefix_miss: int | None = None
     error: BaseException | None = None
     prompt_logprobs: list[Logprobs | None] = field(default_factory=lambda: [None])
 
@@ -188,6 +218,22 @@ class Request:
             for token_id, logprob, rank in ranked
         }
 
+    def embedding(self) -> EmbeddingRequestOutput:
+        direction = torch.nn.functional.normalize(self.state(), dim=0).tolist()
+        return EmbeddingRequestOutput(
+            self.request_id,
+            self.prompt_token_ids,
+            EmbeddingOutput(direction),
+            num_cached_tokens=self.num_cached_tokens,
+        )
+
+    def state(self) -> Tensor:
+        """What an encoding was for"""
+        found = self.completions[0].state
+        if found is None:
+            raise Aborted(f"request {self.request_id} was aborted before its state was computed")
+        return found
+
     def output(self) -> RequestOutput:
         return RequestOutput(
             self.request_id,
@@ -198,4 +244,5 @@ class Request:
             None if self.params.prompt_logprobs is None else self.prompt_logprobs,
             self.num_cached_tokens,
             self.metrics,
+            self.prefix_miss,
         )

@@ -6,13 +6,17 @@ computed; each step lets some catch up.
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect, insort
+from collections.abc import Sequence
 from operator import attrgetter
 
 from infinilm.batch import Stream
 from infinilm.engine.blocks import Blocks
+from infinilm.engine.recent import Recent
 from infinilm.engine.request import Completion
+from infinilm.engine.stats import Counts
 from infinilm.runner import Work
 
 IN_ORDER = attrgetter("order")
@@ -23,35 +27,57 @@ MAX_LOGPROB_TOKENS = 64
 class Pace:
     """How long steps take, so that the prompt of one does not hold up the answers of others.
 
-    What a step costs follows from its number of tokens, whosever they are, so any step tells of others.
+    What a step costs follows from its number of tokens, whosever they are, and where parts of prompts are
+    among them from how far these are: all such steps get slower as the keys get more that they look at.
     """
 
     SLOWDOWN = 2.5  # times that a step with a part of a prompt may take longer than one of the answers alone
+    FEWEST = 4  # tokens of a prompt in a step, whatever it takes: fewer read the same keys for too little
     TILE = 16  # tokens that kernels take together: one more costs as much as all
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[float, float]] = {}  # tokens and seconds, by the tokens' power of two
+        # Tokens and seconds by the tokens' power of two: of answers or prompts alone, and of both at once
+        self._alone: dict[int, tuple[float, float]] = {}
+        self._mixed: dict[int, tuple[float, float]] = {}
 
-    def note(self, num_tokens: int, seconds: float) -> None:
-        tokens, old = self._seen.get(num_tokens.bit_length(), (float(num_tokens), seconds))
-        self._seen[num_tokens.bit_length()] = 0.8 * tokens + 0.2 * num_tokens, 0.8 * old + 0.2 * seconds
+    def note(self, num_tokens: int, seconds: float, is_mixed: bool = False) -> None:
+        table, key = self._mixed if is_mixed else self._alone, num_tokens.bit_length()
+        tokens, old = table.get(key, (float(num_tokens), seconds))
+        new = 0.5 * (old + min(seconds, 4 * old))  # an interruption is no news
+        table[key] = 0.5 * (tokens + num_tokens), new
+        if is_mixed:
+            self._slow_down(math.sqrt(new / max(old, 1e-9)), key)
 
-    def seconds(self, num_tokens: float) -> float:
-        """Of a step of so many tokens, from the two that are nearest to it"""
-        points = sorted(self._seen.values())
-        index = min(max(bisect(points, (num_tokens,)), 1), len(points) - 1)
-        (n0, t0), (n1, t1) = ((0.0, 0.0), points[0]) if len(points) < 2 else points[index - 1 : index + 1]
-        return max(t0 + (t1 - t0) * (num_tokens - n0) / max(n1 - n0, 1e-9), 0.0)
+    def _slow_down(self, factor: float, key: int) -> None:
+        """What holds for one size holds for others, more or less."""
+        for other, (tokens, seconds) in self._mixed.items():
+            if other != key:
+                self._mixed[other] = tokens, factor * seconds
 
     def most_prompt_tokens(self, num_answers: int, num_prompts: int, limit: int) -> int:
         """Beside streams that are answered. Where more streams wait for a first token than for a next one,
         their time counts for more."""
-        if not self._seen:
+        if not self._alone:
             return min(limit, self.TILE)
-        allowed = self.SLOWDOWN * max(1.0, num_prompts / num_answers) * self.seconds(num_answers)
-        most = bisect(range(limit + 1), allowed, key=lambda count: self.seconds(num_answers + count)) - 1
-        whole_tiles = (num_answers + most) // self.TILE * self.TILE - num_answers
-        return min(max(whole_tiles if whole_tiles > 0 else most, 1), limit)
+        usual = estimate(self._alone, num_answers)
+        allowed = self.SLOWDOWN * max(1.0, num_prompts / num_answers) * usual
+        known = self._alone | self._mixed
+        num_within = bisect(range(1, limit + 1), allowed, key=lambda n: estimate(known, num_answers + n))
+        return min(max(self.whole(num_answers + num_within) - num_answers, self.FEWEST), limit)
+
+    def whole(self, num_tokens: int) -> int:
+        """No more tokens than that in tiles, or what a tile can be halved to: few sizes, so that each is soon
+        recorded."""
+        tile = min(self.TILE, 1 << num_tokens.bit_length() - 1)
+        return num_tokens // tile * tile
+
+
+def estimate(seen: dict[int, tuple[float, float]], num_tokens: float) -> float:
+    """Seconds of a step of so many tokens, from the two that are nearest to it"""
+    points = sorted(seen.values())
+    index = min(max(bisect(points, (num_tokens,)), 1), len(points) - 1)
+    (n0, t0), (n1, t1) = ((0.0, 0.0), points[0]) if len(points) < 2 else points[index - 1 : index + 1]
+    return max(t0 + (t1 - t0) * (num_tokens - n0) / max(n1 - n0, 1e-9), 0.0)
 
 
 class Scheduler:
@@ -64,6 +90,8 @@ class Scheduler:
         self.waiting: list[Completion] = []
         self.running: list[Completion] = []
         self.pace = Pace()
+        self.counts = Counts()
+        self.recent = Recent(blocks.size)
 
     @property
     def num_waiting(self) -> int:
@@ -106,12 +134,18 @@ class Scheduler:
                 budget -= count
         return work
 
+    def note(self, work: Sequence[Work], seconds: float) -> None:
+        """How long a step took"""
+        num_prompts = sum(not is_answering(item.stream) for item in work)
+        self.pace.note(sum(item.num_tokens for item in work), seconds, 0 < num_prompts < len(work))
+
     def preempt(self, stream: Completion) -> None:
         """Take its blocks; it will be computed again, from what others or itself left in the cache."""
         self.running.remove(stream)
         self._release(stream)
         stream.num_computed, stream.drafts = 0, []
         stream.request.metrics.num_preemptions += 1
+        self.counts.preemptions += 1
         self.add(stream)
 
     def _move(self, stream: Completion, count: int, work: list[Work]) -> int:
@@ -142,18 +176,38 @@ class Scheduler:
         blocks = self.blocks
         root = blocks.root(stream.request.salt)
         stream.chain, stream.block_ids = root, []
-        # logprobs of the prompt need all of it computed, once
-        if stream.params.prompt_logprobs is None or stream.num_drawn or stream.index:
+        if may_find(stream):
             stream.chain, stream.block_ids = blocks.find(root, stream.token_ids)
         stream.num_computed = stream.num_found = len(stream.block_ids) * blocks.size
         if blocks.num_for(len(stream)) - len(stream.block_ids) > blocks.num_free:
             self._release(stream)
             stream.num_computed = 0
             return 0
-        note_start(stream)
+        self._note_start(stream)
         self.waiting.remove(stream)
         insort(self.running, stream, key=IN_ORDER)
         return self._move(stream, min(chunk(stream), budget), work)
+
+    def _note_start(self, stream: Completion) -> None:
+        request = stream.request
+        if request.metrics.first_scheduled_time is not None:
+            return
+        request.metrics.first_scheduled_time = time.monotonic()
+        request.num_cached_tokens = stream.num_found
+        if self.blocks.keeps_contents and may_find(stream):
+            self.counts.prefix_queries += stream.num_prompt
+            self.counts.prefix_hits += stream.num_found
+            if not stream.wants_state:  # texts that are embedded are many, and seldom come again
+                self._note_prompt(stream)
+
+    def _note_prompt(self, stream: Completion) -> None:
+        """Why less of a prompt was found than could have been, and the prompt for those that follow"""
+        salt, prompt = stream.request.salt, stream.token_ids[: stream.num_prompt]
+        if stream.num_found < (stream.num_prompt - 1) // self.blocks.size * self.blocks.size:
+            position = self.recent.parting(salt, prompt)
+            is_reason = position is not None and position >= stream.num_found
+            stream.request.prefix_miss = position if is_reason else None
+        self.recent.add(salt, prompt)
 
     def keep(self, stream: Completion) -> None:
         """Let others find the full blocks of a stream."""
@@ -184,8 +238,6 @@ def chunk(stream: Completion) -> int:
     return stream.num_pending
 
 
-def note_start(stream: Completion) -> None:
-    metrics = stream.request.metrics
-    if metrics.first_scheduled_time is None:
-        metrics.first_scheduled_time = time.monotonic()
-        stream.request.num_cached_tokens = stream.num_computed
+def may_find(stream: Completion) -> bool:
+    """Logprobs of the prompt need all of it computed, once."""
+    return stream.params.prompt_logprobs is None or stream.num_drawn > 0 or stream.index > 0

@@ -284,9 +284,10 @@ class LlamaForCausalLM(nn.Module, GenerationMixin):
         )
         return self.logits(hidden_states)
 
-    def step(self, batch: Batch, cache: Cache, rope: nn.RoPE) -> Tensor:
-        """The logits [R, V] of what follows the tokens of a batch that want them"""
-        return self.logits(self.model.run(batch, cache, rope))
+    def step(self, batch: Batch, cache: Cache, rope: nn.RoPE) -> tuple[Tensor, Tensor]:
+        """The states [R, E] of the tokens of a batch that want them, and the logits [R, V] of what follows"""
+        states = self.model.run(batch, cache, rope)
+        return states, self.logits(states)
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """[*, E] -> [*, V]; the one way from states to logits"""

@@ -7,6 +7,7 @@ Merging is done by the `tokenizers` library, templates by `jinja2`; both have th
 import codecs
 import functools
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,11 +21,14 @@ from tokenizers import AddedToken
 
 from infinilm.folder import Folder
 from infinilm.tokenizer.bounds import check_bounds
-from infinilm.tokenizer.chat import Renderer, break_up, check_messages, unused_character
+from infinilm.tokenizer.chat import Renderer, break_up, check_messages, unused_character, with_content
 from infinilm.tokenizer.error import BYTE_TOKEN, TokenizerError
 from infinilm.tokenizer.gguf import GgufVocabulary
 
 __all__ = ["Detokenizer", "Tokenizer", "TokenizerError"]
+
+# Texts come one by one: a pool of threads would serve nothing, and the library warns of it in every fork.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 # Far above any vocabulary in use: nothing of ours is to be sized by an id of four thousand million.
 MAX_VOCAB_SIZE = 1 << 24
@@ -128,7 +132,7 @@ class Tokenizer:
             raise TokenizerError("the model has no chat template; complete plain text or take a chat model")
         with _errors_of("chat template"):
             variables = {"tools": None, "documents": None, **self._roles, **template_variables}
-            prompted = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+            prompted = {"messages": with_content(messages), "add_generation_prompt": add_generation_prompt}
             return self._renderer.render({**variables, **prompted})
 
     def encode_chat(
@@ -139,15 +143,18 @@ class Tokenizer:
     ) -> list[int]:
         """The token ids of a conversation, with the BOS its template writes and no other.
 
-        Only the template makes special tokens: written inside a message they stay plain text, so that nobody
-        can end a turn or speak in another role from within one.
+        Only the template makes special tokens: written inside a message or a tool they stay plain text, so
+        that nobody can end a turn or speak in another role from within one.
         """
         text = self.apply_chat_template(messages, add_generation_prompt, **template_variables)
         marker = unused_character(text)
-        marked = [break_up(message, self._special_pattern, marker) for message in messages]
-        if marked == list(messages):
+        given = {"messages": list(messages), "tools": template_variables.get("tools")}
+        marked = break_up(given, self._special_pattern, marker)
+        if marked == given:
             return self.encode(text, add_special_tokens=False)
-        text = self.apply_chat_template(marked, add_generation_prompt, **template_variables)
+        text = self.apply_chat_template(
+            add_generation_prompt=add_generation_prompt, **{**template_variables, **marked}
+        )
         return self._encode_marked(text, marker)
 
     def _encode_marked(self, text: str, marker: str) -> list[int]:
@@ -219,7 +226,9 @@ def _encode(library: tokenizers.Tokenizer, text: str, add_special_tokens: bool) 
         raise TokenizerError(f"encode takes a str, but got {type(text).__name__}")
     with _errors_of("encode"):
         text.encode()  # half a surrogate pair: Python says where, the library only that it is no text
-        return list(library.encode(text, add_special_tokens=add_special_tokens).ids)
+        # As a batch of one, for which the library lets go of the GIL: a long text takes seconds.
+        (found,) = library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(found.ids)
 
 
 def _try_out(library: tokenizers.Tokenizer, source: str) -> None:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -158,8 +159,18 @@ def check_messages(messages: object) -> None:
             raise TokenizerError(f"messages[{index}] must be a dict, but is a {type(message).__name__}")
         for key in ("role", "content"):
             found = type(message.get(key)).__name__
-            if not isinstance(message.get(key), str):
+            if not isinstance(message.get(key), str) and not is_silent(message, key):
                 raise TokenizerError(f"messages[{index}][{key!r}] must be a string, but is a {found}")
+
+
+def is_silent(message: dict[str, Any], key: str = "content") -> bool:
+    """An assistant that only calls tools has no content."""
+    return key == "content" and message.get("role") == "assistant" and message.get("content") is None
+
+
+def with_content(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Templates add contents to other text, which None does not let them."""
+    return [{**message, "content": ""} if is_silent(message) else message for message in messages]
 
 
 def unused_character(text: str) -> str:
@@ -183,7 +194,8 @@ def _broken_up(value: Any, pattern: re.Pattern[str], marker: str) -> Any:
         case str():
             return pattern.sub(lambda match: match[0][0] + marker + match[0][1:], value)
         case dict():
-            return {key: _broken_up(item, pattern, marker) for key, item in value.items()}
+            pairs = [_broken_up(pair, pattern, marker) for pair in value.items()]  # keys are written too
+            return dict(pairs)
         case list() | tuple():
             return [_broken_up(item, pattern, marker) for item in value]
     return value

@@ -1,0 +1,331 @@
+"""AsyncLLM: an LLM for coroutines, whose engine runs in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import reprlib
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from infinilm.config import EngineConfig
+from infinilm.engine.engine import Engine, Prompt
+from infinilm.engine.request import EngineDead, QueueFull, Request, RequestError, RequestOutput
+from infinilm.engine.stats import Progress, Stats
+from infinilm.llm import Report, as_request_errors, make_engine, one_each, tell_nobody, with_options
+from infinilm.sampling import SamplingParams
+
+News = RequestOutput | BaseException
+Result = TypeVar("Result")
+
+
+class Listener:
+    """Where the outputs of one request go: to a coroutine, and no faster than it reads them."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, request_id: str | None) -> None:
+        self.loop = loop
+        self.request_id = request_id
+        self.is_unwanted = False  # before the engine has heard of it
+        self.items: asyncio.Queue[News] = asyncio.Queue()
+        self.has_unread = False
+
+    async def next(self) -> RequestOutput:
+        item = await self.items.get()
+        self.has_unread = False
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+
+class Post:
+    """What listeners are to be told, until it is sent: one wake-up of an event loop for all of its own."""
+
+    def __init__(self) -> None:
+        self.letters: dict[asyncio.AbstractEventLoop, list[tuple[Listener, News]]] = {}
+
+    def add(self, listener: Listener, item: News) -> None:
+        listener.has_unread = True
+        self.letters.setdefault(listener.loop, []).append((listener, item))
+
+    def send(self) -> None:
+        letters, self.letters = self.letters, {}
+        for loop, own in letters.items():
+            with suppress(RuntimeError):  # the loop is closed, so nobody listens
+                loop.call_soon_threadsafe(hand_out, own)
+
+
+def hand_out(letters: list[tuple[Listener, News]]) -> None:
+    for listener, item in letters:
+        listener.items.put_nowait(item)
+
+
+class Worker:
+    """The engine's thread. Others put calls into its inbox; it makes them between two steps."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.listeners: dict[str, Listener] = {}
+        self.post = Post()
+        self.death: BaseException | None = None
+        self.end: Future[BaseException] = Future()
+        self.thread = threading.Thread(target=self.run, name="infinilm-engine", daemon=True)
+
+    def run(self) -> None:
+        try:
+            while self.obey():
+                for request in self.engine.step():
+                    self.tell(request)
+                self.post.send()
+        except BaseException as error:
+            self.die(error)
+        else:
+            self.die(EngineDead("the engine was shut down"))
+
+    def obey(self) -> bool:
+        """Make the calls that wait, at least one where there is nothing else to do; False is the end."""
+        while True:
+            try:
+                call = self.inbox.get(block=not self.engine.has_work)
+            except queue.Empty:
+                return True
+            if call is None:
+                return False
+            call()
+            self.post.send()
+
+    def add(self, request: Request, listener: Listener) -> None:
+        if self.death is not None:
+            self.post.add(listener, self.dead())
+            return
+        try:
+            self.engine.enqueue(request)
+        except (RequestError, QueueFull) as error:
+            self.post.add(listener, error)
+        else:
+            self.listeners[request.request_id] = listener
+
+    def tell(self, request: Request) -> None:
+        listener = self.listeners[request.request_id]
+        if listener.loop.is_closed():  # nobody will read what comes, nor say so
+            self.engine.abort(request.request_id)
+        elif request.is_finished or not listener.has_unread:
+            self.post.add(listener, request.error or request.output())
+        if request.is_finished:
+            del self.listeners[request.request_id]
+
+    def abort(self, request_id: str, owner: Listener | None = None) -> None:
+        """On behalf of its owner, where one is given: another request may have the same id by now."""
+        listener = self.listeners.get(request_id)
+        if listener is None or owner not in (None, listener):
+            return
+        request = self.engine.requests[request_id]
+        self.engine.abort(request_id)
+        self.tell(request)
+
+    def make(self, call: Callable[[], Result], outcome: Future[Result]) -> None:
+        """The call's errors are its caller's."""
+        if not outcome.set_running_or_notify_cancel():
+            return
+        try:
+            if self.death is not None:
+                raise self.dead()
+            outcome.set_result(call())
+        except StopIteration as error:  # no coroutine can be given one
+            outcome.set_exception(RuntimeError(f"the call raised {error!r}"))
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    def die(self, error: BaseException) -> None:
+        """Nobody is left waiting, nor those whose calls nobody has made yet."""
+        self.death = error
+        self.engine.close()
+        for listener in self.listeners.values():
+            self.post.add(listener, self.dead())
+        self.listeners.clear()
+        with suppress(queue.Empty):
+            while True:
+                if call := self.inbox.get(block=False):
+                    call()
+        self.post.send()
+        self.end.set_result(error)
+
+    def dead(self) -> EngineDead:
+        error = EngineDead(f"the engine has stopped: {self.death}")
+        error.__cause__ = self.death
+        return error
+
+
+class AsyncLLM:
+    """An LLM for coroutines: its engine runs in a thread, all requests at once. Keywords are LLM's."""
+
+    @with_options
+    def __init__(self, model: str | Path | None = None, report: Report = tell_nobody, **options: Any) -> None:
+        self.config = EngineConfig(model=model, **options)
+        self._pid = os.getpid()
+        self._worker = Worker(make_engine(self.config, report))
+        self.model, self.tokenizer = self.engine.model, self.engine.tokenizer
+        self._encoders = ThreadPoolExecutor(2, "infinilm-encoder")
+        self._making: set[Listener] = set()  # of requests on their way to the engine
+        self._worker.thread.start()
+
+    @property
+    def engine(self) -> Engine:
+        return self._worker.engine
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """The output so far, again and again until it has finished. Leaving the loop ends the request."""
+        (params,) = one_each("sampling_params", sampling_params, SamplingParams, 1, SamplingParams())
+        make = partial(self.engine.make, prompt, params, priority, request_id, cache_salt)
+        request, listener = await self._begin(make, request_id)
+        with self._ending(request, listener):
+            while not (output := await listener.next()).finished:
+                yield output
+            yield output
+
+    async def encode(
+        self,
+        prompt: Prompt,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> Tensor:
+        """The state [hidden_size] of the prompt's last token after the last norm, in float32. A request like
+        others: it waits its turn, is read beside them, and ends when its coroutine is cancelled; one that is
+        aborted raises Aborted."""
+        make = partial(self.engine.make_encoding, prompt, priority, request_id, cache_salt)
+        request, listener = await self._begin(make, request_id)
+        with self._ending(request, listener):
+            await listener.next()
+            return request.state()
+
+    async def logits(self, states: Tensor) -> Tensor:
+        """Of what follows, by states that `encode` gave: [*, hidden_size] -> [*, vocab_size]"""
+        model, size = self.model, self.model.config.hidden_size
+        if not isinstance(states, Tensor) or states.shape[-1:] != (size,):
+            found = tuple(states.shape) if isinstance(states, Tensor) else states
+            raise RequestError(f"logits wants states [..., {size}], but was given {reprlib.repr(found)}")
+
+        @torch.inference_mode()
+        def logits() -> Tensor:
+            return model.logits(states.to(model.model.norm.weight)).float().cpu()
+
+        return await self.run(logits)
+
+    async def run(self, call: Callable[[], Result]) -> Result:
+        """What a function returns that the engine's thread calls between two steps; nobody else is in the
+        engine meanwhile, and everybody waits."""
+        self._check_alive()
+        outcome: Future[Result] = Future()
+        worker = self._worker
+        worker.inbox.put(lambda: worker.make(call, outcome))
+        self._check_alive()  # after the call is in the inbox: who dies later will find it there
+        return await asyncio.wrap_future(outcome)
+
+    async def save_prefixes(self, path: str | Path) -> int:
+        """Write what the cache knows to a file, for another process with this model; the number of blocks"""
+        return await self.run(partial(self.engine.save_prefixes, path))
+
+    async def load_prefixes(self, path: str | Path) -> int:
+        """Take over saved prefixes, as far as there is room; ValueError if they are of another model."""
+        return await self.run(partial(self.engine.load_prefixes, path))
+
+    @property
+    def death(self) -> BaseException | None:
+        """Why the engine has stopped; None while it lives"""
+        return self._worker.death
+
+    async def died(self) -> BaseException:
+        """Wait for the engine's end: what it died of, or an EngineDead after `shutdown`"""
+        self._check_process()
+        return await asyncio.shield(asyncio.wrap_future(self._worker.end))
+
+    def stats(self) -> Stats:
+        """What runs, waits and has been counted, at this moment"""
+        return self.engine.stats()
+
+    def progress(self, request_id: str) -> Progress | None:
+        """How far the prompt of a request has been read; None before the engine has it and once it ended"""
+        return self.engine.progress(request_id)
+
+    async def _begin(self, make: Callable[[], Request], request_id: str | None) -> tuple[Request, Listener]:
+        """A request, made and let in"""
+        self._check_alive()
+        listener, worker = Listener(asyncio.get_running_loop(), request_id), self._worker
+        arrival_time = time.monotonic()
+        request = await self._made(make, listener)
+        request.metrics.arrival_time = arrival_time
+        worker.inbox.put(lambda: worker.add(request, listener))
+        if listener.is_unwanted:
+            worker.inbox.put(lambda: worker.abort(request.request_id, listener))
+        self._check_alive()  # after the call is in the inbox: who dies later will find it there
+        return request, listener
+
+    @contextmanager
+    def _ending(self, request: Request, listener: Listener) -> Iterator[None]:
+        """Who leaves the block early gives up the request."""
+        worker = self._worker
+        try:
+            yield
+        finally:
+            if not request.is_finished:
+                worker.inbox.put(lambda: worker.abort(request.request_id, listener))
+
+    async def _made(self, make: Callable[[], Request], listener: Listener) -> Request:
+        def encoded() -> Request:
+            with as_request_errors():
+                return make()
+
+        self._making.add(listener)
+        try:
+            return await listener.loop.run_in_executor(self._encoders, encoded)
+        finally:
+            self._making.discard(listener)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request: its loop sees a last output whose finish_reason is "abort"."""
+        self._check_alive()
+        for listener in list(self._making):
+            listener.is_unwanted |= listener.request_id == request_id
+        worker = self._worker
+        worker.inbox.put(lambda: worker.abort(request_id))
+
+    def shutdown(self) -> None:
+        """Stop the engine; what still waits fails."""
+        if self._pid == os.getpid():
+            self._worker.inbox.put(None)
+            self._worker.thread.join()
+            self._encoders.shutdown(wait=False, cancel_futures=True)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_encoders") and self._pid == os.getpid():
+            self._worker.inbox.put(None)
+            self._encoders.shutdown(wait=False)
+
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():
+            raise EngineDead("the engine's thread is in the process that made it, not in a fork of it")
+
+    def _check_alive(self) -> None:
+        self._check_process()
+        if self._worker.death is not None:
+            raise self._worker.dead()
