@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import resource
 import statistics
@@ -16,13 +15,13 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import infinicore
 from infinicore.graph import Graph
 from infinilm.batch import Stream
 from infinilm.engine.engine import Engine
 from infinilm.llm import LLM, load_model
+from infinilm.load import spread_of
 from infinilm.models.llama import LlamaForCausalLM
 from infinilm.runner import Runner
 from infinilm.sampling import SamplingParams
@@ -138,13 +137,13 @@ class Lockstep:
 class TimedGraph:
     """A graph that notes the time between its replays: Python, and the choice of tokens."""
 
-    def __init__(self, graph: Graph[Tensor]) -> None:
+    def __init__(self, graph: Graph[Any]) -> None:
         self.graph = graph
         self.gaps: list[float] = []
         self.replay_end: float | None = None
 
     @property
-    def result(self) -> Tensor:
+    def result(self) -> Any:
         return self.graph.result
 
     def replay(self) -> None:
@@ -257,20 +256,6 @@ def check_room(engine: Engine, requests: Requests) -> None:
             f"input-len {requests.input_len} and output-len {requests.output_len} are {num_tokens} tokens, "
             f"but the model and its cache take {engine.max_length} at most"
         )
-
-
-def spread_of(seconds: Sequence[float]) -> dict[str, float]:
-    ordered = sorted(seconds)
-    return {
-        "mean": statistics.fmean(ordered),
-        "p50": percentile(ordered, 0.50),
-        "p99": percentile(ordered, 0.99),
-    }
-
-
-def percentile(ordered: Sequence[float], share: float) -> float:
-    """The smallest of them that so large a share does not exceed"""
-    return ordered[max(math.ceil(share * len(ordered)) - 1, 0)]
 
 
 # ---- the machine -------------------------------------------------------------------------------------------

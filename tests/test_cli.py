@@ -325,10 +325,14 @@ class Terminal:
         os.write(self.screen, keys.encode())
 
     def leave(self, keys: str) -> int:
+        """Keys that come between a prompt and its reader are not heard: pressed until they are."""
         self.type(keys)
         with suppress(OSError):  # how the end of a terminal reads on Linux
-            while os.read(self.screen, 4096):
-                pass
+            while True:
+                if not select.select([self.screen], [], [], 2)[0]:
+                    self.type(keys)
+                elif not os.read(self.screen, 4096):
+                    break
         return self.process.wait(timeout=120)
 
 

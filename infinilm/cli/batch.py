@@ -1,0 +1,44 @@
+"""`infinilm batch`: a file of requests in, a file of answers out."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from infinilm.cli.options import (
+    add_engine_options,
+    add_model_options,
+    load,
+    progress,
+)
+
+
+def add(commands: Any) -> None:
+    """`infinilm batch`"""
+    command = commands.add_parser("batch", help="answer a file of requests, in OpenAI's batch format")
+    command.add_argument("input", metavar="IN.jsonl", type=Path, help="a request a line")
+    command.add_argument(
+        "output",
+        metavar="OUT.jsonl",
+        type=Path,
+        help="an answer a line; lines that have one there are not asked",
+    )
+    add_model_options(command)
+    add_engine_options(command)
+    command.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    from infinilm.batch_files import Answers, Questions, Run
+
+    questions = Questions(options.input)
+    if options.output.exists() and options.output.samefile(options.input):
+        raise ValueError(f"{options.output}: is the input; answers need a file of their own")
+    with Answers(options.output, questions.num_lines) as answers:
+        llm = load(options)
+        with progress("answering", questions.num_lines) as report:
+            counts = Run(llm, questions, answers, report).run()
+    known = f", {counts.known:,} were there already" if counts.known else ""
+    print(f"{counts.answered:,} answered, {counts.refused:,} refused{known}", file=sys.stderr)

@@ -1,0 +1,91 @@
+"""`infinilm generate`: one prompt, one answer."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from infinilm.cli.options import (
+    add_engine_options,
+    add_model_options,
+    add_sampling_options,
+    check_input,
+    load,
+    reading_input,
+    sampling_params,
+)
+
+if TYPE_CHECKING:
+    from infinilm.llm import LLM
+
+
+def add(commands: Any) -> None:
+    """`infinilm generate`"""
+    command = commands.add_parser("generate", help="answer one prompt")
+    command.add_argument("prompt", help="the prompt; - reads it from standard input")
+    command.add_argument(
+        "--raw", action="store_true", help="continue the prompt as it is, without a chat template"
+    )
+    command.add_argument("--system", help="a system message before the prompt")
+    add_model_options(command)
+    add_engine_options(command)
+    add_sampling_options(command)
+    command.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    sampling_params(options)  # a wrong option is reported before the model is loaded
+    prompt = read_prompt() if options.prompt == "-" else options.prompt
+    llm = load(options)
+    if options.raw or llm.tokenizer.chat_template is None:
+        answer(llm, llm.tokenizer.encode(prompt), options)
+        return
+    messages = [{"role": "system", "content": options.system}] if options.system else []
+    answer(llm, llm.tokenizer.encode_chat([*messages, {"role": "user", "content": prompt}]), options)
+
+
+def read_prompt() -> str:
+    check_input()
+    with reading_input():
+        return sys.stdin.read()
+
+
+def answer(llm: LLM, token_ids: list[int], options: argparse.Namespace) -> str:
+    """Print an answer as it comes and return it."""
+    stats, pieces = Stats(len(token_ids)), []
+    for _, text in llm.stream(token_ids, sampling_params(options)):
+        stats.count()
+        pieces.append(text)
+        print(text, end="", flush=True)
+    print()
+    if options.stats:
+        print(stats, file=sys.stderr)
+    return "".join(pieces)
+
+
+class Stats:
+    """Times a stream: the prompt up to the first token, then the rest."""
+
+    def __init__(self, num_prompt_tokens: int) -> None:
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_tokens = 0
+        self.start = time.perf_counter()
+        self.first = self.start
+
+    def count(self) -> None:
+        self.num_tokens += 1
+        if self.num_tokens == 1:
+            self.first = time.perf_counter()
+
+    def __str__(self) -> str:
+        prompt = (
+            f"prompt {self.num_prompt_tokens} tokens, {rate(self.num_prompt_tokens, self.first - self.start)}"
+        )
+        rest = rate(self.num_tokens - 1, time.perf_counter() - self.first)
+        return f"{prompt}; generated {self.num_tokens} tokens, {rest}"
+
+
+def rate(num_tokens: int, seconds: float) -> str:
+    return f"{max(num_tokens, 0) / max(seconds, 1e-9):.1f} tokens/s"

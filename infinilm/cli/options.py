@@ -1,0 +1,138 @@
+"""What several commands share: their options, the model they ask for, the bar while it is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from infinilm.llm import LLM
+    from infinilm.sampling import SamplingParams
+
+
+def add_model_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--model", help="a path or a Hugging Face id; the built-in model if left out")
+    add_load_options(command)
+
+
+def add_load_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--dtype", help="float32, bfloat16 or float16; as stored if left out")
+    command.add_argument("--device", help="cpu (the default), cuda, cuda:1 ...")
+    command.add_argument(
+        "--quantize",
+        choices=("q8_0", "q4_0"),
+        help="round the matrices of a float checkpoint to 8 or 4 bits while it is loaded",
+    )
+    command.add_argument(
+        "--activations",
+        choices=("float32", "int16", "int8"),
+        help="how quantised layers see their input: near exact if left out; int8 is faster and less exact",
+    )
+
+
+def add_engine_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--max-model-len",
+        type=int,
+        metavar="TOKENS",
+        help="of a prompt and its answer together; the model's own limit if left out",
+    )
+    command.add_argument(
+        "--kv-cache-dtype",
+        default="auto",
+        metavar="DTYPE",
+        help="float32, float16, bfloat16 or q8_0; as the model computes if left out",
+    )
+    command.add_argument(
+        "--kv-cache-memory",
+        metavar="BYTES",
+        help="for keys and values, as in 2GiB; a share of what is free if left out",
+    )
+    command.add_argument(
+        "--speculative-config",
+        type=json_object,
+        metavar="JSON",
+        help='have tokens guessed ahead, as by \'{"method": "ngram", "num_speculative_tokens": 4}\'',
+    )
+
+
+def json_object(text: str) -> Any:
+    """Python's own reader, under a name that argparse can show"""
+    return json.loads(text)
+
+
+def add_sampling_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--max-tokens", type=int, default=256)
+    command.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
+    command.add_argument("--top-k", type=int, default=0)
+    command.add_argument("--top-p", type=float, default=1.0)
+    command.add_argument("--min-p", type=float, default=0.0)
+    command.add_argument("--repetition-penalty", type=float, default=1.0)
+    command.add_argument("--seed", type=int)
+    command.add_argument("--stats", action="store_true", help="print tokens per second at the end")
+
+
+def model_options(options: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in ("device", "dtype", "activations", "quantize")}
+
+
+def engine_options(options: argparse.Namespace) -> dict[str, Any]:
+    names = ("max_model_len", "kv_cache_dtype", "kv_cache_memory", "speculative_config")
+    return model_options(options) | {name: getattr(options, name) for name in names}
+
+
+def sampling_params(options: argparse.Namespace) -> SamplingParams:
+    from infinilm.sampling import SamplingParams
+
+    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+    return SamplingParams(**{name: getattr(options, name) for name in names})
+
+
+def load(options: argparse.Namespace) -> LLM:
+    """The model, with a bar while its weights come in."""
+    from infinilm.hub import resolve
+
+    path = resolve(options.model)
+    from infinilm.checkpoint import open_checkpoint
+    from infinilm.llm import LLM
+
+    with open_checkpoint(path) as checkpoint:
+        num_bytes = checkpoint.num_bytes
+    with progress("loading", num_bytes) as report:
+        llm: LLM = LLM(path, **engine_options(options), report=report)
+    return llm
+
+
+@contextmanager
+def progress(what: str, total: int) -> Iterator[Any]:
+    """A bar on standard error that goes away when it is done; nothing where no one looks on."""
+    if not sys.stderr.isatty():
+        yield lambda count: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+def check_input() -> None:
+    if sys.stdin is None:
+        raise ValueError("standard input is closed, so that nothing can be read from it")
+
+
+@contextmanager
+def reading_input() -> Iterator[None]:
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise ValueError(f"standard input is not {error.encoding}: {error.reason}") from error
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

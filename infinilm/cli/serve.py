@@ -1,0 +1,167 @@
+"""`infinilm serve`: options to a server and its model."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from infinilm.cli.options import (
+    add_engine_options,
+    add_load_options,
+    engine_options,
+)
+
+if TYPE_CHECKING:
+    from infinilm import AsyncLLM
+
+
+SERVE_HELP = (
+    "Each option may also stand in the environment: --max-model-len as INFINILM_MAX_MODEL_LEN, and so on. "
+    "What is given here wins."
+)
+
+
+def add(commands: Any) -> None:
+    """`infinilm serve`"""
+    command = commands.add_parser("serve", help="answer over HTTP, as OpenAI's API does", epilog=SERVE_HELP)
+    command.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="a path or a Hugging Face id; the built-in model if left out",
+    )
+    listen = command.add_argument_group("where it listens")
+    listen.add_argument("--host", default="127.0.0.1", help="this machine alone, 127.0.0.1, if left out")
+    listen.add_argument("--port", type=int, default=8000, help="8000 if left out; 0 is any that is free")
+    listen.add_argument("--uds", metavar="PATH", help="a Unix socket, in place of host and port")
+    who = command.add_argument_group("whom it answers")
+    who.add_argument("--api-key", metavar="KEY", help="that callers must send; without one all are answered")
+    who.add_argument("--api-key-file", type=Path, metavar="FILE", help="a key a line, each of which will do")
+    who.add_argument("--served-model-name", nargs="+", metavar="NAME", help="what callers call the model")
+    who.add_argument("--max-num-seqs", type=int, default=64, metavar="N", help="answers made at once: 64")
+    who.add_argument("--max-queue", type=int, default=1024, metavar="N", help="answers that may wait: 1024")
+    who.add_argument(
+        "--max-queue-tokens", type=int, default=1 << 22, metavar="N", help="tokens of prompts that may wait"
+    )
+    who.add_argument(
+        "--request-timeout", type=float, metavar="SECONDS", help="for an answer; any time if left out"
+    )
+    who.add_argument(
+        "--shutdown-timeout",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="for answers under way when it is told to end: 30",
+    )
+    how = command.add_argument_group("how the model is run")
+    how.add_argument("--chat-template", type=Path, metavar="FILE", help="in place of the model's own")
+    how.add_argument("--threads", type=int, metavar="N", help="of the CPU; all of them if left out")
+    how.add_argument(
+        "--prefix-cache-file",
+        metavar="FILE",
+        help="of prompts read before: loaded at the start if it is there, saved at the end",
+    )
+    add_load_options(command)
+    add_engine_options(command)
+    command.add_argument("--log-level", default="info", metavar="LEVEL", help="debug, info, warning or error")
+    for action in command._actions:
+        if (given := os.environ.get(f"INFINILM_{action.dest.upper()}")) is not None:
+            action.default = given.split() if action.nargs == "+" else given
+    command.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    try:
+        from infinilm.server import serve
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("starlette", "uvicorn", "h11", "prometheus_client"):
+            raise
+        raise ImportError(
+            f"infinilm serve needs {error.name}, which is missing; pip install 'infinilm[serve]' installs it"
+        ) from error
+    from infinilm.server.stream import Settings
+
+    request_seconds = positive("--request-timeout", options.request_timeout)
+    settings = Settings(keys=api_keys(options), request_seconds=request_seconds)
+    status = serve.run(
+        serve.Options(
+            host=options.host,
+            port=options.port,
+            uds=options.uds,
+            names=tuple(options.served_model_name or [served_name(options.model)]),
+            max_num_seqs=options.max_num_seqs,
+            max_queue=options.max_queue,
+            max_queue_tokens=options.max_queue_tokens,
+            shutdown_seconds=positive("--shutdown-timeout", options.shutdown_timeout) or 0.0,
+            prefix_file=options.prefix_cache_file,
+            log_level=log_level(options.log_level),
+            settings=settings,
+        ),
+        lambda: load_async(options),
+    )
+    if status:
+        raise SystemExit(status)
+
+
+def api_keys(options: argparse.Namespace) -> tuple[str, ...]:
+    keys = [] if options.api_key is None else [options.api_key]
+    if options.api_key_file is not None:
+        keys += options.api_key_file.read_text().splitlines()
+        if not any(key.strip() for key in keys):
+            raise ValueError(f"{options.api_key_file}: has no key, so that nobody could be let in")
+    if options.api_key == "":
+        raise ValueError("the API key is empty; leave it out to answer all")
+    return tuple(key.strip() for key in keys if key.strip())
+
+
+def positive(name: str, seconds: float | None) -> float | None:
+    if seconds is not None and not 0 < seconds < float("inf"):
+        raise ValueError(f"{name} must be a number of seconds above 0, but is {seconds}")
+    return seconds
+
+
+def log_level(name: str) -> str:
+    if name.lower() not in ("debug", "info", "warning", "error"):
+        raise ValueError(f"--log-level must be debug, info, warning or error, but is {name!r}")
+    return name.lower()
+
+
+def served_name(model: str | None) -> str:
+    """A Hugging Face id as it is; of a path its last part"""
+    from infinilm.hub import DEFAULT_MODEL
+
+    if model is None:
+        return DEFAULT_MODEL.name
+    return Path(model).name.removesuffix(".gguf") if Path(model).exists() else model
+
+
+def load_async(options: argparse.Namespace) -> AsyncLLM:
+    """The model, in an engine that lets in whatever the server has let in."""
+    from infinilm.hub import resolve
+
+    path = resolve(options.model)
+    from infinilm import AsyncLLM
+
+    if options.threads is not None:
+        set_threads(options.threads)
+    template = None if options.chat_template is None else options.chat_template.read_text()
+    queue = {"max_queue": options.max_num_seqs + options.max_queue, "max_queue_tokens": 1 << 62}
+    llm: AsyncLLM = AsyncLLM(
+        path,
+        **engine_options(options),
+        **queue,
+        max_num_seqs=options.max_num_seqs,
+        chat_template=template,
+    )
+    return llm
+
+
+def set_threads(count: int) -> None:
+    import torch
+
+    import infinicore
+
+    infinicore.set_num_threads(count)
+    torch.set_num_threads(count)

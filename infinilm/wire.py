@@ -1,0 +1,178 @@
+"""HTTP/1.1 as far as a client of streams needs it: one request a connection."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+MAX_HEADERS = 256
+MAX_LINE = 16 << 20  # bytes
+READ_AT_ONCE = 1 << 16
+
+
+class WireError(Exception):
+    """What a server has sent is no HTTP, or too much of it."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server is: a host and a port, or a Unix socket; and what the paths of its API begin with."""
+
+    host: str
+    port: int = 0
+    is_secure: bool = False
+    uds: str | None = None
+    prefix: str = "/v1"
+
+    @classmethod
+    def of(cls, url: str) -> Address:
+        """From http://host:port, https://host or unix:/path/of/a.sock; /v1 at its end may be left out."""
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError as error:
+            raise wrong_url(url) from error
+        if parts.scheme == "unix" and parts.path:
+            return cls("localhost", uds=parts.path)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            raise wrong_url(url)
+        path, is_secure = parts.path.rstrip("/"), parts.scheme == "https"
+        prefix = path if path.endswith("/v1") else f"{path}/v1"
+        return cls(parts.hostname, port or (443 if is_secure else 80), is_secure, prefix=prefix)
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if self.uds is not None:
+            return await asyncio.open_unix_connection(self.uds)
+        context = ssl.create_default_context() if self.is_secure else None
+        return await asyncio.open_connection(self.host, self.port, ssl=context)
+
+    @property
+    def authority(self) -> str:
+        if self.uds is not None:
+            return self.host
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def wrong_url(url: str) -> ValueError:
+    wanted = "http://HOST:PORT, https://HOST or unix:/PATH/OF/A.SOCK"
+    return ValueError(f"the base URL must be {wanted}, but is {url!r}")
+
+
+@dataclass
+class Response:
+    """A status and headers; the body is read as it comes."""
+
+    status: int
+    headers: dict[str, str]
+    reader: asyncio.StreamReader
+
+    async def parts(self) -> AsyncIterator[bytes]:
+        """The body in whatever pieces it comes"""
+        if self.headers.get("transfer-encoding", "").lower() == "chunked":
+            async for part in chunks(self.reader):
+                yield part
+        elif (length := self.headers.get("content-length")) is not None:
+            async for part in counted(self.reader, number(length, 10)):
+                yield part
+        else:
+            while part := await self.reader.read(READ_AT_ONCE):
+                yield part
+
+    async def lines(self) -> AsyncIterator[bytes]:
+        """The body's lines, without their ends"""
+        rest = bytearray()
+        async for part in self.parts():
+            rest += part
+            *whole, rest = rest.split(b"\n")
+            for line in whole:
+                yield bytes(line.rstrip(b"\r"))
+            if len(rest) > MAX_LINE:
+                raise WireError(f"a line has more than {MAX_LINE} bytes")
+        if rest:
+            yield bytes(rest)
+
+    async def whole(self) -> bytes:
+        body = b""
+        async for part in self.parts():
+            body += part
+            if len(body) > MAX_LINE:
+                raise WireError(f"the body has more than {MAX_LINE} bytes")
+        return body
+
+
+@asynccontextmanager
+async def request(
+    address: Address, method: str, path: str, headers: Mapping[str, str], body: bytes = b""
+) -> AsyncIterator[Response]:
+    """Ask, and hear the answer's beginning. Leaving the block ends the connection, wherever the answer is."""
+    reader, writer = await address.connect()
+    try:
+        writer.write(head_of(address, method, path, headers, len(body)) + body)
+        await writer.drain()
+        yield await response(reader)
+    finally:
+        writer.transport.abort()
+
+
+def head_of(address: Address, method: str, path: str, headers: Mapping[str, str], length: int) -> bytes:
+    own = {"host": address.authority, "connection": "close", "content-length": str(length)}
+    lines = [f"{method} {address.prefix}{path} HTTP/1.1"]
+    lines += [f"{name}: {value}" for name, value in {**own, **headers}.items()]
+    if any("\r" in line or "\n" in line for line in lines):
+        raise ValueError("a header must not have the end of a line in it, but the API key or the URL has")
+    return "\r\n".join([*lines, "", ""]).encode("latin-1")
+
+
+async def response(reader: asyncio.StreamReader) -> Response:
+    version, _, rest = (await line_of(reader)).partition(" ")
+    if not version.startswith("HTTP/1."):
+        raise WireError(f"the answer begins with {version[:40]!r}, which is no HTTP")
+    headers: dict[str, str] = {}
+    for _ in range(MAX_HEADERS):
+        name, _, value = (await line_of(reader)).partition(":")
+        if not name:
+            return Response(number(rest[:3], 10), headers, reader)
+        headers[name.strip().lower()] = value.strip()
+    raise WireError(f"the answer has more than {MAX_HEADERS} headers")
+
+
+async def line_of(reader: asyncio.StreamReader) -> str:
+    try:
+        line = await reader.readline()
+    except ValueError as error:  # longer than asyncio reads at once
+        raise WireError("a header is too long") from error
+    if not line.endswith(b"\n"):
+        raise EOFError("the connection ended in the midst of an answer")
+    return line.decode("latin-1").rstrip("\r\n")
+
+
+def number(text: str, base: int) -> int:
+    try:
+        found = int(text, base)
+    except ValueError as error:
+        raise WireError(f"a number was due, but {text[:40]!r} came") from error
+    if found < 0:
+        raise WireError(f"a length must not be below 0, but is {found}")
+    return found
+
+
+async def chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    while length := number((await line_of(reader)).partition(";")[0], 16):
+        async for part in counted(reader, length):
+            yield part
+        await line_of(reader)
+    while await line_of(reader):  # headers after the body
+        pass
+
+
+async def counted(reader: asyncio.StreamReader, length: int) -> AsyncIterator[bytes]:
+    while length:
+        part = await reader.read(min(length, READ_AT_ONCE))
+        if not part:
+            raise EOFError("the connection ended in the midst of an answer")
+        length -= len(part)
+        yield part
