@@ -1,0 +1,157 @@
+"""Anthropic's bodies: messages of blocks, and the tools that are the caller's own."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    model_validator,
+)
+
+from infinilm.server.bodies import MAX_AGENT_TOOLS, Inner, Sampled, Variables
+
+
+class TextBlock(Inner):
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(Inner):
+    type: Literal["thinking"]
+    thinking: str
+
+
+class RedactedThinkingBlock(Inner):
+    """Which only the model that wrote it can read"""
+
+    type: Literal["redacted_thinking"]
+
+
+class ToolUseBlock(Inner):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+def as_blocks(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+TextBlocks = Annotated[
+    list[TextBlock], FailFast(), BeforeValidator(as_blocks, json_schema_input_type=str | list[TextBlock])
+]
+
+
+class ToolResultBlock(Inner):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: TextBlocks = []
+    is_error: bool = False
+
+
+Block = Annotated[
+    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock,
+    Field(discriminator="type"),
+]
+Blocks = Annotated[
+    list[Block], FailFast(), BeforeValidator(as_blocks, json_schema_input_type=str | list[Block])
+]
+# The blocks that each role may say
+SAID: dict[str, tuple[type[Inner], ...]] = {
+    "user": (TextBlock, ToolResultBlock),
+    "assistant": (TextBlock, ThinkingBlock, RedactedThinkingBlock, ToolUseBlock),
+    "system": (TextBlock,),
+}
+
+
+class BlockMessage(Inner):
+    role: Literal["user", "assistant", "system"]
+    content: Blocks
+
+    @model_validator(mode="after")
+    def is_said(self) -> BlockMessage:
+        for block in self.content:
+            if not isinstance(block, SAID[self.role]):
+                raise ValueError(f"content must not have a {block.type!r} where the role is {self.role!r}")
+        return self
+
+
+class ClientTool(Inner):
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str = ""
+    input_schema: dict[str, Any]
+    strict: bool = False
+
+
+def client_tools(tools: Any) -> Any:
+    """Without those that Anthropic's servers would run"""
+    if not isinstance(tools, list):
+        return tools
+    return [one for one in tools if not isinstance(one, dict) or one.get("type") in (None, "custom")]
+
+
+ClientTools = Annotated[
+    list[ClientTool],
+    FailFast(),
+    Field(max_length=MAX_AGENT_TOOLS),
+    BeforeValidator(client_tools, json_schema_input_type=list[dict[str, Any]]),
+]
+
+
+class ToolChoice(Inner):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class Thinking(Inner):
+    type: str
+
+
+class OutputFormat(Inner):
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(Inner):
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
+class CountBody(Sampled):
+    """POST /v1/messages/count_tokens"""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+    idle = {"mcp_servers": ([],), "n": (1,)}
+    refused = {
+        "compaction": "send what the model is to read",
+        "container": "leave it out",
+        "logprobs": "ask /v1/chat/completions for them",
+        "mcp_servers": "offer their tools as tools of your own",
+        "n": "ask several times",
+        "response_format": "use output_config",
+        "stop": "use stop_sequences",
+        "structured_outputs": "use output_config",
+        "thread": "send the whole conversation as messages",
+    }
+
+    messages: Annotated[list[BlockMessage], FailFast(), Field(min_length=1)]
+    system: TextBlocks = []
+    tools: ClientTools = []
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig = OutputConfig()
+    output_format: OutputFormat | None = None  # as it was before output_config
+    chat_template_kwargs: Variables = {}
+
+
+class MessagesBody(CountBody):
+    """POST /v1/messages"""
+
+    max_tokens: int
+    stop_sequences: list[Any] = []

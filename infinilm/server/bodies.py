@@ -1,0 +1,418 @@
+"""The bodies that are read: a field that is not here is refused, a value of the wrong type by its name.
+
+But where agents send fields that nobody knew of before, only those are refused that would change the answer.
+A type is checked here, a range by SamplingParams. /openapi.json is made of these classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from reprlib import repr as short
+from types import NoneType, UnionType
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    PlainValidator,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
+
+from infinilm.engine.request import RequestError
+
+MAX_STOPS = 4
+MAX_LOGPROBS = 20
+MAX_N = 128
+MAX_TOOLS = 128
+MAX_AGENT_TOOLS = 1024  # with those of the servers that an agent is connected to
+# What a conversation and its template are rendered with, which callers may not take the place of.
+OWN_VARIABLES = ("chat_template", "tokenize", "messages", "tools")
+
+B = TypeVar("B", bound="Body")
+
+
+class BodyError(RequestError):
+    """What is wrong with a body, and in which of its fields."""
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+# ---- values that several bodies have -----------------------------------------------------------------------
+
+
+TEXT_KINDS = ("text", "input_text", "output_text", "refusal")
+
+
+def joined_text(content: Any) -> str | None:
+    """A content that may come in parts, as one text"""
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError("must be a text or a list of parts")
+    return "\n".join(map(part_text, content))
+
+
+def part_text(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    text = part.get("refusal" if kind == "refusal" else "text") if kind in TEXT_KINDS else None
+    if not isinstance(text, str):
+        wanted = "{'type': 'text', 'text': ...}, for the model reads nothing else"
+        raise ValueError(f"a part must be {wanted}, but is {short(part)}")
+    return text
+
+
+def several_prompts(prompt: Any) -> list[str | list[int]]:
+    """Of a text, token ids, or a list of either"""
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list) and prompt:
+        several = [prompt] if all(map(is_id, prompt)) else prompt
+        if all(isinstance(one, str) or is_ids(one) for one in several):
+            return several
+    raise ValueError("must be a text, token ids, or a list of such")
+
+
+def several_documents(given: Any) -> list[str]:
+    """Of texts, or of objects that have one"""
+    if not isinstance(given, list) or not given:
+        raise ValueError("must be a list of at least one text")
+    return [document_text(one, index) for index, one in enumerate(given)]
+
+
+def document_text(given: Any, index: int) -> str:
+    text = given["text"] if isinstance(given, dict) and given.keys() == {"text"} else given
+    if not isinstance(text, str):
+        raise ValueError(f"[{index}] must be a text or {{'text': ...}}, but is {short(given)}")
+    return text
+
+
+def is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(is_id, value))
+
+
+def template_variables(given: Any) -> dict[str, Any]:
+    if not isinstance(given, dict):
+        raise ValueError("must be an object")
+    for name in OWN_VARIABLES:
+        if name in given:
+            raise ValueError(f"must not have {name!r}, which is the server's")
+    return given
+
+
+TEXT = {"type": "string"}
+IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": TEXT},
+    "required": ["type", "text"],
+}
+CONTENT = {"anyOf": [TEXT, {"type": "array", "items": PART}, {"type": "null"}]}
+PROMPT = {"anyOf": [TEXT, IDS, {"type": "array", "items": {"anyOf": [TEXT, IDS]}, "minItems": 1}]}
+DOCUMENT = {
+    "type": "object",
+    "properties": {"text": TEXT},
+    "required": ["text"],
+    "additionalProperties": False,
+}
+DOCUMENTS = {"type": "array", "items": {"anyOf": [TEXT, DOCUMENT]}, "minItems": 1}
+
+Content = Annotated[Any, PlainValidator(joined_text), WithJsonSchema(CONTENT)]
+Prompts = Annotated[Any, PlainValidator(several_prompts), WithJsonSchema(PROMPT)]
+Documents = Annotated[Any, PlainValidator(several_documents), WithJsonSchema(DOCUMENTS)]
+Variables = Annotated[Any, PlainValidator(template_variables), WithJsonSchema({"type": "object"})]
+Stop = str | Annotated[list[Any], Field(max_length=MAX_STOPS)]
+Count = Annotated[int, Field(ge=0)]
+
+
+class Body(BaseModel):
+    """A whole body. A field that is null has not been given, nor one whose value asks for nothing."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    idle: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    refused: ClassVar[Mapping[str, str]] = {}  # fields, and what to do without them
+
+    model: str | None = None
+
+    @classmethod
+    def asks(cls, name: str, value: Any) -> bool:
+        idle = cls.idle.get(name, ())
+        return value is not None and not any(type(value) is type(one) and value == one for one in idle)
+
+
+class Inner(BaseModel):
+    """An object inside a body, which may have further keys: templates see them."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        asked = {name: value for name, value in given.items() if value is not None}
+        if cls.model_config["extra"] == "forbid":
+            for name in asked.keys() - cls.model_fields.keys():
+                raise ValueError(f"{name[:64]!r} is not supported; leave it out")
+        return asked
+
+
+class CalledFunction(Inner):
+    name: str
+    arguments: str
+
+
+class ToolCall(Inner):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(Inner):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Content = None
+    tool_calls: Annotated[list[ToolCall], FailFast()] = []
+
+
+class Function(Inner):
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str = ""
+    parameters: dict[str, Any] = {}
+    strict: bool = False
+
+
+class FunctionTool(Inner):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Inner):
+    name: str
+
+
+class NamedTool(Inner):
+    type: Literal["function"] = "function"
+    function: FunctionName
+
+
+class StreamOptions(Inner):
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: bool = False
+    include_obfuscation: bool = False  # which pads chunks; ours have their own lengths
+
+
+# ---- bodies ------------------------------------------------------------------------------------------------
+
+
+class Sampled(Body):
+    """How an answer is drawn; from top_k on the fields are vLLM's."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, Any] | None = None
+    stream: bool = False
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[Any] | None = None
+    bad_words: list[Any] | None = None
+    allowed_token_ids: list[Any] | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    return_progress: bool = False
+
+
+class Generation(Sampled):
+    """What chats and completions have in common; from skip_special_tokens on the fields are vLLM's."""
+
+    n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
+    stop: Stop | None = None
+    max_tokens: int | None = None
+    stream_options: StreamOptions = StreamOptions()
+    response_format: dict[str, Any] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    structured_outputs: dict[str, Any] | None = None
+    # These change nothing here.
+    metadata: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    safety_identifier: Any = None
+    service_tier: Any = None
+    store: Any = None
+    timings_per_token: Any = None
+    user: Any = None
+
+
+class ChatBody(Generation):
+    """POST /v1/chat/completions"""
+
+    idle = {
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "modalities": (["text"],),
+        "verbosity": ("medium",),
+    }
+
+    messages: Annotated[list[Message], FailFast()]
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: Annotated[list[FunctionTool], FailFast(), Field(max_length=MAX_TOOLS)] = []
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: Variables = {}
+    reasoning_effort: str | None = None
+    prediction: Any = None  # would only make it faster
+
+
+class CompletionBody(Generation):
+    """POST /v1/completions"""
+
+    idle = {"best_of": (1,)}
+
+    prompt: Prompts
+    echo: bool = False
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: a prompt or messages"""
+
+    prompt: str | None = None
+    messages: Annotated[list[Message], FailFast()] = []
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+    tools: Annotated[list[FunctionTool], FailFast(), Field(max_length=MAX_TOOLS)] = []
+    chat_template_kwargs: Variables = {}
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize"""
+
+    tokens: Annotated[list[Count], FailFast()]
+
+
+class EmbeddingBody(Body):
+    """POST /v1/embeddings: a text, token ids, or a list of either"""
+
+    input: Prompts
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    user: Any = None  # changes nothing here
+
+
+class RerankBody(Body):
+    """POST /v1/rerank: documents as texts, or as objects with one"""
+
+    query: str
+    documents: Documents
+    top_n: Count = 0  # 0 is all
+    return_documents: bool = True
+    priority: int = 0
+    cache_salt: str | None = None
+    user: Any = None  # changes nothing here
+
+
+# ---- reading them ------------------------------------------------------------------------------------------
+
+
+def read(kind: type[B], given: Mapping[str, Any]) -> B:
+    """The body that an object is; BodyError with the name of the field that is wrong."""
+    asked = {name: value for name, value in given.items() if kind.asks(name, value)}
+    is_open = kind.model_config.get("extra") != "forbid"
+    for name, value in asked.items():
+        if name in kind.refused or not (is_open or name in kind.model_fields):
+            way_out = kind.refused.get(name, "leave it out")
+            told = f"{name[:64]} is not supported, but is {short(value)}; {way_out}"
+            raise BodyError(told, name[:64])
+    try:
+        return kind.model_validate(asked)
+    except ValidationError as error:
+        raise body_error(error, kind, asked) from None
+
+
+# What an error of pydantic wants, where its own words are not ours.
+WANTED = {
+    "missing": "given",
+    "too_short": "given",
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "float_type": "a number",
+    "int_from_float": "a whole number",
+    "int_type": "a whole number",
+    "list_type": "a list",
+    "model_attributes_type": "an object",
+    "model_type": "an object",
+    "string_type": "a text",
+    "string_unicode": "text, without halves of surrogate pairs",
+    "union_tag_not_found": "an object with a type",
+}
+
+
+def body_error(error: ValidationError, kind: type[Body], asked: Mapping[str, Any]) -> BodyError:
+    """Of the first field that is wrong; where it may be of several kinds, all of them."""
+    first, *others = error.errors(include_url=False)
+    name = str(first["loc"][0])
+    wanted = [wanted_of(first), *(wanted_of(one) for one in others if one["loc"][0] == first["loc"][0])]
+    if len(wanted) > 1 and name in asked and has_kinds(kind, name):
+        return BodyError(
+            f"{name} must be {' or '.join(dict.fromkeys(wanted))}, but is {short(asked[name])}", name
+        )
+    place = place_of(first["loc"][1:], asked.get(name))
+    if first["type"] == "value_error":  # in words of our own
+        reason = str(first["ctx"]["error"])
+        found = "" if "but is" in reason else f", but is {short(first['input'])}"
+        return BodyError(f"{name}{place}{'' if reason.startswith('must') else ':'} {reason}{found}", name)
+    value = None if first["type"] == "missing" else first["input"]
+    return BodyError(f"{name}{place} must be {wanted[0]}, but is {short(value)}", name)
+
+
+def has_kinds(kind: type[Body], name: str) -> bool:
+    wanted = kind.model_fields[name].annotation
+    return get_origin(wanted) in (Union, UnionType) and len(set(get_args(wanted)) - {NoneType}) > 1
+
+
+def place_of(location: Sequence[int | str], value: Any) -> str:
+    """As a caller would write it: without the types by which pydantic tells objects apart"""
+    place = ""
+    for i, at in enumerate(location):
+        is_key = not isinstance(value, dict) or at in value or i == len(location) - 1
+        if not is_key and at == (value.get("type") or "message"):
+            continue
+        place += f"[{at}]" if isinstance(at, int) else f".{at}"
+        value = value.get(at) if isinstance(value, dict) else item_of(value, at)
+    return place
+
+
+def item_of(value: Any, at: int | str) -> Any:
+    is_item = isinstance(value, list) and isinstance(at, int) and at < len(value)
+    return value[at] if is_item else None
+
+
+def wanted_of(error: Any) -> str:
+    told = str(error["msg"]).removeprefix("Input should be ").removeprefix("a valid ")
+    if error["type"] == "union_tag_invalid":
+        return f"of a type among {error['ctx']['expected_tags']}, for the model reads nothing else"
+    if error["type"] == "too_long":
+        return f"at most {error['ctx']['max_length']} items long"
+    return WANTED.get(error["type"], told)

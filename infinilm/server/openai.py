@@ -1,0 +1,289 @@
+"""OpenAI's API over HTTP: chats, completions, models; and vLLM's tokenize and detokenize."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from infinilm.engine.stats import Progress
+from infinilm.sampling import SamplingParams
+from infinilm.server import protocol
+from infinilm.server.bodies import BodyError, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from infinilm.server.protocol import CHAT, COMPLETIONS
+from infinilm.server.reader import CallArguments, CallStart, Part, Reasoning, Text
+from infinilm.server.service import Service
+from infinilm.server.stream import DONE, Call, Events, Operation, Raw, Reply, dumps, event, openai_ending
+from infinilm.server.turn import Piece, Run, Turn, encode
+
+Chunk = dict[str, Any]
+
+
+# ---- chats -------------------------------------------------------------------------------------------------
+
+
+async def chat(call: Call) -> Reply:
+    """Answer a conversation."""
+    body = await call.read(ChatBody)
+    service = call.service
+    service.check_model(body.model)
+    turn = protocol.chat_turn(body, service.defaults)
+    run = await service.start([turn], call)
+    if body.stream:
+        return Events(ChatStream(run, body, service).events(), openai_ending)
+    pieces = await run.whole()
+
+    def answer() -> bytes:
+        choices = [protocol.chat_choice(piece, turn.params.logprobs, service.tokenizer) for piece in pieces]
+        return whole_answer(CHAT, service, choices, run)
+
+    return Raw(await service.off_loop(answer) if turn.params.logprobs is not None else answer())
+
+
+def whole_answer(url: str, service: Service, choices: list[Chunk], run: Run, is_empty: bool = False) -> bytes:
+    usage = replace(run.usage, drawn=0) if is_empty else run.usage
+    told = {**protocol.head_of(url, service.name), "choices": choices, "usage": protocol.usage_body(usage)}
+    return dumps({**told, "timings": run.timings()}).encode()
+
+
+class Stream:
+    """The chunks of one answer: all with one id, the last with timings and, where asked for, the usage."""
+
+    def __init__(self, url: str, run: Run, body: ChatBody | CompletionBody, service: Service) -> None:
+        self.run, self.body, self.service = run, body, service
+        self.num_choices = len(run.prepared) * body.n
+        self.num_done = 0
+        self.has_usage = body.stream_options.include_usage
+        self.head = protocol.head_of(url, service.name, is_chunk=True)
+        if self.has_usage:
+            self.head["usage"] = None
+
+    async def events(self) -> AsyncIterator[bytes]:
+        yield self.begin()
+        async with aclosing(self.run.pieces(self.body.return_progress)) as items:
+            async for item in items:
+                yield self.progress(item) if isinstance(item, Progress) else self.told(item)
+        yield self.end()
+
+    def begin(self) -> bytes:
+        return b""
+
+    def told(self, piece: Piece) -> bytes:
+        raise NotImplementedError
+
+    def chunk(self, choice: Chunk, **more: Any) -> bytes:
+        return event({**self.head, "choices": [choice], **more})
+
+    def finished(self, choice: Chunk) -> bytes:
+        """The chunk that ends a choice"""
+        self.num_done += 1
+        is_last = self.num_done == self.num_choices and not self.has_usage
+        return self.chunk(choice, **({"timings": self.run.timings()} if is_last else {}))
+
+    def end(self) -> bytes:
+        if not self.has_usage:
+            return DONE
+        told = {"choices": [], "usage": protocol.usage_body(self.usage()), "timings": self.run.timings()}
+        return event({**self.head, **told}) + DONE
+
+    def usage(self) -> Any:
+        return self.run.usage
+
+    def progress(self, progress: Progress) -> bytes:
+        return event({**self.head, "choices": [self.empty()], **protocol.progress_body(progress)})
+
+    def empty(self) -> Chunk:
+        raise NotImplementedError
+
+
+class ChatStream(Stream):
+    def __init__(self, run: Run, body: ChatBody, service: Service) -> None:
+        super().__init__(CHAT, run, body, service)
+        self.num_top = run.prepared[0].params.logprobs
+
+    def begin(self) -> bytes:
+        """The role, once for each choice"""
+        role = {"role": "assistant", "content": ""}
+        return b"".join(self.chunk(self.choice(index, role)) for index in range(self.num_choices))
+
+    def told(self, piece: Piece) -> bytes:
+        logprobs = protocol.chat_logprobs_of(piece, self.num_top, self.service.tokenizer)
+        deltas = [delta_of(part) for part in piece.parts]
+        chunks = [self.choice(piece.index, delta) for delta in deltas if delta]
+        if logprobs is not None and piece.token_ids:
+            chunks = chunks or [self.choice(piece.index, {"content": ""})]
+            chunks[0]["logprobs"] = logprobs
+        told = b"".join(map(self.chunk, chunks))
+        if piece.finish_reason is None:
+            return told
+        return told + self.finished(self.choice(piece.index, {}, protocol.finish_reason(piece)))
+
+    def choice(self, index: int, delta: Chunk, reason: str | None = None) -> Chunk:
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+
+    def empty(self) -> Chunk:
+        return self.choice(0, {})
+
+
+def delta_of(part: Part) -> Chunk | None:
+    if isinstance(part, Text):
+        return {"content": part.text}
+    if isinstance(part, Reasoning):
+        return {"reasoning": part.text, "reasoning_content": part.text}
+    if isinstance(part, CallStart):
+        function = {"name": part.name, "arguments": ""}
+        return {
+            "tool_calls": [{"index": part.index, "id": part.id, "type": "function", "function": function}]
+        }
+    if isinstance(part, CallArguments):
+        return {"tool_calls": [{"index": part.index, "function": {"arguments": part.text}}]}
+    return None
+
+
+# ---- completions -------------------------------------------------------------------------------------------
+
+
+async def completions(call: Call) -> Reply:
+    """Continue one or several prompts."""
+    body = await call.read(CompletionBody)
+    service = call.service
+    service.check_model(body.model)
+    turns = protocol.completion_turns(body, service.defaults)
+    run = await service.start(turns, call)
+    if body.stream:
+        return Events(CompletionStream(run, body, service).events(), openai_ending)
+    pieces = await run.whole()
+
+    def answer() -> bytes:
+        several = [pieces[start : start + body.n] for start in range(0, len(pieces), body.n)]
+        choices = protocol.text_choices(body, turns, run.outputs, several, service.tokenizer)
+        return whole_answer(COMPLETIONS, service, choices, run, protocol.is_echo_alone(body))
+
+    return Raw(await service.off_loop(answer) if body.logprobs is not None or body.echo else answer())
+
+
+class CompletionStream(Stream):
+    body: CompletionBody
+
+    def __init__(self, run: Run, body: CompletionBody, service: Service) -> None:
+        super().__init__(COMPLETIONS, run, body, service)
+        self.offsets = [0] * self.num_choices  # of the text that follows
+        self.is_alone = protocol.is_echo_alone(body)
+
+    def told(self, piece: Piece) -> bytes:
+        told = protocol.without_tokens(piece) if self.is_alone else piece
+        offset = self.offsets[piece.index]
+        if self.body.echo and offset == 0:
+            told = self.echoed(told)
+        choice = protocol.text_choice(told, self.service.tokenizer, offset)
+        self.offsets[piece.index] = self.after(choice, offset)
+        return self.chunk(choice) if piece.finish_reason is None else self.finished(choice)
+
+    def echoed(self, piece: Piece) -> Piece:
+        number = piece.index // self.body.n
+        prompt = protocol.prompt_text(self.run.prepared[number].turn.prompt, self.service.tokenizer)
+        return protocol.with_prompt(piece, self.run.output(number), prompt)
+
+    @staticmethod
+    def after(choice: Chunk, offset: int) -> int:
+        """Where the next text begins, counted in the texts of tokens if these are told."""
+        if choice["logprobs"] is None:
+            return offset + len(choice["text"])
+        return offset + sum(map(len, choice["logprobs"]["tokens"]))
+
+    def usage(self) -> Any:
+        return replace(self.run.usage, drawn=0) if self.is_alone else self.run.usage
+
+    def empty(self) -> Chunk:
+        return {"index": 0, "text": "", "logprobs": None, "finish_reason": None}
+
+
+# ---- models ------------------------------------------------------------------------------------------------
+
+
+async def models(call: Call) -> Reply:
+    """The models there are"""
+    names = call.service.names
+    pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+    return {"object": "list", "data": [model_body(call.service, name) for name in names], **pages}
+
+
+async def model(call: Call) -> Reply:
+    """One model, by its name"""
+    name = call.path_params["name"]
+    call.service.check_model(name)
+    return model_body(call.service, name)
+
+
+def model_body(service: Service, name: str) -> Chunk:
+    """As OpenAI's clients and Anthropic's know it"""
+    return {
+        "id": name,
+        "object": "model",
+        "type": "model",
+        "display_name": name,
+        "lifecycle": "active",
+        "created": service.created,
+        "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(service.created)),
+        "owned_by": "infinilm",
+        "max_model_len": service.max_model_len,
+        "default_sampling": service.defaults,
+    }
+
+
+# ---- tokens ------------------------------------------------------------------------------------------------
+
+
+async def tokenize(call: Call) -> Reply:
+    """The tokens of a prompt or of a conversation"""
+    body = await call.read(TokenizeBody)
+    service = call.service
+    service.check_model(body.model)
+    if (body.prompt is None) == (not body.messages):
+        raise BodyError("either prompt or messages must be given", "prompt")
+    tokens = await service.off_loop(tokens_of, body, service)
+    strings = [service.tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
+    return {
+        "count": len(tokens),
+        "max_model_len": service.max_model_len,
+        "tokens": tokens,
+        "token_strs": strings if body.return_token_strs else None,
+    }
+
+
+def tokens_of(body: TokenizeBody, service: Service) -> list[int]:
+    with protocol.as_body_errors({}, "messages" if body.prompt is None else "prompt"):
+        if body.prompt is not None:
+            return service.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+        turn = Turn(
+            params=SamplingParams(),
+            messages=[protocol.message_dict(message) for message in body.messages],
+            tools=tuple(protocol.tool_of(given.function.model_dump()) for given in body.tools),
+            variables={"add_generation_prompt": body.add_generation_prompt, **body.chat_template_kwargs},
+        )
+        return encode(turn, service.tokenizer, service.family)
+
+
+async def detokenize(call: Call) -> Reply:
+    """The text of tokens"""
+    body = await call.read(DetokenizeBody)
+    service = call.service
+    service.check_model(body.model)
+    for token in body.tokens:
+        if token >= service.vocab_size:
+            raise BodyError(
+                f"tokens has token id {token}; the model's are 0 to {service.vocab_size - 1}", "tokens"
+            )
+    return {"prompt": await service.off_loop(service.tokenizer.decode, body.tokens, False)}
+
+
+OPERATIONS = (
+    Operation("POST", CHAT, chat, ChatBody, can_stream=True),
+    Operation("POST", COMPLETIONS, completions, CompletionBody, can_stream=True),
+    Operation("GET", "/v1/models", models),
+    Operation("GET", "/v1/models/{name:path}", model),
+    Operation("POST", "/tokenize", tokenize, TokenizeBody),
+    Operation("POST", "/detokenize", detokenize, DetokenizeBody),
+)

@@ -1,0 +1,562 @@
+// The chat page: what is shown, and what the reader does. Nothing here or below makes elements out of text.
+
+import { answer, hasKey, keepKey, models, ServerError } from "./chat.js";
+import * as store from "./conversations.js";
+import { LiveAnswer, reasoningNode } from "./live.js";
+import { element, MarkdownView } from "./markdown.js";
+import { $, ask, copy, fitHeight, iconButton, showIcon, showWord } from "./parts.js";
+
+const isNarrow = matchMedia("(max-width: 800px)");
+
+let conversation = store.create();
+let running = null; // {conversation, message, controller, live, ...} while an answer is made
+
+/** A line above the messages; `subject` tells whose it is. */
+function about(subject, text) {
+  $("notice").dataset.about = subject;
+  $("notice").firstElementChild.textContent = text;
+  $("notice").hidden = !text;
+}
+
+// --- the model ---------------------------------------------------------------------------------------------
+
+const NO_KEY = "Without its key the server does not answer. Send a message or reload the page to enter it.";
+const LOADING = "The model is being loaded. This page goes on by itself.";
+
+async function connect() {
+  try {
+    showModels(await models());
+    if ($("notice").dataset.about === "server") about("server", "");
+  } catch (error) {
+    if (error.status === 401) return (await askForKey()) ? connect() : about("server", NO_KEY);
+    about("server", error.status === 503 ? LOADING : `${error.message} Trying again.`);
+    setTimeout(connect, 1000);
+  }
+}
+
+function showModels(found) {
+  const before = $("model").value;
+  const option = ({ id }) => element("option", { value: id, textContent: shortName(id) });
+  $("model").replaceChildren(...found.map(option));
+  if (found.some(({ id }) => id === before)) $("model").value = before;
+  $("model").disabled = found.length < 2;
+  for (const name of store.NUMBERS) $(name).placeholder = found[0]?.default_sampling?.[name] ?? "";
+  const length = found[0]?.max_model_len;
+  const room = length ? `, which reads up to ${length.toLocaleString("en")} tokens` : "";
+  $("about").textContent = found.length ? `You are talking with ${shortName(found[0].id)}${room}.` : "";
+}
+
+const shortName = (id) => id.split("/").at(-1);
+
+let asking = null; // one question for the key, however many requests need it
+
+function askForKey() {
+  const text = hasKey() ? "The last one was not accepted." : "It is kept until this tab is closed.";
+  const question = { title: "This server asks for a key", text, action: "Continue", type: "password" };
+  asking ??= ask(question).then((key) => {
+    asking = null;
+    if (key) keepKey(key.trim());
+    return Boolean(key);
+  });
+  return asking;
+}
+
+// --- conversations -----------------------------------------------------------------------------------------
+
+function save(changed = conversation) {
+  changed.updated = Date.now();
+  if (store.save(changed)) return;
+  about("storage", "The browser has no room to keep this conversation. Export it, or delete others.");
+}
+
+function open(chosen) {
+  conversation = chosen;
+  showHash();
+  showSettings();
+  showMessages();
+  showList();
+  stickToEnd();
+}
+
+function listItem(kept) {
+  const title = store.titleOf(kept);
+  const button = element("button", { type: "button", textContent: title, title });
+  button.onclick = () => chooseConversation(kept.id);
+  if (kept.id === conversation.id) button.setAttribute("aria-current", "page");
+  return element("li", {}, [button]);
+}
+
+function showList() {
+  $("conversations").replaceChildren(...store.list().map(listItem));
+  $("title").textContent = store.titleOf(conversation);
+  document.title = conversation.messages.length ? `${store.titleOf(conversation)} · infinilm` : "infinilm";
+}
+
+const find = (id) => (running?.conversation.id === id ? running.conversation : store.load(id));
+
+function chooseConversation(id) {
+  const chosen = find(id);
+  if (chosen) open(chosen);
+  closeSidebar();
+  if (!isNarrow.matches) $("prompt").focus();
+}
+
+function startConversation() {
+  open(store.create(conversation.settings));
+  closeSidebar();
+  $("prompt").focus();
+}
+
+async function renameConversation() {
+  const renamed = conversation;
+  const value = store.titleOf(renamed);
+  const title = await ask({ title: "Rename the conversation", action: "Rename", type: "text", value });
+  if (title === null) return;
+  renamed.title = title.trim();
+  if (renamed.messages.length) save(renamed);
+  showList();
+}
+
+async function deleteConversation() {
+  const text = `“${store.titleOf(conversation)}” will be gone for good.`;
+  if ((await ask({ title: "Delete the conversation?", text, action: "Delete" })) === null) return;
+  if (running?.conversation === conversation) {
+    running.isDeleted = true;
+    stop();
+  }
+  store.remove(conversation.id);
+  open(store.list()[0] ?? store.create(conversation.settings));
+}
+
+function download(text, type, ending) {
+  const words = store.titleOf(conversation).match(/[\p{L}\p{N}]+/gu) ?? ["conversation"];
+  const url = URL.createObjectURL(new Blob([text], { type }));
+  element("a", { href: url, download: `${words.join("-").slice(0, 40)}.${ending}` }).click();
+  setTimeout(() => URL.revokeObjectURL(url), 10000);
+}
+
+// --- settings ----------------------------------------------------------------------------------------------
+
+function showSettings() {
+  $("system").value = conversation.settings.system ?? "";
+  for (const name of store.NUMBERS) $(name).value = conversation.settings[name] ?? "";
+}
+
+function readSettings() {
+  conversation.settings.system = $("system").value;
+  for (const name of store.NUMBERS) {
+    const field = $(name);
+    conversation.settings[name] = field.value === "" || !field.checkValidity() ? null : field.valueAsNumber;
+  }
+  if (conversation.messages.length) save();
+}
+
+// --- messages ----------------------------------------------------------------------------------------------
+
+function showMessages() {
+  $("messages").replaceChildren(...conversation.messages.map(messageNode));
+  $("welcome").hidden = conversation.messages.length > 0;
+  showRunning();
+}
+
+function messageNode(message) {
+  const node = element("article", { className: message.role });
+  node.setAttribute("aria-label", message.role === "user" ? "You" : "Answer");
+  if (running?.message !== message) fill(node, message);
+  else {
+    running.live = new LiveAnswer(node);
+    running.live.draw(message, running.progress);
+  }
+  return node;
+}
+
+function fill(node, message) {
+  const body = element("div", { className: "body" });
+  if (message.role === "user") body.textContent = message.content;
+  else new MarkdownView(body).update(message.content);
+  const thought = message.reasoning ? [reasoningNode(message.reasoning)] : [];
+  node.replaceChildren(...thought, body, ...remarks(message), belowMessage(message));
+}
+
+/** Why an answer is not whole, if it is not */
+function remarks(message) {
+  if (message.role === "user") return [];
+  if (message.error) {
+    const said = element("p", { className: "remark error", textContent: message.error });
+    said.append(tryAgain(message));
+    return [said];
+  }
+  const why = { length: "Stopped at the limit of tokens.", stopped: "Stopped." };
+  const text = message.finish ? why[message.finish] : "Interrupted.";
+  return text ? [element("p", { className: "remark", textContent: text })] : [];
+}
+
+/** A button that waits as long as the server asked for. */
+function tryAgain(message) {
+  const button = element("button", { type: "button", className: "last", onclick: () => regenerate(message) });
+  const tick = () => {
+    const left = Math.ceil(((message.retryAt ?? 0) - Date.now()) / 1000);
+    button.disabled = left > 0;
+    button.textContent = left > 0 ? `Try again in ${left} s` : "Try again";
+    if (left > 0) setTimeout(() => button.isConnected && tick(), 250);
+  };
+  tick();
+  return button;
+}
+
+function belowMessage(message) {
+  const tools = [
+    iconButton("copy", "Copy", (event) => copy(message.content, event.currentTarget, showIcon)),
+    iconButton("edit", "Edit", () => edit(message)),
+    ...(message.role === "assistant" ? [againButton(message)] : []),
+  ];
+  if (!message.content) tools.splice(0, message.error ? 3 : 2); // nothing to copy; an error has its own button
+  const stats = element("span", { className: "stats", textContent: statsText(message.stats) });
+  return element("div", { className: "below" }, [element("div", { className: "tools" }, tools), stats]);
+}
+
+/** Shown below the last message alone, so that nothing that follows is lost */
+function againButton(message) {
+  const button = iconButton("again", "Regenerate", () => regenerate(message));
+  button.classList.add("last");
+  return button;
+}
+
+function statsText(stats) {
+  if (!stats) return "";
+  const parts = [];
+  if (stats.perSecond) parts.push(`${stats.perSecond.toFixed(1)} tokens/s`);
+  if (stats.firstToken != null) parts.push(`first token after ${duration(stats.firstToken)}`);
+  if (stats.tokens) parts.push(`${stats.tokens.toLocaleString("en")} tokens`);
+  return parts.join(" · ");
+}
+
+const duration = (ms) => (ms < 999.5 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(1)} s`);
+
+const nodeOf = (message) => $("messages").children[conversation.messages.indexOf(message)];
+
+/** Its text in a box; going on from there drops what follows. */
+function edit(message) {
+  if (running) return;
+  const node = nodeOf(message);
+  const isQuestion = message.role === "user";
+  const box = element("textarea", { value: message.content, rows: 1, oninput: () => fitHeight(box) });
+  box.setAttribute("aria-label", "Edit the message");
+  const cancel = () => {
+    fill(node, message);
+    node.querySelector(".tools button:nth-child(2)").focus();
+  };
+  const form = element("form", { className: "editor" }, [box, editorRow(message, cancel)]);
+  form.onsubmit = (event) => {
+    event.preventDefault();
+    applyEdit(message, box.value);
+  };
+  box.onkeydown = (event) => {
+    if (event.key === "Escape") cancel();
+    else if (isQuestion && isSend(event)) applyEdit(message, box.value);
+  };
+  node.replaceChildren(form);
+  fitHeight(box);
+  box.focus();
+}
+
+function editorRow(message, cancel) {
+  const follows = conversation.messages.at(-1) === message ? "" : "What follows is replaced.";
+  const action = message.role === "user" ? "Send" : "Save";
+  return element("div", { className: "row" }, [
+    element("span", { className: "fine", textContent: follows }),
+    element("button", { type: "button", className: "quiet", textContent: "Cancel", onclick: cancel }),
+    element("button", { type: "submit", className: "strong", textContent: action }),
+  ]);
+}
+
+function applyEdit(message, content) {
+  if (running || !content.trim()) return;
+  conversation.messages.splice(conversation.messages.indexOf(message));
+  if (message.role === "user") return send(content);
+  conversation.messages.push({ role: "assistant", content, finish: "edited" });
+  save();
+  showMessages();
+  $("prompt").focus();
+}
+
+function regenerate(message) {
+  if (running) return;
+  conversation.messages.splice(conversation.messages.indexOf(message));
+  generate(message);
+}
+
+function send(content) {
+  conversation.messages.push({ role: "user", content });
+  save();
+  showHash();
+  generate();
+}
+
+// --- an answer ---------------------------------------------------------------------------------------------
+
+/** Asks for the next answer. If nothing comes of it, the answer it was to replace stays. */
+async function generate(replaced = null) {
+  const message = { role: "assistant", content: "" };
+  const controller = new AbortController();
+  const run = { conversation, message, replaced, controller, drawAfter: 0, savedAt: 0 };
+  running = run;
+  conversation.messages.push(message);
+  showMessages();
+  showList();
+  stickToEnd();
+  say("The answer is being written.");
+  if (document.activeElement === document.body && !isNarrow.matches) $("prompt").focus();
+  await follow(run);
+  finish(run);
+}
+
+/** Reads the answer into its message; where a key is needed, asks for it and begins again. */
+async function follow(run) {
+  const body = store.bodyOf(run.conversation, $("model").value);
+  run.started = performance.now();
+  try {
+    for await (const chunk of answer(body, run.controller.signal)) take(run, chunk);
+  } catch (error) {
+    if (error.name === "AbortError") run.message.finish = "stopped";
+    else if (error.status === 401 && (await askForKey())) {
+      await connect();
+      return follow(run);
+    } else fail(run, error);
+  }
+}
+
+function take(run, chunk) {
+  const { message } = run;
+  const [choice] = chunk.choices ?? [];
+  const thought = choice?.delta?.reasoning_content ?? choice?.delta?.reasoning ?? "";
+  const text = choice?.delta?.content ?? "";
+  if (text || thought) run.firstAt ??= performance.now();
+  if (thought) message.reasoning = (message.reasoning ?? "") + thought;
+  message.content += text;
+  if (choice?.finish_reason) message.finish = choice.finish_reason;
+  run.progress = chunk.prompt_progress ?? run.progress;
+  run.tokens = chunk.usage?.completion_tokens ?? run.tokens;
+  run.timings = chunk.timings ?? run.timings;
+  drawSoon(run);
+  saveSometimes(run);
+}
+
+/** The server's own figures where it gives them; the time to the first token is the reader's whole wait. */
+function statsOf({ started, firstAt, tokens, timings }) {
+  if (!firstAt) return undefined;
+  const count = timings?.predicted_n ?? tokens;
+  const measured = count > 1 ? ((count - 1) / (performance.now() - firstAt)) * 1000 : null;
+  const perSecond = timings?.predicted_per_second ?? measured;
+  return { firstToken: firstAt - started, tokens: count, perSecond };
+}
+
+function fail(run, error) {
+  const { message, replaced } = run;
+  const isKnown = error instanceof ServerError;
+  if (!isKnown) console.error(error);
+  run.isRestored = replaced && !message.content && !message.reasoning;
+  if (run.isRestored) Object.assign(message, replaced);
+  message.error = isKnown ? error.message : "Something went wrong on this page.";
+  message.retryAt = error.retryAfter ? Date.now() + error.retryAfter * 1000 : null;
+}
+
+/** An answer that takes minutes should survive the end of the page. */
+function saveSometimes(run) {
+  if (performance.now() - run.savedAt < 5000) return;
+  run.savedAt = performance.now();
+  save(run.conversation);
+}
+
+function finish(run) {
+  running = null;
+  if ($("notice").dataset.about === "running") about("", "");
+  run.message.stats ??= statsOf(run);
+  if (!run.isDeleted) save(run.conversation);
+  if (run.conversation === conversation) showEnd(run);
+  showRunning();
+  showList();
+  say(run.message.error ?? "The answer is complete.");
+}
+
+/** Ends the answer that is being made; what came of it stays. */
+function stop() {
+  if (document.activeElement === $("stop")) $("prompt").focus();
+  running?.controller.abort();
+}
+
+const say = (text) => ($("status").textContent = text);
+
+// --- an answer while it is made ----------------------------------------------------------------------------
+
+/** At the next frame; after a costly drawing a while later, so that the page stays free for its reader. */
+function drawSoon(run) {
+  if (run.isScheduled || run.conversation !== conversation) return;
+  run.isScheduled = true;
+  const later = () => requestAnimationFrame(() => {
+    run.isScheduled = false;
+    if (running === run && run.conversation === conversation) draw(run);
+  });
+  setTimeout(later, Math.max(0, run.drawAfter - performance.now()));
+}
+
+function draw(run) {
+  const began = performance.now();
+  run.live.draw(run.message, run.progress);
+  followEnd();
+  run.drawAfter = performance.now() + Math.min(1000, 2 * (performance.now() - began));
+}
+
+function showEnd(run) {
+  const { message, live } = run;
+  live.draw(message, null);
+  live.end([...remarks(message), belowMessage(message)]);
+  if (run.isRestored) fill(live.node, message);
+  followEnd();
+}
+
+// --- scrolling ---------------------------------------------------------------------------------------------
+
+let isAtEnd = true; // the page follows the answer until the reader scrolls away from it
+
+function followEnd() {
+  if (isAtEnd) $("scroller").scrollTop = $("scroller").scrollHeight;
+}
+
+function stickToEnd() {
+  isAtEnd = true;
+  followEnd();
+}
+
+$("scroller").onscroll = () => {
+  const { scrollHeight, scrollTop, clientHeight } = $("scroller");
+  isAtEnd = scrollHeight - scrollTop - clientHeight < 48;
+  $("latest").hidden = isAtEnd;
+};
+$("latest").onclick = () => {
+  stickToEnd();
+  $("prompt").focus();
+};
+
+// --- what the reader does ----------------------------------------------------------------------------------
+
+const isSend = (event) => event.key === "Enter" && !event.shiftKey && !event.isComposing;
+
+function showRunning() {
+  const isOwn = running?.conversation === conversation;
+  document.body.classList.toggle("busy", Boolean(running));
+  $("send").hidden = isOwn;
+  $("stop").hidden = !isOwn;
+  $("send").disabled = !$("prompt").value.trim();
+}
+
+const ELSEWHERE = "An answer is still being written in another conversation.";
+
+function sendPrompt() {
+  const text = $("prompt").value;
+  if (!text.trim()) return;
+  if (running) return about("running", running.conversation === conversation ? "" : ELSEWHERE);
+  $("prompt").value = "";
+  promptChanged();
+  send(text);
+}
+
+function promptChanged() {
+  fitHeight($("prompt"));
+  showRunning();
+}
+
+$("composer").onsubmit = (event) => {
+  event.preventDefault();
+  sendPrompt();
+};
+$("prompt").oninput = promptChanged;
+$("prompt").onkeydown = (event) => {
+  if (!isSend(event)) return;
+  event.preventDefault();
+  sendPrompt();
+};
+$("stop").onclick = stop;
+$("welcome").onclick = ({ target }) => {
+  if (target.matches(".ideas button") && !running) send(target.textContent);
+};
+$("messages").onclick = ({ target }) => {
+  const code = target.matches(".copy") && target.closest("figure").querySelector("code");
+  if (code) copy(code.textContent, target, showWord);
+};
+$("notice").lastElementChild.onclick = () => about("", "");
+
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "Escape" || document.querySelector("dialog[open], :popover-open")) return;
+  if (document.body.classList.contains("menu-open")) closeSidebar();
+  else if (running?.conversation === conversation) stop();
+});
+
+document.querySelector(".skip").onclick = (event) => {
+  event.preventDefault();
+  $("prompt").focus();
+};
+
+// The list of conversations lies over the page where there is no room beside it.
+function showSidebar(isOpen) {
+  document.body.classList.toggle("menu-open", isOpen);
+  $("menu").setAttribute("aria-expanded", String(isOpen));
+  $("sidebar").inert = isNarrow.matches && !isOpen;
+  if (isOpen) $("new").focus();
+}
+
+function closeSidebar() {
+  if (document.body.classList.contains("menu-open")) $("menu").focus();
+  showSidebar(false);
+}
+
+$("menu").onclick = () => showSidebar(!document.body.classList.contains("menu-open"));
+$("shade").onclick = closeSidebar;
+isNarrow.onchange = () => showSidebar(false);
+
+$("new").onclick = startConversation;
+$("rename").onclick = renameConversation;
+$("delete").onclick = deleteConversation;
+$("export-markdown").onclick = () => download(store.asMarkdown(conversation), "text/markdown", "md");
+$("export-json").onclick = () => download(store.asJson(conversation), "application/json", "json");
+$("actions").onclick = () => $("actions").hidePopover();
+
+$("tune").onclick = () => $("settings").showModal();
+$("settings").oninput = readSettings;
+$("settings").onclose = showSettings; // a value that was refused is not shown as if it held
+$("settings").onclick = ({ target }) => target === $("settings") && $("settings").close();
+
+$("theme").onclick = () => {
+  const { dataset } = document.documentElement;
+  const system = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+  const isDark = (dataset.theme || system) === "dark";
+  dataset.theme = isDark ? "light" : "dark";
+  store.keepTheme(dataset.theme);
+};
+
+// --- beginning and end -------------------------------------------------------------------------------------
+
+function showHash() {
+  const hash = conversation.messages.length ? `#${conversation.id}` : "";
+  if (location.hash !== hash) history.pushState(null, "", hash || location.pathname);
+}
+
+function openFromHash() {
+  const id = location.hash.slice(1);
+  if (id === conversation.id && conversation.messages.length) return;
+  open(find(id) ?? store.create(store.list()[0]?.settings));
+}
+
+addEventListener("popstate", openFromHash);
+addEventListener("pagehide", () => running && save(running.conversation));
+addEventListener("storage", ({ key }) => {
+  if (!store.isKey(key)) return;
+  const fresh = store.load(conversation.id);
+  if (fresh && !running && !document.querySelector(".editor")) open(fresh);
+  else showList();
+});
+
+document.documentElement.dataset.theme = store.theme() ?? "";
+showSidebar(false);
+openFromHash();
+connect();

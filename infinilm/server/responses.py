@@ -1,0 +1,375 @@
+"""OpenAI's /v1/responses over HTTP: items in, items out, whole or as events. Nothing is stored."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from infinilm.engine.stats import Progress
+from infinilm.sampling import SamplingParams, StructuredOutputsParams
+from infinilm.server import protocol
+from infinilm.server.bodies import BodyError
+from infinilm.server.reader import CallArguments, CallEnd, CallStart, Part, Reasoning, Text
+from infinilm.server.responses_bodies import (
+    CallOutputItem,
+    ChosenTool,
+    CustomCallItem,
+    CustomTool,
+    FunctionCallItem,
+    MessageItem,
+    Namespace,
+    PlainFunction,
+    ReasoningItem,
+    ResponsesBody,
+)
+from infinilm.server.service import Service
+from infinilm.server.stream import Call, Events, HttpError, Operation, Reply, named_event
+from infinilm.server.tools import Choice, Named, Tool, full_name, led_by
+from infinilm.server.turn import Piece, Run, Turn, Usage
+
+Message = dict[str, Any]
+Event = dict[str, Any]
+
+
+# ---- from a body to a turn ---------------------------------------------------------------------------------
+
+
+def turn_of(body: ResponsesBody, defaults: Mapping[str, Any]) -> Turn:
+    """The turn that a body asks for; BodyError if that cannot be done."""
+    tools = tuple(tool for given in body.tools for tool in tools_of(given))
+    effort = {} if body.reasoning.effort is None else {"reasoning_effort": body.reasoning.effort}
+    return Turn(
+        params=params_of(body, defaults),
+        messages=led_by(body.instructions, conversation(body.input)),
+        tools=tools,
+        choice=choice_of(body.tool_choice, tools),
+        is_parallel=body.parallel_tool_calls,
+        variables={**effort, **body.chat_template_kwargs},
+        salt=body.cache_salt,
+        priority=body.priority,
+        structure_field="text",
+    )
+
+
+def params_of(body: ResponsesBody, defaults: Mapping[str, Any]) -> SamplingParams:
+    structure = structure_of(body)
+    return protocol.sampled(body, defaults, max_tokens=body.max_output_tokens, structured_outputs=structure)
+
+
+def structure_of(body: ResponsesBody) -> StructuredOutputsParams | None:
+    wanted = body.text.format
+    if wanted.type == "text":
+        return None
+    if wanted.type == "json_schema" and wanted.schema_ is None:
+        raise BodyError("text.format.schema must be given where its type is 'json_schema'", "text")
+    with protocol.as_body_errors({}, "text"):
+        if wanted.type == "json_object":
+            return StructuredOutputsParams(json_object=True)
+        return StructuredOutputsParams(json=wanted.schema_)
+
+
+def tools_of(given: Any, namespace: str | None = None) -> Iterator[Tool]:
+    """One tool, or those of a namespace"""
+    if isinstance(given, Namespace):
+        for one in given.tools:
+            yield from tools_of(one, given.name)
+    elif isinstance(given, PlainFunction):
+        parameters, strict = given.parameters, given.strict
+        yield Tool(given.name, given.description, parameters, is_strict=strict, namespace=namespace)
+    elif isinstance(given, CustomTool):
+        wanted = given.format
+        is_free = wanted is None or wanted.type == "text"
+        grammar = None if is_free or wanted is None else (wanted.syntax, wanted.definition)
+        yield Tool(given.name, given.description, kind="custom", namespace=namespace, input_grammar=grammar)
+
+
+def choice_of(choice: str | ChosenTool, tools: Sequence[Tool]) -> Choice:
+    if not isinstance(choice, ChosenTool):
+        return choice  # type: ignore[return-value]
+    wanted = full_name(choice.name, choice.namespace)
+    found = [tool for tool in tools if wanted in (tool.full_name, tool.name)]
+    if not found:
+        raise BodyError(f"tool_choice: there is no tool {wanted!r}", "tool_choice")
+    return Named(found[0].full_name)
+
+
+def conversation(items: Iterable[Any]) -> list[Message]:
+    """Items as the messages of a chat: thoughts, text and calls that follow each other are of one."""
+    messages: list[Message] = []
+    for item in items:
+        if isinstance(item, MessageItem):
+            say(item, messages)
+        elif isinstance(item, CallOutputItem):
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
+        elif isinstance(item, ReasoningItem):
+            think(item, messages)
+        else:
+            assistant(messages).setdefault("tool_calls", []).append(call_of(item))
+    return messages
+
+
+def say(item: MessageItem, messages: list[Message]) -> None:
+    role = "system" if item.role == "developer" else item.role
+    has_thought = bool(messages) and set(messages[-1]) == {"role", "content", "reasoning_content"}
+    if role == "assistant" and has_thought and messages[-1]["content"] is None:
+        messages[-1]["content"] = item.content
+    else:
+        messages.append({"role": role, "content": item.content})
+
+
+def think(item: ReasoningItem, messages: list[Message]) -> None:
+    text = "\n".join(thought.text for thought in item.content or item.summary)
+    if text:
+        messages.append({"role": "assistant", "content": None, "reasoning_content": text})
+
+
+def assistant(messages: list[Message]) -> Message:
+    """The last message, if it is the assistant's, or a new one"""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": None})
+    return messages[-1]
+
+
+def call_of(item: FunctionCallItem | CustomCallItem) -> dict[str, Any]:
+    name = full_name(item.name, item.namespace)
+    if isinstance(item, CustomCallItem):
+        return {"id": item.call_id, "type": "custom", "custom": {"name": name, "input": item.input}}
+    function = {"name": name, "arguments": item.arguments}
+    return {"id": item.call_id, "type": "function", "function": function}
+
+
+# ---- to a response -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Items of one type: their ids, their events, the key of their text, and the part it stands in."""
+
+    type: str
+    id: str
+    event: str
+    key: str = "text"
+    part: str | None = None
+
+
+MESSAGE = Kind("message", "msg", "output_text", part="output_text")
+REASONING = Kind("reasoning", "rs", "reasoning_text", part="reasoning_text")
+FUNCTION = Kind("function_call", "fc", "function_call_arguments", "arguments")
+CUSTOM = Kind("custom_tool_call", "ctc", "custom_tool_call_input", "input")
+
+
+class Item:
+    """One of the output, and the events that tell of it, but for their numbers."""
+
+    def __init__(self, kind: Kind, index: int, **fields: Any) -> None:
+        self.kind, self.index, self.fields = kind, index, fields
+        self.id = f"{kind.id}_{uuid.uuid4().hex}"
+        self.texts: list[str] = []
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def body(self, status: str) -> dict[str, Any]:
+        told = {"id": self.id, "type": self.kind.type, "status": status, **self.fields}
+        if self.kind.part is None:
+            return {**told, self.kind.key: self.text}
+        return {**told, "content": [] if status == "in_progress" else [self.part()]}
+
+    def part(self) -> dict[str, Any]:
+        lists: dict[str, Any] = {"annotations": [], "logprobs": []} if self.kind is MESSAGE else {}
+        return {"type": self.kind.part, "text": self.text, **lists}
+
+    def begin(self) -> Iterator[Event]:
+        yield self.about_item("added", "in_progress")
+        if self.kind.part is not None:
+            yield self.event("content_part.added", part=self.part())
+
+    def more(self, text: str) -> Event:
+        self.texts.append(text)
+        return self.event(f"{self.kind.event}.delta", delta=text, **self.logprobs())
+
+    def end(self, status: str) -> Iterator[Event]:
+        yield self.event(f"{self.kind.event}.done", **{self.kind.key: self.text}, **self.logprobs())
+        if self.kind.part is not None:
+            yield self.event("content_part.done", part=self.part())
+        yield self.about_item("done", status)
+
+    def logprobs(self) -> dict[str, Any]:
+        return {"logprobs": []} if self.kind is MESSAGE else {}
+
+    def about_item(self, what: str, status: str) -> Event:
+        told = {"output_index": self.index, "item": self.body(status)}
+        return {"type": f"response.output_item.{what}", **told}
+
+    def event(self, kind: str, **told: Any) -> Event:
+        place: Event = {"item_id": self.id, "output_index": self.index}
+        place |= {} if self.kind.part is None else {"content_index": 0}
+        return {"type": f"response.{kind}", **place, **told}
+
+
+class Answer:
+    """A response while it comes: its items, and the events that tell of them."""
+
+    def __init__(self, run: Run, body: ResponsesBody, service: Service) -> None:
+        self.run, self.body = run, body
+        self.head = head_of(run, body, service)
+        self.output: list[dict[str, Any]] = []  # items that are done
+        self.item: Item | None = None  # that is not
+        self.num_events = 0
+        self.num_thoughts = 0  # tokens
+        self.status = "in_progress"
+
+    async def events(self) -> AsyncIterator[bytes]:
+        yield self.encoded([self.about("created"), self.about("in_progress")])
+        async with aclosing(self.run.pieces(self.body.return_progress)) as items:
+            async for item in items:
+                if told := self.encoded(self.add(item) if isinstance(item, Piece) else [self.progress(item)]):
+                    yield told
+        yield self.encoded([self.about(self.status)])
+
+    async def whole(self) -> Event:
+        async with aclosing(self.run.pieces()) as pieces:
+            async for piece in pieces:
+                for _ in self.add(piece) if isinstance(piece, Piece) else ():
+                    pass
+        return self.response()
+
+    def beat(self) -> bytes:
+        """A sign of life that every client takes for one"""
+        return self.encoded([self.about("in_progress")])
+
+    def progress(self, progress: Progress) -> Event:
+        return {**self.about("in_progress"), **protocol.progress_body(progress)}
+
+    def ending(self, error: HttpError) -> bytes:
+        self.status = "failed"
+        return self.encoded([self.about("failed", {"code": code_of(error), "message": str(error)})])
+
+    def encoded(self, events: Iterable[Event]) -> bytes:
+        return b"".join(map(self.numbered, events))
+
+    def numbered(self, event: Event) -> bytes:
+        number, self.num_events = self.num_events, self.num_events + 1
+        return named_event(event["type"], {**event, "sequence_number": number})
+
+    def about(self, what: str, error: Event | None = None) -> Event:
+        return {"type": f"response.{what}", "response": {**self.response(), "error": error}}
+
+    def response(self) -> Event:
+        is_over = self.status in ("completed", "incomplete")
+        reason = {"reason": "max_output_tokens"} if self.status == "incomplete" else None
+        told = {"status": self.status, "incomplete_details": reason, "output": list(self.output)}
+        if not is_over:
+            return {**self.head, **told, "usage": None}
+        usage = usage_body(self.run.usage, self.num_thoughts)
+        return {**self.head, **told, "usage": usage, "timings": self.run.timings()}
+
+    def add(self, piece: Piece) -> Iterator[Event]:
+        for part in piece.parts:
+            yield from self.told(part)
+        if self.item is not None and self.item.kind is REASONING:
+            self.num_thoughts += len(piece.token_ids)
+        if piece.finish_reason is not None:
+            self.status = "incomplete" if piece.finish_reason == "length" else "completed"
+            yield from self.done(self.status)
+
+    def told(self, part: Part) -> Iterator[Event]:
+        if isinstance(part, Text):
+            yield from self.going_on(MESSAGE, role="assistant")
+        elif isinstance(part, Reasoning):
+            yield from self.going_on(REASONING, summary=[])
+        elif isinstance(part, CallStart):
+            yield from self.opened(*call_kind(part))
+        elif isinstance(part, CallEnd):
+            yield from self.done("completed")
+        if self.item is not None and isinstance(part, Text | Reasoning | CallArguments):
+            yield self.item.more(part.text)
+
+    def going_on(self, kind: Kind, **fields: Any) -> Iterator[Event]:
+        if self.item is None or self.item.kind is not kind:
+            yield from self.opened(kind, fields)
+
+    def opened(self, kind: Kind, fields: Mapping[str, Any]) -> Iterator[Event]:
+        yield from self.done("completed")
+        self.item = Item(kind, len(self.output), **fields)
+        yield from self.item.begin()
+
+    def done(self, status: str) -> Iterator[Event]:
+        if self.item is not None:
+            item, self.item = self.item, None
+            self.output.append(item.body(status))
+            yield from item.end(status)
+
+
+def call_kind(part: CallStart) -> tuple[Kind, dict[str, Any]]:
+    fields: dict[str, Any] = {"call_id": part.id, "name": part.name}
+    if part.tool.namespace is not None:
+        fields["namespace"] = part.tool.namespace
+    return (CUSTOM if part.tool.kind == "custom" else FUNCTION), fields
+
+
+def head_of(run: Run, body: ResponsesBody, service: Service) -> Event:
+    """What all that is said of a response has in common: what was asked for, and what applies"""
+    choice, params = body.tool_choice, run.prepared[0].params
+    return {
+        "id": f"resp_{uuid.uuid4().hex}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": service.name,
+        "background": False,
+        "error": None,
+        "instructions": None,  # long, and the caller's own
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata,
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "previous_response_id": None,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": body.reasoning.model_dump(),
+        "store": False,
+        "temperature": params.temperature,
+        "text": body.text.model_dump(by_alias=True, exclude_none=True),
+        "tool_choice": choice.model_dump(exclude_none=True) if isinstance(choice, ChosenTool) else choice,
+        "tools": [tool.model_dump(exclude_none=True) for tool in body.tools],
+        "top_p": params.top_p,
+        "truncation": "disabled",
+    }
+
+
+def usage_body(usage: Usage, num_thoughts: int) -> dict[str, Any]:
+    cached = {"cached_tokens": usage.cached, "cache_write_tokens": 0, **protocol.cache_miss(usage)}
+    return {
+        "input_tokens": usage.prompt,
+        "input_tokens_details": cached,
+        "output_tokens": usage.drawn,
+        "output_tokens_details": {"reasoning_tokens": num_thoughts},
+        "total_tokens": usage.prompt + usage.drawn,
+    }
+
+
+def code_of(error: HttpError) -> str:
+    """As Codex knows them: it asks again after a server's error, and later where the rate was too high."""
+    if error.code == "context_length_exceeded":
+        return error.code
+    known = {429: "rate_limit_exceeded", 503: "server_is_overloaded"}
+    return known.get(error.status, "invalid_prompt" if error.status < 500 else "server_error")
+
+
+# ---- the route ---------------------------------------------------------------------------------------------
+
+
+async def responses(call: Call) -> Reply:
+    """Answer a conversation of items."""
+    body = await call.read(ResponsesBody)
+    service = call.service
+    service.check_model(body.model)
+    turn = turn_of(body, service.defaults)
+    answer = Answer(await service.start([turn], call), body, service)
+    return Events(answer.events(), answer.ending, answer.beat) if body.stream else await answer.whole()
+
+
+OPERATIONS = (Operation("POST", "/v1/responses", responses, ResponsesBody, can_stream=True),)

@@ -1,0 +1,192 @@
+"""The body of OpenAI's responses: items in, tools of an agent."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+)
+
+from infinilm.server.bodies import MAX_AGENT_TOOLS, Content, Function, Inner, Sampled, Variables
+
+
+class MessageItem(Inner):
+    type: Literal["message"]
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+
+
+class FunctionCallItem(Inner):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    namespace: str | None = None
+
+
+class CustomCallItem(Inner):
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    input: str
+    namespace: str | None = None
+
+
+class CallOutputItem(Inner):
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: str
+    output: Content
+
+
+class Thought(Inner):
+    text: str
+
+
+class ReasoningItem(Inner):
+    type: Literal["reasoning"]
+    content: Annotated[list[Thought], FailFast()] = []
+    summary: Annotated[list[Thought], FailFast()] = []
+
+
+ITEM_KINDS = (
+    *("message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output"),
+    "reasoning",
+)
+Item = Annotated[
+    MessageItem | FunctionCallItem | CustomCallItem | CallOutputItem | ReasoningItem,
+    Field(discriminator="type"),
+]
+
+
+def known_items(given: Any) -> Any:
+    """Without those of servers that do more than ours"""
+    if isinstance(given, str):
+        return [{"type": "message", "role": "user", "content": given}]
+    if not isinstance(given, list):
+        raise ValueError("must be a text or a list of items")
+    items = [{**one, "type": one.get("type") or "message"} if isinstance(one, dict) else one for one in given]
+    for item in items:
+        if isinstance(item, dict) and item["type"] == "item_reference":
+            raise ValueError("must not have an 'item_reference', for nothing is stored; send the item itself")
+    return of_kinds(items, ITEM_KINDS)
+
+
+def of_kinds(given: Any, kinds: tuple[str, ...]) -> Any:
+    if not isinstance(given, list):
+        return given
+    return [one for one in given if not isinstance(one, dict) or one.get("type") in kinds]
+
+
+Items = Annotated[
+    list[Item],
+    FailFast(),
+    Field(min_length=1),
+    BeforeValidator(known_items, json_schema_input_type=str | list[Item]),
+]
+
+
+class PlainFunction(Function):
+    type: Literal["function"]
+
+
+class CustomFormat(Inner):
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] = "lark"
+    definition: str = ""
+
+
+class CustomTool(Inner):
+    type: Literal["custom"]
+    name: str
+    description: str = ""
+    format: CustomFormat | None = None
+
+
+OneTool = Annotated[PlainFunction | CustomTool, Field(discriminator="type")]
+ONE_TOOL_KINDS = ("function", "custom")
+
+
+class Namespace(Inner):
+    type: Literal["namespace"]
+    name: str
+    description: str = ""
+    tools: Annotated[
+        list[OneTool],
+        FailFast(),
+        Field(max_length=MAX_AGENT_TOOLS),
+        BeforeValidator(lambda given: of_kinds(given, ONE_TOOL_KINDS)),
+    ]
+
+
+AgentTool = Annotated[PlainFunction | CustomTool | Namespace, Field(discriminator="type")]
+AgentTools = Annotated[
+    list[AgentTool],
+    FailFast(),
+    Field(max_length=MAX_AGENT_TOOLS),
+    BeforeValidator(lambda given: of_kinds(given, (*ONE_TOOL_KINDS, "namespace"))),
+]
+
+
+class ChosenTool(Inner):
+    type: Literal["function", "custom"]
+    name: str
+    namespace: str | None = None
+
+
+class TextFormat(Inner):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+
+
+class TextConfig(Inner):
+    format: TextFormat = TextFormat()
+
+
+class ReasoningConfig(Inner):
+    effort: str | None = None
+
+
+class ResponsesBody(Sampled):
+    """POST /v1/responses"""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+    idle = {
+        "background": (False,),
+        "context_management": ([],),
+        "n": (1,),
+        "top_logprobs": (0,),
+        "truncation": ("disabled",),
+    }
+    refused = {
+        "background": "ask for a stream",
+        "context_management": "send what the model is to read",
+        "conversation": "send all of it as input",
+        "max_completion_tokens": "use max_output_tokens",
+        "max_tokens": "use max_output_tokens",
+        "messages": "use input",
+        "moderation": "leave it out",
+        "n": "ask several times",
+        "previous_response_id": "send the whole conversation as input, for nothing is stored",
+        "prompt": "send its text as instructions and input",
+        "response_format": "use text.format",
+        "stop": "ask /v1/chat/completions",
+        "structured_outputs": "use text.format",
+        "top_logprobs": "ask /v1/chat/completions for them",
+        "truncation": "shorten the input yourself",
+    }
+
+    input: Items
+    instructions: str = ""
+    tools: AgentTools = []
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool = "auto"
+    parallel_tool_calls: bool = True
+    text: TextConfig = TextConfig()
+    max_output_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    reasoning: ReasoningConfig = ReasoningConfig()
+    chat_template_kwargs: Variables = {}
+    metadata: dict[str, Any] = {}
+    prompt_cache_key: str | None = None

@@ -1,0 +1,373 @@
+"""`infinilm serve`: a socket, a model that is loaded while its health can already be asked for, an end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import stat
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from infinilm.engine.request import EngineDead
+from infinilm.server.app import make_app
+from infinilm.server.service import Service
+from infinilm.server.stream import HttpError, Server, Settings, dumps, openai_error
+
+if TYPE_CHECKING:
+    from infinilm.async_llm import AsyncLLM
+
+LOG = logging.getLogger("infinilm.server")
+LAST_SECONDS = 2.0  # for callers to read how their answers ended
+CLOSE_SECONDS = 60.0  # for the engine to save and to end
+DEAD_SECONDS = 3.0  # for all who ask to learn that the engine is dead
+KEEP_ALIVE_SECONDS = 75  # longer than proxies keep a connection, so that none is closed under their request
+# Bytes that are read at once: a caller may make of 256 KB 40,000 chunks, which take seconds to be told apart.
+READ_SIZE = 4 << 10
+MAX_HEAD = 64 << 10  # bytes of a request before its body
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Where it listens, what it calls the model, and how much it lets in."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    uds: str | None = None  # the path of a Unix socket, in place of host and port
+    names: tuple[str, ...] = ()
+    max_num_seqs: int = 64  # answers that are made at once
+    max_queue: int = 1024  # answers that wait
+    max_queue_tokens: int = 1 << 22  # of their prompts
+    shutdown_seconds: float = 30.0  # for what is under way when the server is to end
+    prefix_file: str | Path | None = None  # of prefixes that are loaded at first and saved at last
+    log_level: str = "info"
+    settings: Settings = field(default_factory=Settings)
+
+
+def run(options: Options, load: Callable[[], AsyncLLM]) -> int:
+    """Serve until a signal ends it; an error of `load` is raised. The status of the process: 0, unless the
+    engine has died, the reason for which is the last that is told."""
+    prepare_logs(options.log_level)
+    check_folder(options.prefix_file)
+    status = 0
+    with listening(options) as sock:
+        process = Process(options, load, sock)
+        try:
+            asyncio.run(process.run())
+        except EngineDead as error:
+            LOG.error("the engine died", exc_info=error.__cause__)
+            tell(f"error: {one_line(error)}")
+            status = 1
+    if process.has_stuck:
+        leave_at_once(status)
+    return status
+
+
+def check_folder(prefix_file: str | Path | None) -> None:
+    """Before there is something to save"""
+    if prefix_file is not None and not os.access(folder := Path(prefix_file).absolute().parent, os.W_OK):
+        raise ValueError(f"--prefix-cache-file: {folder} is no folder that can be written to")
+
+
+def tell(text: str) -> None:
+    print(f"infinilm: {text}", file=sys.stderr, flush=True)
+
+
+def prepare_logs(level: str) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger().level))
+
+
+# ---- the socket --------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def listening(options: Options) -> Iterator[socket.socket]:
+    sock = unix_socket(options.uds) if options.uds else inet_socket(options.host, options.port)
+    try:
+        yield sock
+    finally:
+        sock.close()
+        if options.uds:
+            with suppress(OSError):
+                os.unlink(options.uds)
+
+
+def inet_socket(host: str, port: int) -> socket.socket:
+    try:
+        ((family, *_, place), *_) = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        sock = socket.create_server(place[:2], family=family, backlog=2048)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"cannot listen on {host!r}, port {port}: {reason}; take another --port") from error
+    # For the connections too: else what follows a first small write waits 40 ms for the caller's kernel.
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return sock
+
+
+def unix_socket(path: str) -> socket.socket:
+    """In place of one that nobody listens on any more"""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with suppress(FileNotFoundError):
+            if stat.S_ISSOCK(os.stat(path).st_mode) and sock.connect_ex(path) != 0:
+                os.unlink(path)
+        sock.close()
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.bind(path)
+        sock.listen(2048)
+    except OSError as error:
+        sock.close()
+        raise ValueError(f"cannot listen on the Unix socket {path!r}: {error.strerror or error}") from error
+    return sock
+
+
+def address(options: Options, sock: socket.socket) -> str:
+    if options.uds:
+        return options.uds
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+# ---- the process -------------------------------------------------------------------------------------------
+
+
+class Process:
+    """From the first connection to the last."""
+
+    def __init__(self, options: Options, load: Callable[[], AsyncLLM], sock: socket.socket) -> None:
+        self.options, self.load, self.sock = options, load, sock
+        self.server = Server(options.settings)
+        self.stopping = asyncio.Event()
+        self.is_hurried = self.has_stuck = False
+        self.web = Web(
+            uvicorn.Config(
+                make_app(self.server),
+                http=type("Protocol", (Protocol,), {"send_seconds": options.settings.send_seconds}),
+                ws="none",
+                lifespan="off",
+                loop="asyncio",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=int(LAST_SECONDS),
+                h11_max_incomplete_event_size=MAX_HEAD,
+            )
+        )
+
+    async def run(self) -> None:
+        """Until it is told to stop. What the model could not be loaded for is raised, and EngineDead."""
+        self.loop = asyncio.get_running_loop()
+        life = asyncio.ensure_future(self.live())
+        told = asyncio.ensure_future(self.stopping.wait())
+        with self.signals():
+            tell(f"listening on {address(self.options, self.sock)}, loading the model")
+            web = asyncio.ensure_future(self.web.serve(sockets=[self.sock]))
+            await asyncio.wait({life, told, web}, return_when=asyncio.FIRST_COMPLETED)
+            await self.drain(0.0 if life.done() else self.options.shutdown_seconds)
+            self.web.should_exit = True
+            await web
+            self.has_stuck = not life.done() and self.server.service is None
+            await self.close()
+        told.cancel()
+        if life.done() or not life.cancel():
+            life.result()
+
+    async def live(self) -> None:
+        """Load the model, then wait for an end that should not come."""
+        options = self.options
+        llm = await in_thread(self.load)
+        await self.load_prefixes(llm)
+        names = options.names or (str(llm.config.model),)
+        max_answers = options.max_num_seqs + options.max_queue
+        self.server.service = Service(llm, names, max_answers, options.max_queue_tokens)
+        tell(f"ready: {names[0]} at {address(options, self.sock)}")
+        if not options.uds:
+            tell(f"the chat page is {address(options, self.sock)}/")
+        await llm.died()
+        await asyncio.sleep(DEAD_SECONDS)
+
+    # ---- the end -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        for number in numbers:
+            self.loop.add_signal_handler(number, self.stop)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                self.loop.remove_signal_handler(number)
+
+    def stop(self) -> None:
+        """Let what is under way come to its end; told twice, end it."""
+        self.is_hurried = self.stopping.is_set()
+        self.stopping.set()
+
+    async def drain(self, seconds: float) -> None:
+        """Take nothing new, wait for the rest, and tell those whose answers took too long."""
+        self.server.refusal = shutting_down("the server is shutting down; ask another, or later")
+        if self.server.calls and seconds:
+            tell(f"ending: {len(self.server.calls)} answers under way have {seconds:g} s")
+        end = self.loop.time() + seconds
+        while self.server.calls and self.loop.time() < end and not self.is_hurried:
+            await asyncio.sleep(0.01)
+        self.server.end_calls(shutting_down("the server was shut down before the answer was complete"))
+        end = self.loop.time() + LAST_SECONDS
+        while self.server.calls and self.loop.time() < end:
+            await asyncio.sleep(0.01)
+
+    async def close(self) -> None:
+        """The engine, once nobody asks it any more; one that does not react is left."""
+        if (service := self.server.service) is None:
+            return
+        death = service.llm.death
+        service.close()
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                if death is None:
+                    await self.save_prefixes(service.llm)
+                await in_thread(service.llm.shutdown)
+        except TimeoutError:
+            tell("warning: the engine did not react, and is left as it is")
+            self.has_stuck = True
+        if death is not None:
+            raise EngineDead(f"the engine died: {death or type(death).__name__}") from death
+
+    # ---- prefixes ------------------------------------------------------------------------------------------
+
+    async def load_prefixes(self, llm: AsyncLLM) -> None:
+        """A file that cannot be used is as good as none."""
+        path = self.options.prefix_file
+        if path is None:
+            return
+        try:
+            tell(f"{await llm.load_prefixes(path)} blocks of prefixes are known from {path}")
+        except FileNotFoundError:
+            pass
+        except Exception as error:
+            tell(f"warning: no prefixes are known: {one_line(error)}")
+
+    async def save_prefixes(self, llm: AsyncLLM) -> None:
+        path = self.options.prefix_file
+        if path is None:
+            return
+        try:
+            tell(f"{await llm.save_prefixes(path)} blocks of prefixes are saved in {path}")
+        except Exception as error:
+            tell(f"warning: prefixes are not saved: {one_line(error)}")
+
+
+def shutting_down(message: str) -> HttpError:
+    headers = {"connection": "close", "retry-after": "1"}
+    return HttpError(503, message, "unavailable_error", code="shutting_down", headers=headers)
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def leave_at_once(status: int) -> None:
+    """A thread that still works cannot be ended, and would run into what Python takes down before it ends."""
+    sys.stderr.flush()
+    os._exit(status)
+
+
+async def in_thread(call: Callable[[], Any]) -> Any:
+    """In one that the process need not wait for when it ends."""
+    outcome: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=work, name="infinilm-loader", daemon=True).start()
+    return await asyncio.wrap_future(outcome)
+
+
+class Web(uvicorn.Server):
+    """uvicorn, but that signals are none of its business."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Protocol(H11Protocol):
+    """uvicorn's, with a limit on the time to send a request's head, and errors as JSON."""
+
+    send_seconds = 30.0
+    _timer: asyncio.TimerHandle | None = None
+
+    @property
+    def awaits_head(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def connection_made(self, transport: Any) -> None:
+        transport.max_size = READ_SIZE
+        super().connection_made(transport)
+        self._start()
+
+    def data_received(self, data: bytes) -> None:
+        if self.awaits_head:
+            self._start()
+        super().data_received(data)
+        if not self.awaits_head:
+            self._stop()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop()
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        if self.awaits_head:
+            with suppress(h11.LocalProtocolError):
+                self._send_error(400, msg)
+        self.transport.close()
+
+    def _start(self) -> None:
+        if self._timer is None:
+            self._timer = self.loop.call_later(self.send_seconds, self._give_up)
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _give_up(self) -> None:
+        self._timer = None
+        if self.awaits_head and not self.transport.is_closing():
+            self.transport.close()
+
+    def _send_error(self, status: int, message: str) -> None:
+        body = dumps(openai_error(HttpError(status, message))).encode()
+        headers = {
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            "connection": "close",
+        }
+        start = h11.Response(status_code=status, headers=list(headers.items()), reason=b"Bad Request")
+        for event in (start, h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")

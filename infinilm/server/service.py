@@ -1,0 +1,174 @@
+"""A model as the APIs see it: they touch the engine, the tokenizer and its template through here alone."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from reprlib import repr as short
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from infinilm.engine.request import EngineDead, RequestError
+from infinilm.engine.stats import Progress
+from infinilm.folder import Folder
+from infinilm.sampling import SamplingParams
+from infinilm.server.admission import Admission
+from infinilm.server.bodies import BodyError
+from infinilm.server.reader import Reader, has_reasoning, starts_in_reasoning
+from infinilm.server.tally import Tally
+from infinilm.server.tools import family_of
+from infinilm.server.turn import Caller, Prepared, Reading, Run, Turn, encode, enforced
+from infinilm.tokenizer import Tokenizer, TokenizerError
+
+if TYPE_CHECKING:
+    from infinilm.async_llm import AsyncLLM
+
+T = TypeVar("T")
+PULSE_SECONDS = 5.0  # that a sign of life of the engine is believed
+PATIENCE_SECONDS = 10.0  # with an engine that gives none
+BYTES_A_TOKEN = 3  # of a body that has not been encoded yet
+# What generation_config.json may say about sampling.
+DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class UnknownModel(BodyError):
+    def __init__(self, name: str, served: str) -> None:
+        told = f"The model {short(name)} does not exist; this server has {served!r}"
+        super().__init__(told, "model", "model_not_found")
+
+
+class Service:
+    """A model as the APIs see it."""
+
+    def __init__(
+        self, llm: AsyncLLM, names: Sequence[str], max_answers: int = 1 << 10, max_tokens: int = 1 << 22
+    ) -> None:
+        self.llm = llm
+        self.names = tuple(names)  # that it is asked for by; the first is the one it tells
+        self.created = int(time.time())
+        self.max_model_len: int = llm.engine.max_length
+        self.vocab_size: int = llm.model.config.vocab_size
+        self.tokenizer: Tokenizer = llm.tokenizer
+        self.family = family_of(self.tokenizer.chat_template)
+        self.has_reasoning = has_reasoning(self.tokenizer.chat_template or "")
+        self.defaults = default_sampling(llm.config.model)
+        self.admission = Admission(max_answers, max_tokens)
+        self._threads = ThreadPoolExecutor(2, "infinilm-server")
+        self.tally = Tally(self.max_model_len)
+        self._pulse = Pulse(llm)
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name not in self.names:
+            raise UnknownModel(name, self.name)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def off_loop(self, call: Callable[..., T], *arguments: Any) -> T:
+        """The result of a call that may take long."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)
+
+    async def start(self, turns: Sequence[Turn], caller: Caller) -> Run:
+        """Turns on their way, or RequestError or Overloaded. Their place is theirs until the stack ends."""
+        place = self.admission.enter(sum(turn.params.n for turn in turns), caller.num_bytes // BYTES_A_TOKEN)
+        caller.stack.callback(place.leave)
+        prepared = await self.off_loop(lambda: [self.prepare(turn) for turn in turns])
+        place.takes(sum(len(one.token_ids) for one in prepared))
+        return Run(self, prepared, caller, place)
+
+    def prepare(self, turn: Turn) -> Prepared:
+        """In any thread: encode and check a turn, so that what is wrong is known before an answer begins."""
+        name = "prompt" if turn.messages is None else "messages"
+        try:
+            token_ids = encode(turn, self.tokenizer, self.family)
+        except TokenizerError as error:
+            raise BodyError(f"{name}: {error}", name) from error
+        self.check_length(token_ids, name)
+        starts = self._starts_in_reasoning(turn, token_ids)
+        try:
+            params = enforced(turn, self.family, starts)
+            self.llm.engine.make(token_ids, params, turn.priority, cache_salt=turn.salt)
+        except BodyError:
+            raise
+        except RequestError as error:
+            wrong = field_of(str(error), name, turn.structure_field)
+            told = str(error) if str(error).startswith(wrong) else f"{wrong}: {error}"
+            raise BodyError(told, wrong) from error
+        return Prepared(turn, token_ids, params, starts)
+
+    def check_length(self, token_ids: Sequence[int], name: str) -> None:
+        if len(token_ids) >= self.max_model_len:
+            raise BodyError(
+                f"This model's maximum context length is {self.max_model_len} tokens, of a prompt and its "
+                f"answer together, but {name} has {len(token_ids)} tokens; shorten it",
+                name,
+                "context_length_exceeded",
+            )
+
+    def reading(self, prepared: Prepared, index: int) -> Reading:
+        reader = Reader(self.family, prepared.turn.called, prepared.starts_in_reasoning, self.has_reasoning)
+        return Reading(index, reader, prepared.turn.is_parallel)
+
+    def _starts_in_reasoning(self, turn: Turn, token_ids: Sequence[int]) -> bool:
+        """Some templates begin the model's thoughts themselves."""
+        if turn.messages is None or not self.has_reasoning:
+            return False
+        return starts_in_reasoning(self.tokenizer.decode(token_ids[-8:], skip_special_tokens=False))
+
+    def progress(self, request_id: str) -> Progress | None:
+        return self.llm.progress(request_id)
+
+    async def is_alive(self) -> bool:
+        return await self._pulse.beats()
+
+
+def field_of(message: str, prompt: str, structure: str) -> str:
+    """The field of a body that an error of the engine is about, which it names first."""
+    first = re.split(r"[ :.]", message)[0]
+    if first in ("stop_token_ids", "allowed_token_ids", "logit_bias", "bad_words", "tools"):
+        return first
+    return structure if first == "structured_outputs" else prompt
+
+
+def default_sampling(model: Any) -> dict[str, Any]:
+    """What applies where a request does not say: the model's generation_config.json, or OpenAI's defaults."""
+    path = Path(str(model))
+    found = Folder(path, RequestError).read_object("generation_config.json") or {} if path.is_dir() else {}
+    chosen = {name: found[name] for name in DEFAULTS if found.get(name) is not None}
+    if found.get("do_sample") is False:
+        chosen = {**chosen, "temperature": 0.0}
+    params = SamplingParams(**chosen)
+    return {name: getattr(params, name) for name in DEFAULTS}
+
+
+class Pulse:
+    """Whether the engine's thread still makes calls. A sign of life is believed for a while, and the next one
+    asked for: who asks in the midst of a long step need not wait for its end."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+        self._last = -math.inf
+        self._asked: asyncio.Task[None] | None = None
+
+    async def beats(self) -> bool:
+        if self._llm.death is not None:
+            return False
+        if self._asked is None or self._asked.done():
+            self._asked = asyncio.create_task(self._ask())
+        if time.monotonic() - self._last >= PULSE_SECONDS:
+            await asyncio.wait({self._asked}, timeout=PATIENCE_SECONDS)
+        return time.monotonic() - self._last < PULSE_SECONDS
+
+    async def _ask(self) -> None:
+        with suppress(EngineDead):
+            await self._llm.run(time.monotonic)
+            self._last = time.monotonic()

@@ -1,0 +1,318 @@
+"""One way for a request of any API: a Turn goes in, off the event loop it becomes tokens, Pieces come out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import ExitStack, aclosing
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from infinilm.engine.request import Aborted, CompletionOutput, Logprobs, RequestOutput
+from infinilm.engine.stats import Progress
+from infinilm.sampling import SamplingParams
+from infinilm.server.bodies import BodyError
+from infinilm.server.reader import CallStart, Part, Reader
+from infinilm.server.tools import Choice, Family, Tool
+from infinilm.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from infinilm.server.admission import Place
+    from infinilm.server.service import Service
+
+LOG = logging.getLogger("infinilm.server")
+PROGRESS_SECONDS = 0.25  # between two reports of a long prompt
+
+
+# ---- what is asked -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """What is to be continued, a conversation or else a plain prompt, and how."""
+
+    params: SamplingParams
+    messages: Sequence[Mapping[str, Any]] | None = None
+    prompt: str | Sequence[int] = ""
+    tools: tuple[Tool, ...] = ()
+    choice: Choice = "auto"
+    is_parallel: bool = True  # several calls in one answer
+    variables: Mapping[str, Any] = field(default_factory=dict)  # that the template sees
+    salt: str | None = None  # prefixes are shared with turns of the same alone
+    priority: int = 0
+    structure_field: str = "structured_outputs"  # of the body, which asks for a structure
+
+    @property
+    def called(self) -> tuple[Tool, ...]:
+        """The tools that the answer may call"""
+        return () if self.choice == "none" else self.tools
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A turn that the engine will take."""
+
+    turn: Turn
+    token_ids: list[int]
+    params: SamplingParams
+    starts_in_reasoning: bool
+
+
+@dataclass(eq=False)
+class Caller:
+    """Who asks: an id for the engine and the log, the size of the body, and what ends with the request."""
+
+    request_id: str
+    num_bytes: int = 0
+    stack: ExitStack = field(default_factory=ExitStack)
+
+
+def encode(turn: Turn, tokenizer: Tokenizer, family: Family) -> list[int]:
+    """The tokens of a turn's prompt. It may take long."""
+    if turn.messages is None:
+        return tokenizer.encode(turn.prompt) if isinstance(turn.prompt, str) else list(turn.prompt)
+    messages, tools = family.conversation(turn.messages, turn.tools, turn.choice)
+    return tokenizer.encode_chat(messages, **{"tools": tools, **turn.variables})
+
+
+def enforced(turn: Turn, family: Family, starts_in_reasoning: bool) -> SamplingParams:
+    """The turn's parameters with the grammar that its tools need."""
+    params = turn.params
+    if not turn.called:
+        return params
+    grammar, warnings = family.grammar(turn.called, turn.choice, turn.is_parallel, starts_in_reasoning)
+    if grammar is not None and params.structured_outputs is not None:
+        raise BodyError("tools that are forced or strict exclude other structures", "response_format")
+    if grammar is not None:
+        params = replace(params, structured_outputs=grammar)
+    if family.keeps_special_tokens:
+        params = replace(params, skip_special_tokens=False)
+    for warning in warnings:
+        LOG.warning("%s", warning)
+    return params
+
+
+# ---- what comes of it --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What has come since the last piece of a choice. One with a finish_reason is the last.
+
+    `text` is what `parts` were read from: completions take it as it is.
+    """
+
+    index: int
+    text: str
+    parts: list[Part]
+    token_ids: list[int]
+    logprobs: Sequence[Logprobs | None] | None = None
+    finish_reason: str | None = None  # "stop" or "length"
+    stop_reason: int | str | None = None
+    has_calls: bool = False  # the choice has called a tool by now
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens; a prompt is counted once, however many answers it has."""
+
+    prompt: int
+    cached: int
+    drawn: int
+    miss: int | None = None  # the first place where a prompt differs from a recent one that it began like
+
+
+def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
+    misses = [output.prefix_miss for output in outputs]
+    return Usage(
+        sum(len(output.prompt_token_ids) for output in outputs),
+        sum(output.num_cached_tokens for output in outputs),
+        sum(len(found.token_ids) for output in outputs for found in output.outputs),
+        next((place for place in misses if place is not None), None),
+    )
+
+
+class Reading:
+    """One choice on its way: what of it has been told."""
+
+    def __init__(self, index: int, reader: Reader, is_parallel: bool = True) -> None:
+        self.index = index
+        self.reader = reader
+        self.is_parallel = is_parallel  # if not, calls after the first are not told
+        self.num_text = self.num_tokens = 0
+        self.has_calls = self.is_done = False
+
+    def piece(self, found: CompletionOutput) -> Piece | None:
+        """None where nothing can be told."""
+        is_news = len(found.text) > self.num_text or found.finish_reason is not None
+        if self.is_done or not (is_news or found.logprobs):
+            return None
+        text, tokens = found.text[self.num_text :], found.token_ids[self.num_tokens :]
+        logprobs = None if found.logprobs is None else found.logprobs[self.num_tokens :]
+        self.num_text, self.num_tokens = len(found.text), len(found.token_ids)
+        self.is_done = found.finish_reason is not None
+        parts = [*self.reader.add(text), *(self.reader.finish() if self.is_done else ())]
+        if not self.is_parallel:
+            parts = [part for part in parts if getattr(part, "index", 0) == 0]
+        self.has_calls |= any(isinstance(part, CallStart) for part in parts)
+        return Piece(
+            self.index,
+            text,
+            parts,
+            tokens,
+            logprobs,
+            found.finish_reason,
+            found.stop_reason,
+            self.has_calls,
+        )
+
+
+class Run:
+    """Turns under way, the choices of each numbered after those of the one before."""
+
+    def __init__(self, service: Service, prepared: Sequence[Prepared], caller: Caller, place: Place) -> None:
+        self.prepared = prepared
+        self.start = time.monotonic()
+        self._service, self._caller, self._place = service, caller, place
+        self._key = uuid.uuid4().hex  # callers may give several requests one id
+        self._outputs: dict[int, RequestOutput] = {}  # the last of each turn
+        self._readings = [
+            [service.reading(one, number * one.params.n + index) for index in range(one.params.n)]
+            for number, one in enumerate(prepared)
+        ]
+
+    async def pieces(self, has_progress: bool = False) -> AsyncGenerator[Piece | Progress, None]:
+        """What there is to tell, as it comes; leaving ends the turns."""
+        async with aclosing(self._with_progress() if has_progress else self._news()) as news:
+            async for item in news:
+                for told in [item] if isinstance(item, Progress) else self._told(item):
+                    yield told
+
+    async def whole(self) -> list[Piece]:
+        """Each choice as one piece"""
+        async with aclosing(self._news()) as news:
+            async for _ in news:
+                pass
+        return [piece for number in range(len(self.prepared)) for piece in self._told(number)]
+
+    def output(self, number: int) -> RequestOutput:
+        """The last of one turn"""
+        return self._outputs[number]
+
+    @property
+    def outputs(self) -> list[RequestOutput]:
+        return [self._outputs[number] for number in range(len(self.prepared)) if number in self._outputs]
+
+    @property
+    def usage(self) -> Usage:
+        prompt = sum(len(one.token_ids) for one in self.prepared)
+        return replace(usage_of(self.outputs), prompt=prompt)
+
+    def timings(self) -> dict[str, Any]:
+        """As llama.cpp tells them"""
+        usage, now = self.usage, time.monotonic()
+        firsts = [output.metrics.first_token_time for output in self.outputs if output.metrics]
+        first = min((found for found in firsts if found is not None), default=now)
+        prompt, drawn = usage.prompt - usage.cached, usage.drawn
+        return {
+            "cache_n": usage.cached,
+            **rates("prompt", prompt, first - self.start),
+            **rates("predicted", drawn, now - first),
+        }
+
+    def progress(self) -> Progress:
+        found = [self._service.progress(self._id(number)) for number in range(len(self.prepared))]
+        return Progress(
+            sum(len(one.token_ids) for one in self.prepared),
+            sum(one.cached for one in found if one),
+            sum(one.processed for one in found if one),
+        )
+
+    def _id(self, number: int) -> str:
+        return f"{self._caller.request_id}-{self._key}-{number}"
+
+    def _told(self, number: int) -> list[Piece]:
+        output = self._outputs[number]
+        found = zip(self._readings[number], output.outputs, strict=True)
+        return [piece for reading, one in found if (piece := reading.piece(one)) is not None]
+
+    def _news(self) -> AsyncGenerator[int, None]:
+        """The number of a turn whenever there is more of it."""
+        return self._merged() if len(self.prepared) > 1 else self._follow(0)
+
+    async def _follow(self, number: int) -> AsyncGenerator[int, None]:
+        one = self.prepared[number]
+        outputs = self._service.llm.generate(
+            {"prompt_token_ids": one.token_ids},
+            one.params,
+            self._id(number),
+            priority=one.turn.priority,
+            cache_salt=one.turn.salt,
+        )
+        with self._service.tally.watch(one.params) as watch:
+            async with aclosing(outputs):  # type: ignore[type-var]
+                async for output in outputs:
+                    watch.note(output)
+                    if number not in self._outputs:
+                        self._place.has_begun(len(one.token_ids))
+                    self._outputs[number] = output
+                    if any(found.finish_reason == "abort" for found in output.outputs):
+                        raise Aborted("the server ended the request before it was complete")
+                    yield number
+
+    async def _merged(self) -> AsyncGenerator[int, None]:
+        news: asyncio.Queue[int | BaseException | None] = asyncio.Queue()
+
+        async def tell(number: int) -> None:
+            try:
+                async with aclosing(self._follow(number)) as source:
+                    async for _ in source:
+                        news.put_nowait(number)
+                news.put_nowait(None)
+            except Exception as error:
+                news.put_nowait(error)
+
+        tasks = [asyncio.create_task(tell(number)) for number in range(len(self.prepared))]
+        num_left = len(tasks)
+        try:
+            while num_left:
+                item = await news.get()
+                if isinstance(item, BaseException):
+                    raise item
+                if item is None:
+                    num_left -= 1
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _with_progress(self) -> AsyncGenerator[int | Progress, None]:
+        """News, and before the first of them how far the prompt has been read."""
+        async with aclosing(self._news()) as news:
+            first, told = asyncio.ensure_future(anext(news)), None
+            try:
+                while not (await asyncio.wait({first}, timeout=PROGRESS_SECONDS))[0]:
+                    if (now := self.progress()) != told:
+                        told = now
+                        yield now
+                number = first.result()
+            finally:
+                first.cancel()
+                await asyncio.gather(first, return_exceptions=True)
+            yield Progress(self.usage.prompt, self.usage.cached, self.usage.prompt)
+            yield number
+            async for number in news:
+                yield number
+
+
+def rates(name: str, count: int, seconds: float) -> dict[str, Any]:
+    return {
+        f"{name}_n": count,
+        f"{name}_ms": round(seconds * 1e3, 3),
+        f"{name}_per_second": round(count / max(seconds, 1e-9), 3),
+    }

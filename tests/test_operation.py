@@ -1,0 +1,506 @@
+"""The server as those see it who run it: its metrics and its page, how it begins, drains, ends and dies."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from engines import write_model
+from prometheus_client.parser import text_string_to_metric_families
+from servers import NAME, PATIENCE, Running, read_until, running, wait_until
+
+from infinilm import AsyncLLM, cli
+from infinilm.server import serve
+from infinilm.server.pages import CONTENT_SECURITY_POLICY, page_files
+from infinilm.server.stream import Settings
+from infinilm.server.tally import Histogram, counts_up_to
+
+pytestmark = pytest.mark.usefixtures("one_thread", "logs_as_before")
+
+GREEDY = {"temperature": 0, "ignore_eos": True}
+ENDLESS = {**GREEDY, "max_tokens": 90_000}
+PROMPT = "a prompt that fills some blocks of sixteen tokens, so that it will be found a second time"
+OWN = {"model_name": NAME, "engine": "0"}
+
+
+@pytest.fixture
+def logs_as_before() -> Iterator[None]:
+    """A process sets up its logs, which outlive it here."""
+    loggers = {logger: logger.level for logger in (logging.getLogger(), logging.getLogger("uvicorn"))}
+    handlers = list(logging.getLogger().handlers)
+    yield
+    for logger, level in loggers.items():
+        logger.setLevel(level)
+    logging.getLogger().handlers[:] = handlers
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=100_000)
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[Running]:
+    with running(folder) as made:
+        yield made
+        made.check_idle()
+
+
+# ---- metrics -----------------------------------------------------------------------------------------------
+
+
+def scrape(server: Running) -> dict[str, float]:
+    """Name and labels, but for those that all have, to value"""
+    text = server.http.get("/metrics").text
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = {name: value for name, value in sample.labels.items() if name not in OWN}
+            assert not sample.name.startswith("vllm:") or OWN.items() <= sample.labels.items(), sample
+            found[sample.name.removeprefix("vllm:") + (json.dumps(labels) if labels else "")] = sample.value
+    return found
+
+
+def test_a_scrape_before_any_request_has_every_metric_at_zero(server: Running) -> None:
+    found = scrape(server)
+    for name in (
+        *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prompt_tokens_total"),
+        *("prompt_tokens_cached_total", "generation_tokens_total", "num_preemptions_total"),
+        *("prefix_cache_queries_total", "prefix_cache_hits_total", "time_to_first_token_seconds_count"),
+        *("spec_decode_num_drafts_total", "spec_decode_num_draft_tokens_total"),
+        *("spec_decode_num_accepted_tokens_total", "inter_token_latency_seconds_count"),
+        *("e2e_request_latency_seconds_count", "request_queue_time_seconds_count"),
+        *("request_prefill_time_seconds_count", "request_decode_time_seconds_count"),
+        *("request_inference_time_seconds_count", "request_prompt_tokens_count"),
+        *("request_generation_tokens_count", "request_params_n_count", "request_params_max_tokens_count"),
+        *(f'request_success_total{{"finished_reason": "{one}"}}' for one in ("stop", "length", "abort")),
+    ):
+        assert found[name] == 0, name
+    assert found["process_resident_memory_bytes"] > 0
+    (info,) = (name for name in found if name.startswith("cache_config_info"))
+    assert found[info] == 1 and '"block_size": "16"' in info and "num_gpu_blocks" in info
+
+
+def test_metrics_count_what_was_asked_and_answered(server: Running) -> None:
+    usages = [
+        server.post("/v1/completions", prompt=PROMPT, max_tokens=7, **GREEDY).json()["usage"] for _ in "ab"
+    ]
+    found = scrape(server)
+    num_prompt = usages[0]["prompt_tokens"]
+    num_cached = usages[1]["prompt_tokens_details"]["cached_tokens"]
+    assert num_cached >= 64
+    assert found["prompt_tokens_total"] == 2 * num_prompt  # cached ones too
+    assert found["prompt_tokens_cached_total"] == found["prefix_cache_hits_total"] == num_cached
+    assert found["prefix_cache_queries_total"] == 2 * num_prompt
+    assert found["generation_tokens_total"] == found["request_generation_tokens_sum"] == 14
+    assert found["request_prompt_tokens_sum"] == 2 * num_prompt
+    assert found['request_success_total{"finished_reason": "length"}'] == 2
+    assert found["time_to_first_token_seconds_count"] == found["e2e_request_latency_seconds_count"] == 2
+    assert found["inter_token_latency_seconds_count"] == 12  # between 7 tokens of each
+    assert found["request_params_max_tokens_sum"] == 14 and found["request_params_n_sum"] == 2
+    assert found["num_requests_running"] == found["num_requests_waiting"] == 0
+
+
+def test_the_parts_of_a_requests_time_add_up(server: Running) -> None:
+    server.chat("hello", max_tokens=20, **GREEDY)
+    found = scrape(server)
+    prefill, decode = found["request_prefill_time_seconds_sum"], found["request_decode_time_seconds_sum"]
+    inference, queue = found["request_inference_time_seconds_sum"], found["request_queue_time_seconds_sum"]
+    assert min(prefill, decode, queue) > 0
+    assert prefill + decode == pytest.approx(inference)
+    assert found["time_to_first_token_seconds_sum"] == pytest.approx(queue + prefill)
+    assert queue + inference <= found["e2e_request_latency_seconds_sum"]
+    assert found["inter_token_latency_seconds_sum"] == pytest.approx(decode)
+
+
+def test_metrics_show_what_runs_and_who_left(server: Running) -> None:
+    with server.ask(stream=True, **ENDLESS) as caller:
+        read_until(caller, b'{"content":"')
+        found = scrape(server)
+        assert found["num_requests_running"] == 1 and 0 < found["kv_cache_usage_perc"] <= 1
+        assert found["time_to_first_token_seconds_count"] == 1  # not when it ends only
+    server.check_idle()
+    found = scrape(server)
+    assert found['request_success_total{"finished_reason": "abort"}'] == 1
+    assert found["kv_cache_usage_perc"] == 0
+
+
+def test_who_is_refused_is_no_request_of_the_metrics(server: Running) -> None:
+    assert server.chat("hello", max_tokens=0).status_code == 400
+    found = scrape(server)
+    assert sum(value for name, value in found.items() if name.startswith("request_success")) == 0
+
+
+def test_answers_are_counted_by_route_and_status_whatever_callers_make_up(server: Running) -> None:
+    server.chat("hello", max_tokens=1)
+    server.chat("hello", max_tokens=0)
+    for path in ("/nothing", "/v1/nothing", "/v1/models/nothing"):
+        server.http.get(path)
+    server.http.request("BREW", "/v1/chat/completions")
+    found = {name: value for name, value in scrape(server).items() if name.startswith("http_requests_total")}
+    labels = [tuple(json.loads(name.removeprefix("http_requests_total")).values()) for name in found]
+    assert dict(zip(labels, found.values(), strict=True)) == {
+        ("/v1/chat/completions", "POST", "200"): 1,
+        ("/v1/chat/completions", "POST", "400"): 1,
+        ("/v1/chat/completions", "other", "405"): 1,
+        ("/v1/models/{name:path}", "GET", "404"): 1,
+        ("other", "GET", "404"): 2,
+    }
+
+
+def test_metrics_need_the_key_and_a_model(folder: Path) -> None:
+    with running(folder, Settings(keys=("secret",))) as server:
+        assert server.http.get("/metrics").status_code == 401
+        response = server.http.get("/metrics", headers={"authorization": "Bearer secret"})
+        assert response.status_code == 200 and response.headers["content-type"].startswith("text/plain")
+
+
+def test_a_histogram_counts_a_value_on_a_bound_below_it() -> None:
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 2.0, 3.0):
+        histogram.add(value)
+    assert histogram.counts == [2, 2, 1] and histogram.sum == 8.0
+    assert counts_up_to(300) == [1, 2, 5, 10, 20, 50, 100, 200]
+
+
+# ---- the page ----------------------------------------------------------------------------------------------
+
+
+def test_the_page_is_public_and_sent_with_its_headers(folder: Path) -> None:
+    with running(folder, Settings(keys=("secret",))) as server:
+        for path, (content, content_type) in page_files().items():
+            response = server.http.get(path)
+            assert (response.status_code, response.content) == (200, content)
+            assert response.headers["content-type"] == content_type
+            assert response.headers["content-security-policy"] == CONTENT_SECURITY_POLICY
+            head = server.http.head(path)
+            assert (head.status_code, head.content) == (200, b"")
+            assert head.headers["content-length"] == str(len(content))
+        assert server.http.get("/v1/models").status_code == 401
+        assert server.http.post("/").status_code == 405
+
+
+# ---- the end -----------------------------------------------------------------------------------------------
+
+
+def stop(server: Running) -> None:
+    """As a signal does"""
+    server.process.loop.call_soon_threadsafe(server.process.stop)
+
+
+def wait_for_calls(server: Running, count: int) -> None:
+    wait_until(lambda: len(server.process.server.calls) == count)
+
+
+def read_all(caller: socket.socket) -> bytes:
+    """All that a connection says until it is closed"""
+    with caller:
+        return read_until(caller, b"never said")
+
+
+@contextmanager
+def no_thread_left() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    wait_until(lambda: set(threading.enumerate()) <= before)
+
+
+def error_in(event: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(event.removeprefix("data: "))["error"]
+    return found
+
+
+def test_a_server_that_is_told_to_end_finishes_answers_and_refuses_new_ones(folder: Path) -> None:
+    with no_thread_left(), running(folder, shutdown_seconds=PATIENCE) as server:
+        with server.paused():
+            stream = server.ask(stream=True, max_tokens=5, **GREEDY)
+            whole = server.ask(max_tokens=5, **GREEDY)
+            wait_for_calls(server, 2)
+            stop(server)
+            wait_until(lambda: server.process.server.refusal)
+            for response in (server.chat(), server.http.get("/health"), server.http.get("/v1/models")):
+                assert response.status_code == 503 and response.headers["connection"] == "close"
+                assert response.json()["error"]["code"] == "shutting_down"
+                assert int(response.headers["retry-after"]) >= 1
+        assert read_all(stream).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        assert b'"completion_tokens":5' in read_all(whole)
+        server.thread.join(PATIENCE)
+        assert server.failure is None and not server.thread.is_alive()
+
+
+@pytest.mark.parametrize("is_told_twice", [False, True])
+def test_answers_that_take_too_long_end_with_an_error(folder: Path, is_told_twice: bool) -> None:
+    with no_thread_left(), running(folder, shutdown_seconds=1e6 if is_told_twice else 0.2) as server:
+        stream, whole = server.ask(stream=True, **ENDLESS), server.ask(**ENDLESS)
+        read_until(stream, b'{"content":"')
+        wait_for_calls(server, 2)
+        for _ in range(1 + is_told_twice):
+            stop(server)
+        *_, error, done, end = read_all(stream).decode().split("\n\n")
+        assert error_in(error.split("\n")[-1])["code"] == "shutting_down"
+        assert (done, end.split()) == ("data: [DONE]", ["0"])
+        head, _, body = read_all(whole).decode().partition("\r\n\r\n")
+        assert " 503 " in head and "connection: close" in head
+        assert json.loads(body)["error"]["code"] == "shutting_down"
+        server.thread.join(PATIENCE)
+        assert server.failure is None and not server.thread.is_alive()
+
+
+def test_a_body_that_is_complete_after_the_end_began_is_refused(folder: Path) -> None:
+    with running(folder, shutdown_seconds=PATIENCE) as server, server.paused():
+        slow = server.open(b"POST /v1/completions HTTP/1.1\r\nhost: here\r\ncontent-length: 2\r\n\r\n{")
+        other = server.ask(max_tokens=1)
+        wait_for_calls(server, 1)
+        stop(server)
+        wait_until(lambda: server.process.server.refusal)
+        slow.sendall(b"}")
+        assert slow.recv(12) == b"HTTP/1.1 503"
+        slow.close()
+        other.close()
+
+
+class Death(Exception):
+    """What the engine dies of"""
+
+
+def kill_engine(llm: AsyncLLM) -> None:
+    def die() -> None:
+        raise Death("no more memory\nin the world")
+
+    llm._worker.inbox.put(die)
+
+
+def serve_until_dead(folder: Path, ask: Callable[[httpx.Client, AsyncLLM], None]) -> int:
+    """The status of a process, one of whose callers does this"""
+    made: list[AsyncLLM] = []
+
+    def load() -> AsyncLLM:
+        made.append(AsyncLLM(folder, kv_cache_memory="32MB"))
+        return made[0]
+
+    def call() -> None:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE) as http:
+            wait_until(lambda: made and http.get("/health").status_code == 200)
+            ask(http, made[0])
+
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+    caller = threading.Thread(target=call)
+    try:
+        with no_thread_left():
+            caller.start()
+            return serve.run(serve.Options(port=port, names=(NAME,)), load)
+    finally:
+        caller.join()
+
+
+def test_when_the_engine_dies_all_are_told_and_the_process_fails(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: dict[str, Any] = {}
+
+    def ask(http: httpx.Client, llm: AsyncLLM) -> None:
+        body = {"prompt": "a", "stream": True, **ENDLESS}
+        with http.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            kill_engine(llm)
+            found["stream"] = [line for line in lines if line][-2:]
+        found["health"] = http.get("/health").status_code
+        found["new"] = http.post("/v1/completions", json={"prompt": "a"})
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        os.kill(os.getpid(), signal.SIGTERM)  # nobody need wait any longer
+
+    monkeypatch.setattr(serve, "DEAD_SECONDS", PATIENCE)
+    assert serve_until_dead(folder, ask) == 1
+    error, done = found["stream"]
+    assert error_in(error)["type"] == "server_error" and done == "data: [DONE]"
+    assert found["health"] == 503 and found["new"].status_code == 503
+    assert "memory" not in found["new"].text  # what it died of is the log's
+
+
+def test_what_the_engine_died_of_is_the_last_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(serve, "DEAD_SECONDS", 0.0)
+    assert serve_until_dead(folder, lambda http, llm: kill_engine(llm)) == 1
+    assert capsys.readouterr().err.splitlines()[-1].endswith("the engine died: no more memory in the world")
+
+
+# ---- the beginning -----------------------------------------------------------------------------------------
+
+
+def no_model(folder: Path, port: int) -> list[str]:
+    return [str(folder / "nothing"), "--port", "0"]
+
+
+def port_in_use(folder: Path, port: int) -> list[str]:
+    return [str(folder), "--port", str(port)]
+
+
+def no_key_file(folder: Path, port: int) -> list[str]:
+    return [str(folder), "--api-key-file", str(folder / "nothing")]
+
+
+def empty_key_file(folder: Path, port: int) -> list[str]:
+    (folder / "keys").write_text("\n\n")
+    return [str(folder), "--api-key-file", str(folder / "keys")]
+
+
+def no_folder_for_prefixes(folder: Path, port: int) -> list[str]:
+    return [str(folder), "--port", "0", "--prefix-cache-file", str(folder / "nowhere" / "file")]
+
+
+def no_time_to_end(folder: Path, port: int) -> list[str]:
+    return [str(folder), "--port", "0", "--shutdown-timeout", "-1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (no_model, "nothing"),
+        (port_in_use, "Address already in use"),
+        (no_key_file, "No such file"),
+        (empty_key_file, "has no key"),
+        (no_folder_for_prefixes, "nowhere is no folder"),
+        (no_time_to_end, "--shutdown-timeout must be"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_keeps_it_from_starting_is_told_in_one_last_line(
+    arguments: Callable[[Path, int], list[str]],
+    told: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        status = cli.main(["serve", *arguments(write_model(tmp_path / "m"), sock.getsockname()[1])])
+    lines = capsys.readouterr().err.splitlines()
+    assert status == 1 and lines[-1].startswith("infinilm: error: ") and told in lines[-1]
+    assert not any(line.startswith(("Traceback", "  File")) for line in lines)
+
+
+# ---- prefixes ----------------------------------------------------------------------------------------------
+
+
+def logprobs(http: httpx.Client) -> tuple[int, Any]:
+    body = {"prompt": PROMPT, "max_tokens": 6, "logprobs": 5, **GREEDY}
+    answer = http.post("/v1/completions", json=body).json()
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"], answer["choices"][0]["logprobs"]
+
+
+@pytest.mark.parametrize("content", [b"", b"no prefixes", b"\x08\0\0\0\0\0\0\0{}      "], ids=repr)
+def test_a_file_without_prefixes_is_a_warning_and_replaced_at_the_end(
+    content: bytes, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "prefixes"
+    path.write_bytes(content)
+    with running(folder, prefix_file=path) as server:
+        assert logprobs(server.http)[0] == 0
+    assert "warning: no prefixes are known" in capsys.readouterr().err
+    with running(folder, prefix_file=path) as server:
+        assert logprobs(server.http)[0] >= 64
+    assert os.listdir(tmp_path) == ["prefixes"]
+
+
+def test_prefixes_of_another_model_are_a_warning(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "prefixes"
+    for seed, expected in ((1, 0), (2, 0)):
+        other = write_model(tmp_path / str(seed), max_position_embeddings=1000, seed=seed)
+        with running(other, prefix_file=path) as server:
+            assert logprobs(server.http)[0] == expected
+    assert "weights is" in capsys.readouterr().err
+
+
+# ---- the process -------------------------------------------------------------------------------------------
+
+
+class Child:
+    """`infinilm serve` in a process of its own"""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        command = [sys.executable, "-m", "infinilm", "serve", str(folder), "--port", "0", "--threads", "1"]
+        memory = ["--kv-cache-memory", "32MB", *arguments]
+        self.process = subprocess.Popen([*command, *memory], stderr=subprocess.PIPE, text=True)
+        self.lines: list[str] = []
+        self.reader = threading.Thread(target=self.read)
+        self.reader.start()
+        wait_until(lambda: self.process.poll() is not None or any("ready:" in one for one in self.lines))
+        url = next(found[0] for one in self.lines if (found := re.search(r"http://\S+\d", one)))
+        self.http = httpx.Client(base_url=url, timeout=PATIENCE)
+
+    def read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line.rstrip())
+
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def close(self) -> None:
+        self.http.close()
+        self.process.kill()
+        self.process.wait()
+        self.reader.join()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+
+
+@contextmanager
+def child(folder: Path, *arguments: str) -> Iterator[Child]:
+    made = Child(folder, *arguments)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def is_gone(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def test_sigterm_ends_a_process_well_and_the_next_one_knows_its_prefixes_bit_for_bit(
+    folder: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "prefixes"
+    with child(folder, "--prefix-cache-file", str(path)) as first:
+        computed = logprobs(first.http)
+        first.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}]})
+        children = first.children()
+        assert children  # it renders templates
+        first.process.send_signal(signal.SIGTERM)
+        assert first.process.wait(PATIENCE) == 0, first.lines
+        wait_until(lambda: all(map(is_gone, children)))
+    with running(folder, prefix_file=path) as second:
+        found = logprobs(second.http)
+    assert (computed[0], found[0] >= 64) == (0, True)
+    assert found[1] == computed[1]
+
+
+def test_nothing_outlives_a_process_that_is_killed(folder: Path) -> None:
+    with child(folder) as server:
+        server.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}]})
+        children = server.children()
+        assert children
+        server.process.kill()
+        server.process.wait()
+        wait_until(lambda: all(map(is_gone, children)))
+        port = server.http.base_url.port
+    assert port is not None
+    serve.inet_socket("127.0.0.1", port).close()  # which can be listened on at once

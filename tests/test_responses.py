@@ -1,0 +1,639 @@
+"""/v1/responses as OpenAI's own client and Codex read it, and by the byte."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pydantic
+import pytest
+from engines import write_model
+from servers import NAME, Running, read_until, running, wait_until
+
+from infinilm import LLM, SamplingParams
+from infinilm.engine.request import CompletionOutput
+from infinilm.server.reader import CallStart, Reader, Text
+from infinilm.server.stream import Settings
+from infinilm.server.tools import OURS, Tool
+from infinilm.server.turn import Reading
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+RESPONSES = "/v1/responses"
+GREEDY = {"temperature": 0, "ignore_eos": True}
+MAX_LENGTH = 100_000
+THINKING_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}:"
+    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
+    "{{ message.content }}\n{% endfor %}{{ reasoning_effort }}<think>"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=MAX_LENGTH)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Running]:
+    with running(folder) as made:
+        yield made
+
+
+@pytest.fixture
+def idle(server: Running) -> Iterator[Running]:
+    """The server, on which the test must leave nothing"""
+    yield server
+    server.check_idle()
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A model whose template begins its thoughts"""
+    folder = write_model(tmp_path_factory.mktemp("thinker"))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": THINKING_TEMPLATE}))
+    with running(folder) as made:
+        yield made
+
+
+def ask(server: Running, **body: Any) -> httpx.Response:
+    return server.post(RESPONSES, **{"model": NAME, "input": "hello", "max_output_tokens": 4, **body})
+
+
+def answer(server: Running, **body: Any) -> dict[str, Any]:
+    response = ask(server, **body)
+    assert response.status_code == 200, response.text
+    found: dict[str, Any] = response.json()
+    return found
+
+
+def events(server: Running, **body: Any) -> list[dict[str, Any]]:
+    """Of a stream: each is named as its type says, and they are numbered from 0"""
+    response = ask(server, stream=True, **body)
+    assert response.status_code == 200, response.text
+    return events_in(response.text)
+
+
+def events_in(text: str) -> list[dict[str, Any]]:
+    *told, rest = text.split("\n\n")
+    assert rest == ""
+    lines = [one.split("\n") for one in told]
+    found = [json.loads(data.removeprefix("data: ")) for _, data in lines]
+    assert [name for name, _ in lines] == [f"event: {one['type']}" for one in found]
+    assert [one["sequence_number"] for one in found] == list(range(len(found)))
+    return found
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    found: dict[str, Any] = response.json()["error"]
+    assert set(found) == {"message", "type", "param", "code"}
+    return found
+
+
+def prompt_of(server: Running, **body: Any) -> str:
+    """What the model reads"""
+    asked: list[list[int]] = []
+    make = server.llm.engine.make
+
+    def noted(token_ids: list[int], *rest: Any, **options: Any) -> Any:
+        asked.append(token_ids)
+        return make(token_ids, *rest, **options)
+
+    server.llm.engine.make = noted  # type: ignore[method-assign]
+    try:
+        answer(server, **{"max_output_tokens": 1, **body})
+    finally:
+        server.llm.engine.make = make  # type: ignore[method-assign]
+    text: str = server.post("/detokenize", tokens=asked[0]).json()["prompt"]
+    return text
+
+
+def of_schema(schema: Any) -> dict[str, Any]:
+    return {"format": {"type": "json_schema", "name": "wanted", "schema": schema, "strict": True}}
+
+
+# ---- responses ---------------------------------------------------------------------------------------------
+
+
+def test_openais_client_reads_a_response(idle: Running, folder: Path) -> None:
+    schema = of_schema({"const": "yes"})
+    with idle.client() as client:
+        found = client.responses.create(
+            model=NAME, input="hello", max_output_tokens=50, text=schema, instructions="be brief"
+        )
+    assert found.output_text == '"yes"' and found.status == "completed" and found.id.startswith("resp_")
+    assert found.usage is not None and found.usage.input_tokens == 11 + len("system:be brief\n")
+    assert found.usage.total_tokens == found.usage.input_tokens + found.usage.output_tokens
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=9)
+    (wanted,) = LLM(folder, kv_cache_memory="32MB").chat([{"role": "user", "content": "hello"}], params)
+    (item,) = answer(idle, max_output_tokens=9, **GREEDY)["output"]
+    assert item["content"][0]["text"] == wanted.outputs[0].text and item["status"] == "incomplete"
+
+
+def test_openais_client_reads_a_stream(idle: Running) -> None:
+    schema = of_schema({"enum": ["a text of some length, which comes in pieces"]})
+    asked: Any = {"model": NAME, "input": "hello", "text": schema}
+    with idle.client() as client:
+        with client.responses.stream(**asked) as stream:
+            said = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+            last = stream.get_final_response()
+        raw = list(client.responses.create(**asked, stream=True))
+    assert said == last.output_text == '"a text of some length, which comes in pieces"'
+    assert raw[-1].type == "response.completed" and raw[-1].response.output_text == said
+
+
+def test_a_model_of_pydantic_is_parsed(idle: Running) -> None:
+    class Answer(pydantic.BaseModel):
+        is_so: bool
+
+    with idle.client() as client:
+        found = client.responses.parse(model=NAME, input="hello", text_format=Answer, max_output_tokens=60)
+    assert found.output_parsed is not None and found.output_parsed.is_so in (True, False)
+
+
+def test_a_stream_is_these_events(idle: Running) -> None:
+    created, begun, *told, last = events(
+        idle, text=of_schema({"const": "yes"}), max_output_tokens=20, metadata={"a": "b"}
+    )
+    head = {
+        "id": created["response"]["id"],
+        "object": "response",
+        "created_at": created["response"]["created_at"],
+        "model": NAME,
+        "background": False,
+        "error": None,
+        "instructions": None,
+        "max_output_tokens": 20,
+        "metadata": {"a": "b"},
+        "parallel_tool_calls": True,
+        "previous_response_id": None,
+        "prompt_cache_key": None,
+        "reasoning": {"effort": None},
+        "store": False,
+        "temperature": 1.0,
+        "text": of_schema({"const": "yes"}),
+        "tool_choice": "auto",
+        "tools": [],
+        "top_p": 1.0,
+        "truncation": "disabled",
+    }
+    begin = {"status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+    assert created == {"type": "response.created", "sequence_number": 0, "response": {**head, **begin}}
+    assert begun == {"type": "response.in_progress", "sequence_number": 1, "response": {**head, **begin}}
+    added, part_added, *deltas, text_done, part_done, done = [
+        {key: value for key, value in one.items() if key != "sequence_number"} for one in told
+    ]
+    item_id = added["item"]["id"]
+    place = {"item_id": item_id, "output_index": 0, "content_index": 0}
+    item = {"id": item_id, "type": "message", "role": "assistant"}
+    part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+    assert added == {
+        "type": "response.output_item.added",
+        "output_index": 0,
+        "item": {**item, "status": "in_progress", "content": []},
+    }
+    assert part_added == {"type": "response.content_part.added", **place, "part": part}
+    assert all(
+        one == {"type": "response.output_text.delta", **place, "delta": one["delta"], "logprobs": []}
+        for one in deltas
+    )
+    assert "".join(one["delta"] for one in deltas) == '"yes"'
+    assert text_done == {"type": "response.output_text.done", **place, "text": '"yes"', "logprobs": []}
+    part["text"] = '"yes"'
+    assert part_done == {"type": "response.content_part.done", **place, "part": part}
+    item |= {"status": "completed", "content": [part]}
+    assert done == {"type": "response.output_item.done", "output_index": 0, "item": item}
+    usage, timings = last["response"].pop("usage"), last["response"].pop("timings")
+    assert last["type"] == "response.completed" and timings["prompt_n"] + timings["cache_n"] == 11
+    assert last["response"] == {
+        **head,
+        "status": "completed",
+        "incomplete_details": None,
+        "output": [item],
+    }
+    assert set(usage) == {
+        "input_tokens",
+        "input_tokens_details",
+        "output_tokens",
+        "output_tokens_details",
+        "total_tokens",
+    }
+    assert usage["input_tokens_details"].keys() >= {"cached_tokens", "cache_write_tokens"}
+
+
+def test_a_token_limit_ends_in_an_incomplete_response(idle: Running) -> None:
+    *_, done, last = events(idle, max_output_tokens=5, **GREEDY)
+    assert last["type"] == "response.incomplete" and last["response"]["status"] == "incomplete"
+    assert last["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert last["response"]["output"] == [done["item"]] and done["item"]["status"] == "incomplete"
+    with idle.client() as client:
+        raw = list(client.responses.create(model=NAME, input="hello", max_output_tokens=5, stream=True))
+    assert raw[-1].type in ("response.incomplete", "response.completed")
+
+
+def test_progress_of_a_prompt_is_told_where_it_is_asked_for(idle: Running) -> None:
+    told = [one for one in events(idle, return_progress=True) if "prompt_progress" in one]
+    assert told[-1]["prompt_progress"] == {"total": 11, "cache": 0, "processed": 11}
+    assert {one["type"] for one in told} == {"response.in_progress"}
+
+
+# ---- conversations -----------------------------------------------------------------------------------------
+
+
+def test_items_become_what_the_template_knows(thinker: Running) -> None:
+    said = [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "in short"}]},
+        {"role": "user", "content": "a"},
+        {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "hm"}]},
+        {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "I look", "annotations": []}],
+        },
+        {"type": "function_call", "call_id": "c1", "name": "look", "arguments": '{"at": 1}'},
+        {"type": "custom_tool_call", "call_id": "c2", "name": "patch", "input": "*** x", "namespace": "ed"},
+        {"type": "function_call_output", "call_id": "c1", "output": "seen"},
+        {
+            "type": "custom_tool_call_output",
+            "call_id": "c2",
+            "output": [{"type": "input_text", "text": "ok"}],
+        },
+        {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+        {"type": "reasoning", "id": "rs_2", "summary": [], "encrypted_content": "x"},
+        {"role": "user", "content": [{"type": "input_text", "text": "and?"}]},
+    ]
+    asked = {"input": said, "instructions": "be kind", "reasoning": {"effort": "low", "summary": "auto"}}
+    assert prompt_of(thinker, **asked) == (
+        "system:be kind\n\nin short\nuser:a\n"
+        "assistant:<think>hm</think>I look\n"
+        '<tool_call>\n{"name": "look", "arguments": {"at": 1}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "ed__patch", "arguments": {"input": "*** x"}}\n</tool_call>\n'
+        "user:<tool_response>\nseen\n</tool_response>\n<tool_response>\nok\n</tool_response>\n"
+        "user:and?\nlow<think>"
+    )
+
+
+def test_thoughts_are_an_item_of_their_own(thinker: Running) -> None:
+    asked: Any = {"model": NAME, "input": "hello", "text": of_schema({"const": "</think>b"})}
+    with thinker.client() as client:
+        whole = client.responses.create(**asked)
+        with client.responses.stream(**asked) as stream:
+            kinds = [event.type for event in stream]
+            last = stream.get_final_response()
+    for found in (whole, last):
+        thought, message = found.output
+        assert thought.type == "reasoning" and thought.content is not None
+        assert [part.text for part in thought.content] == ['"'] and thought.summary == []
+        assert found.output_text == 'b"' and message.type == "message"
+        assert found.usage is not None and found.usage.output_tokens_details.reasoning_tokens >= 1
+    at = kinds.index("response.output_item.added")
+    assert kinds[at : at + 6] == [
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.reasoning_text.delta",
+        "response.reasoning_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+    ]
+
+
+# ---- tools -------------------------------------------------------------------------------------------------
+
+DIGIT = {"type": "object", "properties": {"digit": {"enum": [1, 2]}}, "required": ["digit"]}
+DIAL = {"type": "function", "name": "dial", "description": "Dials", "parameters": DIGIT, "strict": False}
+WORD = {"type": "grammar", "syntax": "regex", "definition": "(ab|cd)\n"}
+TOOLS: list[Any] = [
+    DIAL,
+    {"type": "custom", "name": "write", "description": "Writes", "format": WORD},
+    {"type": "namespace", "name": "mcp__phone", "description": "A phone", "tools": [DIAL]},
+    {"type": "web_search"},
+]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_function_that_is_chosen_is_called(stream: bool, idle: Running) -> None:
+    asked: Any = {"model": NAME, "input": "hello", "tools": TOOLS, "parallel_tool_calls": False}
+    asked["tool_choice"] = {"type": "function", "name": "dial"}
+    with idle.client() as client:
+        if stream:
+            with client.responses.stream(**asked) as told:
+                kinds = [event.type for event in told]
+                found: Any = told.get_final_response()
+            assert kinds.count("response.function_call_arguments.delta") > 1
+            assert kinds[-3:] == [
+                "response.function_call_arguments.done",
+                "response.output_item.done",
+                "response.completed",
+            ]
+        else:
+            found = client.responses.create(**asked)
+    (call,) = found.output
+    assert (call.type, call.name, call.namespace, call.status) == ("function_call", "dial", None, "completed")
+    assert call.call_id.startswith("call_") and json.loads(call.arguments)["digit"] in (1, 2)
+    assert [tool.type for tool in found.tools] == ["function", "custom", "namespace"]
+
+
+def test_a_custom_tool_gets_its_text(idle: Running) -> None:
+    choice = {"type": "custom", "name": "write"}
+    *told, done, last = events(
+        idle, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False, max_output_tokens=300
+    )
+    (item,) = last["response"]["output"]
+    assert item == done["item"] and item["input"] in ("ab\n", "cd\n")
+    assert item["type"] == "custom_tool_call" and item["name"] == "write" and item["call_id"]
+    kinds = [one["type"] for one in told]
+    assert kinds[2] == "response.output_item.added" and told[2]["item"]["input"] == ""
+    deltas = [one["delta"] for one in told if one["type"] == "response.custom_tool_call_input.delta"]
+    assert "".join(deltas) == item["input"] and kinds[-1] == "response.custom_tool_call_input.done"
+    asked: Any = {"model": NAME, "input": "x", "tools": TOOLS, "tool_choice": choice, "stream": True}
+    with idle.client() as client:
+        *_, end = client.responses.create(**asked)
+    assert end.type == "response.completed" and end.response.output[0].type == "custom_tool_call"
+
+
+def test_a_call_into_a_namespace_says_so(idle: Running) -> None:
+    choice = {"type": "function", "name": "dial", "namespace": "mcp__phone"}
+    found = answer(idle, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False, max_output_tokens=300)
+    (call,) = found["output"]
+    assert (call["name"], call["namespace"]) == ("dial", "mcp__phone")
+    assert "mcp__phone__dial" in prompt_of(idle, tools=TOOLS)
+    assert "dial" not in prompt_of(idle, tools=TOOLS, tool_choice="none")
+
+
+def test_several_calls_are_items_in_their_order(idle: Running) -> None:
+    told = events(idle, tools=TOOLS, tool_choice="required", max_output_tokens=8000)
+    done = [one["item"] for one in told if one["type"] == "response.output_item.done"]
+    added = [one["output_index"] for one in told if one["type"] == "response.output_item.added"]
+    assert told[-1]["response"]["output"] == done and added == list(range(len(done)))
+    assert {item["type"] for item in done} <= {"function_call", "custom_tool_call"}
+
+
+def test_a_second_call_is_not_told_where_one_alone_was_asked_for() -> None:
+    call = '<tool_call>\n{"name": "dial", "arguments": {}}\n</tool_call>'
+    output = CompletionOutput(0, f"{call}\n{call} so", [1], finish_reason="stop")
+    for is_parallel, num_calls in ((True, 2), (False, 1)):
+        piece = Reading(0, Reader(OURS, [Tool("dial")]), is_parallel).piece(output)
+        assert piece is not None
+        assert sum(isinstance(part, CallStart) for part in piece.parts) == num_calls
+        assert piece.has_calls and isinstance(piece.parts[-1], Text)
+
+
+def test_the_default_model_calls_the_function_that_a_conversation_forces(default_model_path: Path) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 30}, "unit": {"enum": ["celsius", "kelvin"]}},
+        "required": ["city", "unit"],
+        "additionalProperties": False,
+    }
+    tools = [{"type": "function", "name": "get_weather", "parameters": schema, "strict": True}]
+    said: list[Any] = [{"role": "user", "content": "What is the weather in Paris, in celsius?"}]
+    asked: Any = {"model": NAME, "tools": tools, "temperature": 0, "tool_choice": "required"}
+    with running(default_model_path, engine={"kv_cache_memory": "64MB"}) as server, server.client() as client:
+        with client.responses.stream(**asked, input=said, parallel_tool_calls=False) as stream:
+            found = stream.get_final_response()
+        (call,) = found.output
+        assert call.type == "function_call"
+        assert json.loads(call.arguments) == {"city": "Paris", "unit": "celsius"}
+        said += [
+            call.model_dump(exclude_none=True),
+            {"type": "function_call_output", "call_id": call.call_id, "output": "21 degrees"},
+        ]
+        last = client.responses.create(**{**asked, "tool_choice": "none"}, input=said, max_output_tokens=20)
+        assert last.output_text
+
+
+# ---- what Codex sends --------------------------------------------------------------------------------------
+
+CODEX = {
+    "model": NAME,
+    "instructions": "You are a coding agent.",
+    "input": [
+        {
+            "type": "message",
+            "role": "developer",
+            "content": [{"type": "input_text", "text": "<permissions>read-only</permissions>"}],
+        },
+        {
+            "type": "message",
+            "role": "user",
+            "content": [{"type": "input_text", "text": "<environment_context>x</environment_context>"}],
+        },
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "list the files"}]},
+        {"type": "reasoning", "summary": [], "content": None, "encrypted_content": None},
+        {"type": "function_call", "name": "shell", "arguments": '{"command":["ls"]}', "call_id": "call_1"},
+        {"type": "function_call_output", "call_id": "call_1", "output": "README.md"},
+        {"type": "ghost_snapshot", "ghost_commit": {"id": "x"}},
+    ],
+    "tools": [
+        {
+            "type": "function",
+            "name": "shell",
+            "description": "Runs a command",
+            "strict": False,
+            "parameters": {
+                "type": "object",
+                "properties": {"command": {"type": "array", "items": {"type": "string"}}},
+                "required": ["command"],
+                "additionalProperties": False,
+            },
+        },
+        {
+            "type": "custom",
+            "name": "apply_patch",
+            "description": "Edits files",
+            "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin Patch" /.+/'},
+        },
+        {
+            "type": "namespace",
+            "name": "mcp__docs",
+            "description": "Documents",
+            "tools": [
+                {
+                    "type": "function",
+                    "name": "find",
+                    "description": "Finds",
+                    "strict": False,
+                    "parameters": {"type": "object", "properties": {"q": {"type": "string"}}},
+                }
+            ],
+        },
+        {"type": "web_search", "external_web_access": False},
+        {"type": "tool_search", "execution": "client"},
+    ],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "reasoning": {"effort": "medium", "summary": "auto"},
+    "store": False,
+    "stream": True,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "0199-a",
+    "text": {"verbosity": "low"},
+    "client_metadata": {"x-codex-installation-id": "y"},
+    "service_tier": "auto",
+    "stream_options": {"include_obfuscation": False},
+}
+
+
+def test_codexs_request_is_answered(idle: Running) -> None:
+    response = idle.http.post(RESPONSES, json={**CODEX, "max_output_tokens": 20})
+    first, *_, last = events_in(response.text)
+    assert first["type"] == "response.created" and first["response"]["prompt_cache_key"] == "0199-a"
+    assert last["type"] in ("response.completed", "response.incomplete")
+    text = prompt_of(idle, **{**CODEX, "stream": False})
+    assert text.startswith("system:You are a coding agent.\n\n<permissions>read-only</permissions>")
+    assert "apply_patch" in text and "mcp__docs__find" in text and "web_search" not in text
+
+
+# ---- prefixes ----------------------------------------------------------------------------------------------
+
+
+def test_prefixes_are_shared_whatever_the_cache_key_and_kept_apart_by_a_salt(idle: Running) -> None:
+    said = "what every request finds in the cache that has not asked for another salt"
+
+    def num_cached(**more: Any) -> int:
+        return int(answer(idle, input=said, **more)["usage"]["input_tokens_details"]["cached_tokens"])
+
+    assert num_cached(prompt_cache_key="a") == 0
+    assert num_cached(prompt_cache_key="b", metadata={"user_id": "c"}) == 64
+    assert num_cached(prompt_cache_key="a", cache_salt="c") == 0
+
+
+def test_chats_share_prefixes_whatever_their_cache_key(idle: Running) -> None:
+    for key, is_found in (("a", False), ("b", True)):
+        usage = idle.chat(
+            "a chat's own beginning, long enough for some blocks", prompt_cache_key=key, max_tokens=1
+        )
+        cached = usage.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert (cached >= 48) == is_found
+
+
+def test_a_prompt_that_parts_from_the_one_before_says_where(idle: Running) -> None:
+    text = "one more long beginning which two prompts share, before they part from each other "
+    answer(idle, input=text + "here, for one of them says this")
+    details = answer(idle, input=text + "where the other says that")["usage"]["input_tokens_details"]
+    position = len("user:") + len(text)
+    assert details["cache_miss"] == {"position": position}
+    assert details["cached_tokens"] == position // 16 * 16
+    usage = idle.chat(text + "as a third one does not", max_tokens=1).json()["usage"]
+    assert usage["prompt_tokens_details"]["cache_miss"] == {"position": position}
+
+
+# ---- what is refused ---------------------------------------------------------------------------------------
+
+WRONG: list[tuple[str, Any]] = [
+    ("input", None),
+    ("input", 5),
+    ("input", []),
+    ("input", [5]),
+    ("input", [{"role": "king", "content": "x"}]),
+    ("input", [{"role": "user", "content": [{"type": "input_image", "image_url": "file:///"}]}]),
+    ("input", [{"type": "function_call", "name": "x"}]),
+    ("input", [{"type": "item_reference", "id": "msg_1"}]),
+    ("previous_response_id", "resp_1"),
+    ("conversation", "conv_1"),
+    ("prompt", {"id": "pmpt_1"}),
+    ("background", True),
+    ("truncation", "auto"),
+    ("top_logprobs", 3),
+    ("n", 2),
+    ("max_tokens", 5),
+    ("instructions", 5),
+    ("max_output_tokens", 0),
+    ("max_output_tokens", "5"),
+    ("max_output_tokens", 1 << 31),
+    ("temperature", "hot"),
+    ("top_p", 5),
+    ("model", 5),
+    ("stream", "yes"),
+    ("text", {"format": {"type": "xml"}}),
+    ("text", {"format": {"type": "json_schema", "name": "x"}}),
+    ("text", {"format": {"type": "json_schema", "name": "x", "schema": {"type": 5}}}),
+    ("tools", [{"type": "function"}]),
+    ("tools", [{"type": "namespace", "name": "x", "tools": [{"type": "custom"}]}]),
+    ("tool_choice", {"type": "function", "name": "x"}),
+    ("tool_choice", {"type": "web_search"}),
+    ("tool_choice", "always"),
+    ("cache_salt", 5),
+    ("prompt_cache_key", 5),
+    ("chat_template_kwargs", {"tools": []}),
+]
+
+
+@pytest.mark.parametrize("name, value", WRONG, ids=lambda value: str(value)[:30])
+def test_a_wrong_field_is_told_by_its_name(name: str, value: Any, idle: Running) -> None:
+    response = ask(idle, **{name: value})
+    assert response.status_code == 400, response.text
+    assert error_of(response)["param"] == name and name in error_of(response)["message"]
+
+
+def test_a_stored_response_is_refused_with_the_way_out(idle: Running) -> None:
+    with (
+        idle.client() as client,
+        pytest.raises(openai.BadRequestError, match="the whole conversation as input"),
+    ):
+        client.responses.create(model=NAME, input="x", previous_response_id="resp_1")
+
+
+def test_a_prompt_beyond_the_context_is_told_its_limit(folder: Path) -> None:
+    with running(folder, engine={"max_model_len": 64}) as server:
+        response = ask(server, input="x" * 64)
+        assert response.status_code == 400 and error_of(response)["code"] == "context_length_exceeded"
+        assert answer(server, max_output_tokens=9999, **GREEDY)["usage"]["total_tokens"] == 64
+
+
+# ---- streams that wait, fail, or are left ------------------------------------------------------------------
+
+
+def test_a_response_in_progress_is_told_again_while_the_engine_is_busy(folder: Path) -> None:
+    with running(folder, Settings(heartbeat_seconds=0.05)) as server:
+        with server.paused():
+            sock = server.ask(RESPONSES, model=NAME, input="x", max_output_tokens=3, stream=True)
+            raw = read_until(sock, b'"sequence_number":4}')
+        with sock:
+            raw += read_until(sock, b"0\r\n\r\n")
+        text = b"".join(raw.partition(b"\r\n\r\n")[2].split(b"\r\n")[1::2]).decode()
+        created, *told = events_in(text)
+        assert created["type"] == "response.created"
+        assert [one["type"] for one in told[:4]] == ["response.in_progress"] * 4
+        assert len({one["response"]["id"] for one in [created, *told] if "response" in one}) == 1
+        server.check_idle()
+
+
+def test_an_error_ends_a_stream_as_a_failed_response(idle: Running) -> None:
+    asked: Any = {"model": NAME, "input": "hello", "extra_body": GREEDY}
+    with idle.client() as client, client.responses.stream(**asked) as stream:
+        first: Any = next(stream)
+        while (event := next(stream)).type != "response.output_text.delta":
+            pass
+        assert event.delta
+        (call,) = idle.process.server.calls
+        assert call.task is not None
+        call.task.get_loop().call_soon_threadsafe(call.end, RuntimeError("ends"))
+        last: Any = list(stream)[-1]
+    assert last.type == "response.failed" and last.response.id == first.response.id
+    assert last.response.status == "failed" and last.response.error is not None
+    assert last.response.error.code == "server_error" and "failed" in last.response.error.message
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_leaves_frees_the_place(stream: bool, idle: Running) -> None:
+    with idle.ask(RESPONSES, stream=stream, input="hello", **GREEDY):
+        wait_until(
+            lambda: any(
+                c.num_drawn > 3 for r in list(idle.llm.engine.requests.values()) for c in r.completions
+            )
+        )
+
+
+def test_an_answer_that_takes_too_long_fails_and_is_not_asked_for_again(folder: Path) -> None:
+    with running(folder, Settings(request_seconds=0.3)) as server:
+        *_, last = events(server, max_output_tokens=90_000, **GREEDY)
+        assert last["type"] == "response.failed"
+        assert last["response"]["error"]["code"] == "server_is_overloaded"
+        assert "0.3 s" in last["response"]["error"]["message"]
+        server.check_idle()

@@ -1,0 +1,149 @@
+"""`infinilm serve` as a process: its options, its start, its end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from engines import write_model
+from servers import PATIENCE
+
+from infinilm.cli import main, parser
+from infinilm.cli.serve import api_keys, served_name
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("tiny"))
+
+
+@contextmanager
+def serving(*arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "infinilm", "serve", *arguments]
+    given = os.environ | environment
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=given) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def line_with(process: subprocess.Popen[str], text: str) -> str:
+    assert process.stderr is not None
+    for line in process.stderr:
+        if text in line:
+            return line
+    raise AssertionError(f"{text!r} was never said")
+
+
+def test_it_says_where_it_listens_answers_and_ends_with_status_0(folder: Path) -> None:
+    with serving(
+        str(folder), "--port", "0", "--kv-cache-memory", "8MB", INFINILM_API_KEY="secret"
+    ) as process:
+        url = line_with(process, "ready: ").split()[-1]
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+", url)
+        with httpx.Client(base_url=url, timeout=PATIENCE) as http:
+            assert http.get("/v1/models").status_code == 401
+            (model,) = http.get("/v1/models", headers={"x-api-key": "secret"}).json()["data"]
+            assert model["id"] == folder.name and model["max_model_len"] == 512
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE) == 0
+
+
+def test_a_signal_while_the_model_is_loaded_ends_it_with_status_0(default_model_path: Path) -> None:
+    with serving("--port", "0") as process:
+        line_with(process, "listening on ")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE) == 0
+
+
+def test_a_model_that_is_not_there_is_told_in_the_last_line(tmp_path: Path) -> None:
+    with serving(str(tmp_path / "nothing"), "--port", "0") as process:
+        _, told = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 1
+        assert told.splitlines()[-1].startswith("infinilm: error:") and "nothing" in told.splitlines()[-1]
+
+
+def test_a_unix_socket_is_taken_over_from_one_that_is_gone(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    for _ in range(2):
+        with serving(str(folder), "--uds", str(path), "--kv-cache-memory", "8MB") as process:
+            line_with(process, "ready: ")
+            transport = httpx.HTTPTransport(uds=str(path))
+            with httpx.Client(transport=transport, base_url="http://here") as http:
+                assert http.get("/health").status_code == 200
+            process.send_signal(signal.SIGKILL)
+
+
+def test_a_port_that_is_taken_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["serve", "--port", str(taken.getsockname()[1])]) == 1
+    assert "take another --port" in capsys.readouterr().err
+
+
+def test_without_its_libraries_it_says_how_to_get_them() -> None:
+    program = (
+        "import sys; sys.modules['uvicorn'] = None; from infinilm.cli import main; sys.exit(main(['serve']))"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert found.returncode == 1 and "pip install 'infinilm[serve]'" in found.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments, told",
+    [
+        (["--log-level", "loud"], "--log-level must be"),
+        (["--request-timeout", "-1"], "--request-timeout must be"),
+        (["--api-key", ""], "the API key is empty"),
+        (["--api-key-file", os.devnull], "has no key"),
+        (["--host", "nowhere.invalid"], "cannot listen on"),
+    ],
+)
+def test_a_wrong_option_is_told_at_once(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", *arguments]) == 1
+    assert told in capsys.readouterr().err
+
+
+def test_options_have_twins_in_the_environment_which_they_win_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    twins = {
+        "PORT": "1",
+        "MAX_QUEUE": "2",
+        "SERVED_MODEL_NAME": "a b",
+        "MODEL": "m",
+        "REQUEST_TIMEOUT": "3.5",
+    }
+    for name, value in twins.items():
+        monkeypatch.setenv(f"INFINILM_{name}", value)
+    found = parser().parse_args(["serve", "--max-queue", "9"])
+    assert (found.port, found.max_queue, found.served_model_name) == (1, 9, ["a", "b"])
+    assert (found.model, found.request_timeout) == ("m", 3.5)
+
+
+def test_every_option_that_is_promised_is_there() -> None:
+    promised = """host port uds api-key api-key-file max-model-len max-num-seqs max-queue max-queue-tokens
+        served-model-name chat-template quantize threads kv-cache-memory request-timeout log-level"""
+    found = vars(parser().parse_args(["serve"]))
+    assert [name for name in promised.split() if name.replace("-", "_") not in found] == []
+
+
+def test_keys_come_from_the_option_and_the_lines_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("one\n\n two \n")
+    given: Any = parser().parse_args(["serve", "--api-key", "zero", "--api-key-file", str(tmp_path / "keys")])
+    assert api_keys(given) == ("zero", "one", "two")
+
+
+def test_a_model_is_called_by_its_id_or_the_last_part_of_its_path(folder: Path) -> None:
+    assert served_name(None) == "SmolLM2-135M-Instruct"
+    assert served_name("org/name:Q4_K_M") == "org/name:Q4_K_M" and served_name(str(folder)) == folder.name

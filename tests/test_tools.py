@@ -1,0 +1,898 @@
+"""Tools: every family's calls are forced, written by a model, and read back; what is no call stays text."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import jsonschema_rs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_grammar import Case
+from test_grammar import Tiny as Vocabulary
+
+from infinilm import LLM, RequestError, SamplingParams
+from infinilm.engine.grammar import Matcher
+from infinilm.server.reader import (
+    CallArguments,
+    CallEnd,
+    CallStart,
+    Part,
+    Reader,
+    Reasoning,
+    Text,
+    has_reasoning,
+    starts_in_reasoning,
+)
+from infinilm.server.tools import (
+    HERMES,
+    LLAMA3,
+    MISTRAL,
+    MISTRAL_ARGS,
+    OURS,
+    Choice,
+    Family,
+    Named,
+    Tool,
+    family_of,
+)
+from infinilm.tokenizer import Tokenizer
+from infinilm.tokenizer.chat import Renderer
+
+FAMILIES = {"llama3": LLAMA3, "hermes": HERMES, "mistral": MISTRAL, "args": MISTRAL_ARGS, "ours": OURS}
+
+WEATHER = Tool(
+    "get_weather",
+    "How the weather is",
+    {
+        "type": "object",
+        "properties": {
+            "place": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string", "maxLength": 20},
+                    "country": {"enum": ["FR", "\u00d6S"]},
+                },
+                "required": ["city", "country"],
+            },
+            "unit": {"enum": ["celsius", "fahrenheit"]},
+        },
+        "required": ["place", "unit"],
+    },
+)
+SUM = Tool(
+    "add-numbers",
+    "The sum",
+    {
+        "type": "object",
+        "properties": {
+            "numbers": {
+                "type": "array",
+                "items": {"type": "integer", "minimum": 0, "maximum": 99},
+                "minItems": 2,
+                "maxItems": 4,
+            }
+        },
+        "required": ["numbers"],
+        "additionalProperties": False,
+    },
+)
+FLIGHT = Tool(
+    "book",
+    "Books a flight",
+    {
+        "type": "object",
+        "properties": {"flight": {"type": "string", "pattern": "^[A-Z]{2}[0-9]{3,4}$"}},
+        "required": ["flight"],
+    },
+    namespace="travel",
+)
+CLOCK = Tool("clock", "The time")
+PATCH = Tool("apply_patch", "Patches files", kind="custom")
+TOOLS = [WEATHER, SUM, FLIGHT, CLOCK, PATCH]
+
+
+def read(
+    family: Family, pieces: Iterable[str], tools: Iterable[Tool] = TOOLS, **options: bool
+) -> tuple[list[Part], Reader]:
+    reader = Reader(family, list(tools), **options)
+    return [part for piece in pieces for part in reader.add(piece)] + reader.finish(), reader
+
+
+def told(parts: Iterable[Part]) -> list[tuple[Any, ...]]:
+    """The parts in short, those that follow each other and are alike as one; ids are checked elsewhere."""
+    found: list[tuple[Any, ...]] = []
+    for part in parts:
+        match part:
+            case CallStart(index, _, tool):
+                found.append(("call", index, tool.full_name))
+            case CallEnd(index):
+                found.append(("end", index))
+            case CallArguments(index, text):
+                found.append((index, text))
+            case Text(text) | Reasoning(text):
+                found.append((type(part).__name__.lower(), text))
+        if len(found) > 1 and found[-1][0] == found[-2][0] and not isinstance(part, CallStart | CallEnd):
+            last = found.pop()
+            found[-1] = (last[0], found[-1][1] + last[1])
+    return found
+
+
+def parts_of(
+    family: Family, text: str, tools: Iterable[Tool] = TOOLS, **options: bool
+) -> list[tuple[Any, ...]]:
+    """Read at once and one character at a time, which must be the same."""
+    whole, single = (told(read(family, pieces, tools, **options)[0]) for pieces in ([text], text))
+    assert whole == single
+    return whole
+
+
+def call(index: int, name: str, *arguments: str) -> list[tuple[Any, ...]]:
+    return [("call", index, name), *((index, text) for text in arguments), ("end", index)]
+
+
+# --- What models write --------------------------------------------------------------------------------------
+
+CITY = '{"place": {"city": "Paris"}, "n": [1, -2.5e+3, true, null]}'
+CALL = f'{{"name": "get_weather", "arguments": {CITY}}}'
+LLAMA_CALL = f'{{"name": "get_weather", "parameters": {CITY}}}'
+CLOCK_CALL = '{"name": "clock", "arguments": {}}'
+PARIS, TIME = call(0, "get_weather", CITY), call(1, "clock", "{}")
+
+WRITTEN: dict[str, tuple[Family, str, list[tuple[Any, ...]]]] = {
+    "one call": (HERMES, f"<tool_call>\n{CALL}\n</tool_call>", PARIS),
+    "two calls": (
+        HERMES,
+        f"<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CLOCK_CALL}\n</tool_call>\n",
+        PARIS + TIME,
+    ),
+    "text around calls": (
+        HERMES,
+        f"I look.\n<tool_call>{CALL}</tool_call> \n So.",
+        [("text", "I look.\n"), *PARIS, ("text", " \n So.")],
+    ),
+    "blanks before a call": (HERMES, f"\n\n<tool_call>{CALL}</tool_call>", PARIS),
+    "no closing tag": (HERMES, f"<tool_call>{CALL}\n<tool_call>{CLOCK_CALL}", PARIS + TIME),
+    "arguments before the name": (
+        HERMES,
+        f'<tool_call>{{"arguments": {CITY}, "name": "get_weather"}}</tool_call>',
+        PARIS,
+    ),
+    "no arguments": (OURS, '<tool_call>{"name": "clock"}</tool_call>', call(0, "clock", "{}")),
+    "a namespace": (OURS, '<tool_call>{"name": "travel__book"}</tool_call>', call(0, "travel__book", "{}")),
+    "bare": (LLAMA3, LLAMA_CALL, PARIS),
+    "bare, after blanks, and a second": (LLAMA3, f" \n{LLAMA_CALL}; {CLOCK_CALL}<|eom_id|>", PARIS + TIME),
+    "one a line": (LLAMA3, f"{LLAMA_CALL}\n{CLOCK_CALL}\nDone.", [*PARIS, *TIME, ("text", "\nDone.")]),
+    "python_tag": (LLAMA3, f"Well.<|python_tag|>{LLAMA_CALL}", [("text", "Well."), *PARIS]),
+    "its type too": (
+        LLAMA3,
+        '{"type": "function", "name": "clock", "parameters": {}}',
+        call(0, "clock", "{}"),
+    ),
+    "function tags": (
+        LLAMA3,
+        f"<function=get_weather>{CITY}</function><function=clock>{{}}</function>",
+        PARIS + TIME,
+    ),
+    "a list": (MISTRAL, f"[TOOL_CALLS] [{CALL}, {CLOCK_CALL}]", PARIS + TIME),
+    "a list with ids": (
+        MISTRAL,
+        f'Well.[TOOL_CALLS][{CALL[:-1]}, "id": "abcdef123"}}]',
+        [("text", "Well."), *PARIS],
+    ),
+    "names and arguments": (
+        MISTRAL_ARGS,
+        f"[TOOL_CALLS]get_weather[ARGS]{CITY}[TOOL_CALLS]clock[CALL_ID]123456789[ARGS]{{}}",
+        PARIS + TIME,
+    ),
+    "custom": (
+        HERMES,
+        r'<tool_call>{"name": "apply_patch", "arguments": {"input": "a\n\"\ud83d\ude00\u00e9\ud83d"}}',
+        call(0, "apply_patch", 'a\n"😀é�'),
+    ),
+    "custom, arguments first": (
+        HERMES,
+        r'<tool_call>{"arguments": {"input": "\ud83d\ude00"}, "name": "apply_patch"}',
+        call(0, "apply_patch", "😀"),
+    ),
+    "custom, without input": (
+        HERMES,
+        '<tool_call>{"name": "apply_patch", "arguments": {"input": ""}}',
+        call(0, "apply_patch"),
+    ),
+}
+
+
+@pytest.mark.parametrize("family, text, expected", WRITTEN.values(), ids=WRITTEN)
+def test_calls_are_read_as_each_family_writes_them(family, text, expected):
+    assert parts_of(family, text) == expected
+
+
+NO_CALLS: dict[str, tuple[Family, str]] = {
+    "text": (HERMES, "Just a < b > c.\n"),
+    "blanks": (HERMES, " \n"),
+    "part of a marker": (HERMES, "a<tool_cal"),
+    "an unknown tool": (HERMES, '<tool_call>\n{"name": "rm", "arguments": {"a": 1}}\n</tool_call> ok'),
+    "no JSON": (HERMES, " <tool_call>clock()</tool_call>"),
+    "an unknown key": (HERMES, '<tool_call>{"name": "clock", "why": 1}</tool_call>'),
+    "a key twice": (HERMES, '<tool_call>{"name": "clock", "name": "clock"}</tool_call>'),
+    "arguments that are no object": (HERMES, '<tool_call>{"name": "clock", "arguments": [1]}</tool_call>'),
+    "no name": (HERMES, '<tool_call>{"arguments": {}}</tool_call>'),
+    "a bad escape": (HERMES, r'<tool_call>{"name": "clo\xck"}</tool_call>'),
+    "cut before its arguments": (HERMES, '<tool_call>{"name": "clock", "arg'),
+    "cut in an escape": (HERMES, r'<tool_call>{"name": "\ud83d\u'),
+    "custom of two keys": (HERMES, '<tool_call>{"arguments": {"input": "a", "b": 1}, "name": "apply_patch"}'),
+    "custom of deep nesting": (
+        HERMES,
+        '<tool_call>{"arguments": {"input": ' + "[" * 9999 + "]" * 9999 + '}, "name": "apply_patch"}',
+    ),
+    "JSON": (LLAMA3, '{"answer": 42}'),
+    "JSON with a name": (LLAMA3, '{"name": "Ada", "parameters": {}}'),
+    "JSON later on": (LLAMA3, f"So: {LLAMA_CALL}"),
+    "a function without a name": (LLAMA3, "<function=>{}</function>"),
+    "python": (LLAMA3, "<|python_tag|>print(1)"),
+    "no list": (MISTRAL, "[TOOL_CALLS] none"),
+    "an unfinished list": (MISTRAL, '[TOOL_CALLS][{"name": "rm"'),
+    "no arguments": (MISTRAL_ARGS, "[TOOL_CALLS]clock[CALL_ID]12"),
+}
+
+
+@pytest.mark.parametrize("family, text", NO_CALLS.values(), ids=NO_CALLS)
+def test_what_is_no_call_is_text_as_it_was(family, text):
+    assert parts_of(family, text) == [("text", text)]
+
+
+@pytest.mark.parametrize("family, text", [case[:2] for case in WRITTEN.values()], ids=WRITTEN)
+def test_without_tools_all_is_text(family, text):
+    assert parts_of(family, text, []) == [("text", text.removesuffix("<|eom_id|>"))]
+
+
+def test_after_an_unknown_tool_the_next_call_is_read():
+    text = f'<tool_call>{{"name": "rm"}}</tool_call>\n<tool_call>{CALL}</tool_call>'
+    assert parts_of(HERMES, text) == [("text", '<tool_call>{"name": "rm"}</tool_call>\n'), *PARIS]
+
+
+BROKEN = {
+    "a number": ('{"a": 1.2', ".3}}</tool_call>"),
+    "a leading zero": ('{"a": 0', "1}}"),
+    "a literal": ('{"a": tr', "ie}}"),
+    "a bare word": ("{", "a: 1}}"),
+    "a trailing comma": ('{"a": [1,', "]}}"),
+    "a wrong bracket": ('{"a": [1', "}}"),
+    "a line break in a string": ('{"a": "b', '\n"}}'),
+    "a bad escape": ('{"a": "b', '\\x"}}'),
+    "no colon": ('{"a" ', "1}}"),
+}
+
+
+@pytest.mark.parametrize("good, bad", BROKEN.values(), ids=BROKEN)
+def test_a_mistake_in_arguments_ends_the_call_and_the_rest_is_text(good, bad):
+    text = f'<tool_call>{{"name": "clock", "arguments": {good}{bad}'
+    assert parts_of(HERMES, text) == [*call(0, "clock", good), ("text", bad)]
+
+
+def test_what_follows_the_arguments_wrongly_is_text():
+    text = '<tool_call>{"name": "clock", "arguments": {} , "x'
+    assert parts_of(HERMES, text) == [*call(0, "clock", "{}"), ("text", ' , "x')]
+
+
+def test_a_call_that_is_cut_off_ends_without_half_an_escape():
+    for tail in ("", "\\", r"\u", r"\u00e", r"\ud83d", r"\ud83d\ude"):
+        text = f'<tool_call>{{"name": "clock", "arguments": {{"a": "b{tail}'
+        assert parts_of(HERMES, text) == call(0, "clock", '{"a": "b')
+
+
+def test_a_call_that_is_cut_off_after_its_arguments_leaves_no_text():
+    for text in ('<tool_call>{"name": "clock", "arguments": {} \n', "<function=clock>{} \n"):
+        assert parts_of(replace(HERMES, markers=("<tool_call>", "<function=")), text) == call(
+            0, "clock", "{}"
+        )
+
+
+def test_escapes_and_markers_are_never_emitted_in_part():
+    reader = Reader(HERMES, TOOLS)
+    text = r'a<tool_call>{"name": "clock", "arguments": {"a": "\u00e9\ud83d\ude00\n"}}</tool_call>'
+    pieces = [part.text for char in text for part in reader.add(char) if hasattr(part, "text")]
+    assert [piece for piece in pieces if "\\" in piece] == [r"\u00e9", r"\ud83d\ude00", r"\n"]
+    assert pieces[0] == "a" and not [piece for piece in pieces if "<" in piece]
+
+
+def test_arguments_come_as_they_are_written():
+    reader = Reader(HERMES, TOOLS)
+    assert reader.add('<tool_call>{"name": "clock", "arguments"') == []
+    (start, arguments) = reader.add(': {"a": "so')
+    assert isinstance(start, CallStart) and arguments == CallArguments(0, '{"a": "so')
+    assert reader.add(" on") == [CallArguments(0, " on")]
+    assert reader.add('"}}') == [CallArguments(0, '"}'), CallEnd(0)]
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_ids_are_new_and_of_the_familys_form(family):
+    found = {family.new_id() for _ in range(100)}
+    pattern = "[a-zA-Z0-9]{9}" if family.name == "mistral" else "call_[0-9a-f]{24}"
+    assert len(found) == 100 and all(re.fullmatch(pattern, one) for one in found)
+
+
+# --- Reasoning ----------------------------------------------------------------------------------------------
+
+THOUGHTS: dict[str, tuple[str, dict[str, bool], list[tuple[Any, ...]]]] = {
+    "begun by the model": (
+        "<think>\nHm.\n\nYes \n</think>\n\nSo.",
+        {},
+        [("reasoning", "Hm.\n\nYes"), ("text", "So.")],
+    ),
+    "begun by the prompt": (
+        "Hm.</think>So.",
+        {"starts_in_reasoning": True},
+        [("reasoning", "Hm."), ("text", "So.")],
+    ),
+    "begun by both": (
+        "<think>\nHm.</think>So.",
+        {"starts_in_reasoning": True},
+        [("reasoning", "Hm."), ("text", "So.")],
+    ),
+    "none": ("<think>\n\n</think>\n\nSo.", {}, [("text", "So.")]),
+    "unfinished": ("<think>\nHm. </thin", {}, [("reasoning", "Hm. </thin")]),
+    "before a call": (
+        f"<think>Hm.\n</think>\n\n<tool_call>{CALL}</tool_call>",
+        {},
+        [("reasoning", "Hm."), *PARIS],
+    ),
+    "unfinished, with a call": (
+        f"<think>Hm.\n<tool_call>{CALL}</tool_call>",
+        {},
+        [("reasoning", "Hm."), *PARIS],
+    ),
+    "with what is no call": (
+        "<think>Hm <tool_call>x</think>So",
+        {},
+        [("reasoning", "Hm <tool_call>x"), ("text", "So")],
+    ),
+    "only spoken of": ("Write <think> and </think>.", {}, [("text", "Write <think> and </think>.")]),
+}
+
+
+@pytest.mark.parametrize("text, options, expected", THOUGHTS.values(), ids=THOUGHTS)
+def test_reasoning_is_told_from_the_answer(text, options, expected):
+    assert parts_of(HERMES, text, has_reasoning=True, **options) == expected
+
+
+def test_without_reasoning_in_the_template_its_tags_are_text():
+    assert parts_of(HERMES, "<think>Hm.</think>So.") == [("text", "<think>Hm.</think>So.")]
+
+
+def test_a_bare_call_follows_reasoning():
+    assert parts_of(LLAMA3, f"Hm.</think>\n{LLAMA_CALL}", starts_in_reasoning=True) == [
+        ("reasoning", "Hm."),
+        *PARIS,
+    ]
+
+
+def test_the_end_of_a_prompt_tells_whether_reasoning_has_begun():
+    assert starts_in_reasoning("<|im_start|>assistant\n<think>\n")
+    assert not starts_in_reasoning("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert not starts_in_reasoning("assistant: <think> unfinished\nuser: a\nassistant:")
+    assert has_reasoning("{{ '</think>' }}") and not has_reasoning("{{ messages }}")
+
+
+# --- However it is cut --------------------------------------------------------------------------------------
+
+FRAGMENTS = [
+    "<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>", "<function=", ">", "</function>",
+    "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "clock", "apply_patch", CALL, CLOCK_CALL, LLAMA_CALL,
+    "{", "}", "[", "]", ",", ";", ":", '"', "\\", r"\u00e9", r"\ud83d\ude00", r"\ud83d",
+    '"name"', '"arguments"', '"input"', "{}",
+    '{"name": "clock", "arguments": ', '{"name": "apply_patch", "arguments": {"input": "',
+    "1", "-0.5", "e", "true", " ", "\n", "é", "😀", "<", "a", "½",
+]  # fmt: skip
+BEGINNINGS = [
+    f"{marker}{beginning}"
+    for marker in (
+        "<tool_call>",
+        "<|python_tag|>",
+        "[TOOL_CALLS][",
+        "<function=clock>",
+        "[TOOL_CALLS]clock[ARGS]",
+        "",
+    )
+    for beginning in (
+        CALL,
+        CALL[:-1],
+        CALL[:-9],
+        '{"name": "apply_patch", "arguments": {"input": "',
+        '{"a": ["b',
+    )
+]
+fragments = st.one_of(st.sampled_from(FRAGMENTS), st.sampled_from(BEGINNINGS), st.text(max_size=3))
+texts = st.lists(fragments, max_size=20).map("".join)
+
+
+def cut(text: str, seed: int) -> list[str]:
+    choice = random.Random(seed)
+    places = sorted(choice.randrange(len(text) + 1) for _ in range(choice.randrange(8)))
+    return [text[start:end] for start, end in zip([0, *places], [*places, len(text)], strict=True)]
+
+
+@settings(deadline=None, max_examples=400)
+@given(texts, st.sampled_from(list(FAMILIES.values())), st.booleans(), st.booleans(), st.integers(0, 9))
+def test_parts_do_not_depend_on_cuts_and_nothing_is_lost(text, family, is_thinking, thinks, seed):
+    options = {"starts_in_reasoning": is_thinking, "has_reasoning": thinks}
+    whole = parts_of(family, text, **options)
+    parts, _ = read(family, cut(text, seed), **options)
+    assert told(parts) == whole
+    check_order(parts)
+    # What no syntax is made of is never dropped, and text stays in order.
+    assert sum(str(part[-1]).count("½") for part in whole) == text.count("½")
+    rest = iter(text)
+    for kind, *_, said in whole:
+        assert kind not in ("text", "reasoning") or all(char in rest for char in said)
+    if not any(kind == "call" for kind, *_ in whole) and not is_thinking and not thinks and not family.noise:
+        assert whole == ([("text", text)] if text else [])
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in WRITTEN if name not in ("its type too", "a list with ids")]
+)
+def test_what_is_put_into_a_call_anywhere_is_never_lost(name):
+    family, text, _ = WRITTEN[name]
+    for added in ("½", ' "½"', ', "½', ",½", "\\½", "{½", "[½"):
+        for place in range(len(text) + 1):
+            parts, _ = read(family, [text[:place] + added + text[place:]])
+            assert sum(getattr(part, "text", "").count("½") for part in parts) == 1
+            check_order(parts)
+
+
+def check_order(parts: list[Part]) -> None:
+    """Calls one after the other, each with arguments between its start and its end, no part empty."""
+    num_calls, is_open = 0, False
+    for part in parts:
+        match part:
+            case CallStart(index):
+                assert not is_open and index == num_calls
+                num_calls, is_open = num_calls + 1, True
+            case CallArguments(index, text):
+                assert is_open and index == num_calls - 1 and text
+            case CallEnd(index):
+                assert is_open and index == num_calls - 1
+                is_open = False
+            case Text(text) | Reasoning(text):
+                assert not is_open and text
+    assert not is_open
+
+
+LONG = {
+    "text": lambda n: "a < b\n" * (n // 6),
+    "blanks": lambda n: f"<tool_call>{CALL}</tool_call>" + "\n" * n,
+    "markers": lambda n: "<tool_call>" * (n // 11),
+    "calls": lambda n: f"<tool_call>{CALL}</tool_call>\n" * (n // 100),
+    "a string": lambda n: f'<tool_call>{{"name": "clock", "arguments": {{"a": "{"b" * n}"}}}}',
+    "escapes": lambda n: f'<tool_call>{{"name": "clock", "arguments": {{"a": "{chr(92) * (n // 2 * 2)}"}}}}',
+    "a number": lambda n: f'<tool_call>{{"name": "clock", "arguments": {{"a": {"1" * n}}}}}',
+    "nesting": lambda n: f'<tool_call>{{"name": "clock", "arguments": {{"a": {"[" * n}',
+    "arguments before the name": lambda n: (
+        f'<tool_call>{{"arguments": {{"a": "{"b" * n}"}}, "name": "clock"}}'
+    ),
+    "thoughts": lambda n: "<think>" + "a \n" * (n // 3),
+}
+
+
+@pytest.mark.parametrize("make", LONG.values(), ids=LONG)
+def test_hardly_any_text_is_looked_at_twice(make):
+    reader, most = Reader(HERMES, TOOLS, has_reasoning=True), 0
+    for char in make(3000):
+        reader.add(char)
+        most = max(most, len(reader._text) - reader._at)
+    assert most < len("</tool_call>")
+
+
+@pytest.mark.parametrize("make", LONG.values(), ids=LONG)
+def test_the_work_grows_as_the_text_does(make):
+    """Four times the text is about four times the work, by CPU time; squared it would be sixteen times."""
+
+    def seconds(length: int) -> float:
+        text = make(length)
+        start = time.process_time()
+        read(HERMES, [text], has_reasoning=True)
+        return time.process_time() - start
+
+    short, long = (min(seconds(length) for _ in range(2)) for length in (30_000, 120_000))
+    assert long < 9 * short + 0.02
+
+
+# --- Conversations ------------------------------------------------------------------------------------------
+
+# As strict as the families' own templates are.
+QWEN = """{% for tool in tools or [] %}{{ tool | tojson }}
+{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ '' + m.content }}
+{%- for c in m.tool_calls %}<tool_call>
+{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}"""
+LLAMA = """{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
+{%- for m in messages %}<|start_header_id|>{{ 'ipython' if m.role == 'tool' else m.role }}<|end_header_id|>
+{% if 'tool_calls' in m %}
+{%- if m.tool_calls | length != 1 %}{{ raise_exception('one call at a time') }}{% endif %}
+{%- set f = m.tool_calls[0].function %}{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}
+{%- else %}{{ '' + m.content }}{% endif %}<|eot_id|>
+{% endfor %}"""
+MISTRALS = """{% macro id(x) %}
+{%- if x is not string or x | length != 9 %}{{ raise_exception('9') }}{% endif %}{{ x }}{% endmacro %}
+{%- if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}{% endif %}
+{%- for m in messages %}{% if m.tool_calls %}[TOOL_CALLS]
+{%- for c in m.tool_calls %}{{ c.function | tojson }}{{ id(c.id) }}{% endfor %}
+{%- elif m.role == 'tool' %}[TOOL_RESULTS]{{ m.content }}{{ id(m.tool_call_id) }}
+{%- else %}[{{ m.role }}]{{ '' + m.content }}{% endif %}{% endfor %}"""
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ '' + m.content }}{% endfor %}"
+TEMPLATES = {"hermes": QWEN, "llama3": LLAMA, "mistral": MISTRALS, "ours": PLAIN}
+
+
+def function_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+HISTORY: list[dict[str, Any]] = [
+    {"role": "developer", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "text", "text": "Weather"}, {"type": "text", "text": "and time?"}]},
+    {
+        "role": "assistant",
+        "content": None,
+        "reasoning": "Two calls.",
+        "tool_calls": [
+            function_call("call_a", "get_weather", '{"place": {"city": "Paris"}}'),
+            function_call("call_b", "clock", ""),
+        ],
+    },
+    {"role": "tool", "tool_call_id": "call_b", "content": "noon"},
+    {"role": "tool", "tool_call_id": "call_a", "content": [{"type": "text", "text": "sunny"}]},
+    {"role": "assistant", "content": "Sunny, noon.", "tool_calls": []},
+    {"role": "user", "content": "Thanks"},
+]
+
+
+def rendered(
+    family: Family, messages: list[dict[str, Any]], tools: list[Tool], choice: Choice = "auto"
+) -> str:
+    found, shown = family.conversation(messages, tools, choice)
+    return Renderer(TEMPLATES[family.name]).render({"messages": found, "tools": shown})
+
+
+def test_a_template_tells_its_family(default_model_metadata):
+    assert {name: family_of(template).name for name, template in TEMPLATES.items()} == {
+        n: n for n in TEMPLATES
+    }
+    assert family_of(MISTRALS + "[ARGS]") == MISTRAL_ARGS
+    assert family_of(default_model_metadata["tokenizer.chat_template"]) == family_of(None) == OURS
+    assert family_of("<|start_header_id|>{{ messages }}") == OURS  # Llama 3.0, which knows no tools
+
+
+def test_hermes_has_calls_as_objects_and_results_in_their_role():
+    text = rendered(HERMES, HISTORY, [CLOCK])
+    assert text.startswith('{"type": "function", "function": {"name": "clock", "description": "The time"')
+    assert "<|im_start|>system\nBe brief.<|im_end|>" in text and "Weather\nand time?" in text
+    assert '<think>Two calls.</think><tool_call>\n{"name": "get_weather", "arguments": {"place"' in text
+    assert '{"name": "clock", "arguments": {}}' in text and "<|im_start|>tool\nsunny<|im_end|>" in text
+
+
+def test_llamas_calls_come_one_by_one_each_with_its_result():
+    found, _ = LLAMA3.conversation(HISTORY, [CLOCK])
+    told = [(m["role"], m["content"] or m["tool_calls"][0]["function"]["name"]) for m in found[2:6]]
+    assert told == [("assistant", "get_weather"), ("tool", "sunny"), ("assistant", "clock"), ("tool", "noon")]
+    assert '{"name": "clock", "parameters": {}}' in rendered(LLAMA3, HISTORY, [CLOCK])
+
+
+def test_llama_loses_neither_what_is_said_beside_a_call_nor_a_result_of_none():
+    calls = [function_call("a", "clock", "{}")]
+    messages = [
+        {"role": "assistant", "content": "Well.", "tool_calls": calls},
+        {"role": "tool", "content": "?"},
+    ]
+    found, _ = LLAMA3.conversation(messages)
+    assert [message["content"] for message in found] == ["Well.", "", "?"]
+
+
+def test_mistrals_ids_have_9_letters_and_still_belong_together():
+    found, _ = MISTRAL.conversation(HISTORY)
+    ids = [call["id"] for call in found[2]["tool_calls"]]
+    assert [found[4]["tool_call_id"], found[3]["tool_call_id"]] == ids
+    assert "[TOOL_RESULTS]noon" in rendered(MISTRAL, HISTORY, [CLOCK])
+    kept = [{"role": "tool", "content": "", "tool_call_id": "abcDEF123"}]
+    assert MISTRAL.conversation(kept)[0][0]["tool_call_id"] == "abcDEF123"
+
+
+def test_a_template_without_tools_has_all_in_words(default_model_metadata):
+    found, shown = OURS.conversation(HISTORY, [CLOCK, FLIGHT])
+    assert shown is None and [message["role"] for message in found] == [
+        "system", "user", "assistant", "user", "assistant", "user",
+    ]  # fmt: skip
+    assert found[0]["content"].startswith("Be brief.\n\n") and '"name": "travel__book"' in found[0]["content"]
+    assert parts_of(OURS, found[2]["content"])[3:] == call(1, "clock", "{}")
+    assert found[3]["content"].count("<tool_response>") == 2
+    text = Tokenizer.from_gguf(default_model_metadata).apply_chat_template(found)
+    assert "travel__book" in text and "sunny" in text and "Two calls." not in text
+
+
+def test_a_template_that_refuses_system_messages_gets_ours_from_the_user():
+    template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('No system role') }}{% endif %}" + PLAIN
+    )
+    family = family_of(template)
+    for messages in (HISTORY, HISTORY[1:]):
+        found, _ = family.conversation(messages, [CLOCK])
+        text = Renderer(template).render({"messages": found})
+        assert text.startswith("<user>") and '"clock"' in text and "Weather" in text
+        assert [message["role"] for message in found] == ["user", "assistant", "user", "assistant", "user"]
+    assert family.conversation([HISTORY[0]])[0] == [{"role": "user", "content": "Be brief."}]
+    assert family.grammar([CLOCK], "required") == OURS.grammar([CLOCK], "required")
+
+
+def test_a_conversation_without_a_system_message_gets_ours_before_it():
+    found, _ = OURS.conversation(HISTORY[1:], [CLOCK])
+    assert [message["role"] for message in found[:2]] == ["system", "user"]
+    assert OURS.conversation(HISTORY[1:2], [])[0] == OURS.conversation(HISTORY[1:2], [CLOCK], "none")[0]
+
+
+@pytest.mark.parametrize("family", [HERMES, LLAMA3, MISTRAL, OURS], ids=lambda family: family.name)
+@pytest.mark.parametrize("arguments", ["{not json", "[1]", "3", "[" * 99999, '{"a": NaN}', {"a": 1}])
+def test_whatever_arguments_a_client_sends_are_rendered(family, arguments):
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "tool_calls": [function_call("i", "f", arguments)]},
+    ]
+    assert isinstance(rendered(family, messages, []), str)
+
+
+def test_a_custom_tools_call_is_written_with_its_input():
+    calls = [{"id": "a", "type": "custom", "custom": {"name": "apply_patch", "input": 'say "a"\n'}}]
+    (found,), _ = OURS.conversation([{"role": "assistant", "content": "Now.", "tool_calls": calls}])
+    assert parts_of(OURS, found["content"]) == [("text", "Now.\n"), *call(0, "apply_patch", 'say "a"\n')]
+
+
+@pytest.mark.parametrize(
+    "message, found",
+    [
+        (
+            {"role": "user", "content": [{"type": "image_url"}]},
+            r"messages\[0\].content must be text.*image_url",
+        ),
+        ({"role": "user", "content": 3}, "messages.*but has 3"),
+        ({"role": "user", "content": [{"type": "text", "text": None}]}, "messages.*but has"),
+        (
+            {"role": "assistant", "tool_calls": [{"id": "a"}]},
+            r"messages\[0\].tool_calls: a call must be.*but is",
+        ),
+        ({"role": "assistant", "tool_calls": 3}, "tool_calls must be a list, but is 3"),
+        ({"role": []}, r"messages\[0\] must be an object with a role, but is"),
+        ("hi", r"messages\[0\] must be an object with a role, but is 'hi'"),
+        ({"role": "assistant", "tool_calls": [3]}, "tool_calls: a call must be.*but is 3"),
+    ],
+)
+def test_a_message_that_cannot_be_read_is_named(message, found):
+    with pytest.raises(RequestError, match=found):
+        HERMES.conversation([message])
+
+
+def test_a_custom_tool_shows_its_grammar():
+    tool = Tool("edit", "Edits", kind="custom", input_grammar=("lark", 'start: "x"'))
+    _, (shown,) = HERMES.conversation(HISTORY, [tool])
+    assert shown["function"]["description"] == 'Edits\nThe input has to follow this lark grammar:\nstart: "x"'
+    assert shown["function"]["parameters"]["required"] == ["input"]
+
+
+@pytest.mark.parametrize("name", ["", "a b", "é", "a.b", 'x"', "a\n", "a" * 129])
+def test_names_that_are_none_are_refused(name):
+    for make in (lambda: Tool(name), lambda: Tool("a", namespace=name)):
+        with pytest.raises(RequestError, match="tools: a name must be 1 to 128 letters, digits, _ and -"):
+            make()
+
+
+@pytest.mark.parametrize(
+    "tools, choice, found",
+    [
+        ([], "required", "tool_choice: a tool is to be called, but tools has none"),
+        ([CLOCK], Named("cloc"), r"tool_choice: 'cloc' is to be called, but tools has \['clock'\]"),
+        ([CLOCK, CLOCK], "auto", "'clock' is there 2 times"),
+        ([Tool("b__c", namespace="a"), Tool("c", namespace="a__b")], "auto", "'a__b__c' is there 2 times"),
+    ],
+)
+def test_a_choice_that_cannot_be_made_is_refused(tools, choice, found):
+    for ask in (lambda: HERMES.conversation(HISTORY, tools, choice), lambda: HERMES.grammar(tools, choice)):
+        with pytest.raises(RequestError, match=found):
+            ask()
+
+
+# --- Forced calls -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def case() -> Case:
+    return Case(Vocabulary())
+
+
+def calls_in(
+    family: Family, text: str, tools: Iterable[Tool] = TOOLS, **options: bool
+) -> list[tuple[Tool, Any]]:
+    """The calls of a text that has nothing else but reasoning, with their arguments"""
+    parts, _ = read(family, cut(text, 3), tools, **options)
+    assert not [part for part in parts if isinstance(part, Text)]
+    starts = {part.index: part.tool for part in parts if isinstance(part, CallStart)}
+    texts = ["".join(p.text for p in parts if isinstance(p, CallArguments) and p.index == i) for i in starts]
+    return [
+        (tool, text if tool.kind == "custom" else json.loads(text))
+        for tool, text in zip(starts.values(), texts, strict=True)
+    ]
+
+
+def walk(case: Case, matcher: Matcher, seed: int, beginning: str) -> str:
+    """A text of tokens chosen by chance after the beginning"""
+    for byte in beginning.encode():
+        matcher.accept(byte)
+    return beginning + case.walk(matcher, seed)
+
+
+def check_arguments(tool: Tool, arguments: Any) -> None:
+    if tool.kind == "function":
+        jsonschema_rs.validate(dict(tool.parameters) or {"type": "object", "maxProperties": 0}, arguments)
+
+
+@pytest.mark.parametrize("thinks", [False, True], ids=["", "thinks"])
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_whatever_a_model_chooses_required_calls_are_read_back_and_valid(case, family, thinks):
+    params, warnings = family.grammar(TOOLS, "required", starts_in_reasoning=thinks)
+    assert warnings == []
+    matcher = case.compiler.compile(params)
+    for seed in range(6):
+        text = walk(case, matcher.copy(), seed, "Hm.</think>\n\n" if thinks else "")
+        found = calls_in(family, text, starts_in_reasoning=thinks)
+        assert found
+        for tool, arguments in found:
+            check_arguments(tool, arguments)
+
+
+@pytest.mark.parametrize("family, tool", [*zip(FAMILIES.values(), TOOLS, strict=True)], ids=FAMILIES)
+def test_a_named_tool_is_called_once_where_calls_are_not_parallel(case, family, tool):
+    params, _ = family.grammar(TOOLS, Named(tool.full_name), is_parallel=False)
+    ((found, arguments),) = calls_in(family, case.walk(case.compiler.compile(params), 1))
+    assert found == tool
+    check_arguments(tool, arguments)
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_calls_may_be_several_where_they_are_parallel(case, family):
+    text = family.begin + family.between.join(f"{family.head % 'clock'}{{}}{family.tail}" for _ in range(3))
+    for is_parallel in (True, False):
+        params, _ = family.grammar([CLOCK], "required", is_parallel)
+        assert case.accepts(text + family.end, grammar=params.grammar) == is_parallel
+    assert len(calls_in(family, text + family.end)) == 3
+
+
+def test_a_schema_without_all_its_keywords_still_makes_objects(case):
+    tool = Tool("f", parameters={"properties": {"a": {"type": "integer"}}})
+    params, _ = HERMES.grammar([tool], "required", is_parallel=False)
+    assert case.accepts(
+        '<tool_call>\n{"name": "f", "arguments": {"a":1}}\n</tool_call>', grammar=params.grammar
+    )
+    assert not case.accepts(
+        '<tool_call>\n{"name": "f", "arguments": {"b":1}}\n</tool_call>', grammar=params.grammar
+    )
+    assert not case.accepts(
+        '<tool_call>\n{"name": "f", "arguments": 1}\n</tool_call>', grammar=params.grammar
+    )
+
+
+def test_properties_that_a_schema_allows_beside_its_own_stay_allowed(case):
+    schema = {"type": "object", "properties": {"a": {}}, "additionalProperties": {"type": "integer"}}
+    params, _ = HERMES.grammar([Tool("f", parameters=schema)], "required")
+    assert case.accepts(
+        '<tool_call>\n{"name": "f", "arguments": {"b":1}}\n</tool_call>', grammar=params.grammar
+    )
+
+
+UNENFORCEABLE = {
+    "a keyword": ({"properties": {"a": {"not": {"type": "string"}}}}, r"'bad' cannot be enforced: .*not"),
+    "a pattern": (
+        {"properties": {"a": {"type": "string", "pattern": "(?=a)"}}},
+        "'bad' cannot be enforced: .*look-ahead",
+    ),
+    "a count": ({"type": "object", "minProperties": 3}, "'bad' cannot be enforced: minProperties"),
+    "its type": (
+        {"type": "array"},
+        "'bad' cannot be enforced: their type is 'array', but arguments are an 'object'",
+    ),
+    "ours": ({"x-guidance": {}}, "'bad' cannot be enforced: 'x-guidance'"),
+    "nothing fits": ({"properties": {"a": False}, "required": ["a"]}, "'bad' cannot be enforced"),
+    "size": ({"properties": {f"p{i}": {} for i in range(40_000)}}, "characters"),
+}
+
+
+@pytest.mark.parametrize("schema, found", UNENFORCEABLE.values(), ids=UNENFORCEABLE)
+def test_a_schema_that_cannot_be_enforced_is_refused_where_calls_are_forced_and_a_warning_otherwise(
+    schema, found
+):
+    tools = [CLOCK, Tool("bad", parameters=schema, is_strict=True)]
+    with pytest.raises(RequestError, match=f"{found}.*let tool_choice be 'auto'"):
+        HERMES.grammar(tools, "required")
+    params, (warning,) = HERMES.grammar(tools, "auto")
+    assert params is None and re.search(found, warning)
+
+
+def test_a_lark_grammar_of_a_custom_tool_is_not_enforced_but_a_regex_is(case):
+    lark = Tool("edit", kind="custom", input_grammar=("lark", 'start: "x"'))
+    with pytest.raises(RequestError, match="'edit' cannot be enforced: a 'lark' grammar"):
+        HERMES.grammar([lark], "required")
+    regex = Tool("edit", kind="custom", input_grammar=("regex", "[a-c]{3}"))
+    params, _ = HERMES.grammar([regex], Named("edit"), is_parallel=False)
+    ((_, text),) = calls_in(HERMES, case.walk(case.compiler.compile(params), 2), [regex])
+    assert re.fullmatch("[a-c]{3}", text)
+
+
+def test_free_calls_are_not_held_to_anything_unless_a_tool_is_strict():
+    for family in FAMILIES.values():
+        assert family.grammar(TOOLS, "auto") == family.grammar(TOOLS, "none") == (None, [])
+
+
+@pytest.mark.parametrize("family", [HERMES, OURS], ids=["hermes", "ours"])
+def test_strict_tools_are_held_to_their_schemas_where_calls_are_free(case, family):
+    tools = [replace(SUM, is_strict=True), PATCH, Tool("bad", parameters={"not": {}}, is_strict=True)]
+    params, (warning,) = family.grammar(tools, "auto")
+    assert "'bad' cannot be enforced" in warning
+
+    def is_taken(text: str) -> bool:
+        return case.accepts(text, grammar=params.grammar)
+
+    def sum_of(numbers: str) -> str:
+        return f'<tool_call>\n{{"name": "add-numbers", "arguments": {{"numbers":{numbers}}}}}\n</tool_call>'
+
+    assert is_taken("Just a <tool> and {text}.") and is_taken("")
+    assert is_taken(f"Well. {sum_of('[1,2]')}\n{sum_of('[3,4]')} So.") and not is_taken(sum_of("[1]"))
+    assert is_taken('<tool_call>\n{"name": "bad", "arguments": {"x":1}}\n</tool_call>')
+    assert is_taken('<tool_call>\n{"name": "apply_patch", "arguments": {"input":"a"}}\n</tool_call>')
+    assert not is_taken('<tool_call>\n{"name": "apply_patch", "arguments": {"b":"a"}}\n</tool_call>')
+    one, _ = family.grammar(tools, "auto", is_parallel=False)
+    assert not case.accepts(sum_of("[1,2]") * 2, grammar=one.grammar)
+
+
+@pytest.mark.parametrize("family", [LLAMA3, MISTRAL, MISTRAL_ARGS], ids=["llama3", "mistral", "args"])
+def test_strict_tools_that_are_not_held_to_it_are_told(family):
+    params, (warning,) = family.grammar([CLOCK, replace(SUM, is_strict=True)], "auto")
+    assert params is None and "'add-numbers' is strict, but not enforced" in warning
+
+
+# --- The default model --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def llm(default_model_path) -> LLM:
+    return LLM(default_model_path)
+
+
+QUESTION = [{"role": "user", "content": "What is the weather in Paris, and 2 plus 3?"}]
+
+
+def answer(llm: LLM, choice: Choice, **sampling: Any) -> tuple[Tool, Any]:
+    """The one call that is made of a question"""
+    family = family_of(llm.tokenizer.chat_template)
+    messages, shown = family.conversation(QUESTION, TOOLS[:4], choice)
+    forced, _ = family.grammar(TOOLS[:4], choice, is_parallel=False)
+    params = SamplingParams(max_tokens=200, structured_outputs=forced, **sampling)
+    (output,) = llm.chat(messages, params, tools=shown)
+    assert output.outputs[0].finish_reason == "stop"
+    (found,) = calls_in(family, output.outputs[0].text)
+    return found
+
+
+@pytest.mark.parametrize("tool", [WEATHER, SUM, FLIGHT], ids=lambda tool: tool.name)
+def test_the_default_model_calls_a_named_tool_with_valid_arguments(llm, tool):
+    found, arguments = answer(llm, Named(tool.full_name), temperature=1, seed=7)
+    assert found == tool
+    check_arguments(tool, arguments)
+
+
+def test_the_default_model_makes_a_required_call_that_is_valid(llm):
+    check_arguments(*answer(llm, "required", temperature=0))
