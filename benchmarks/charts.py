@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from infinilm.bench import Measured
 
 PEER = "llama.cpp"
 COLORS = {OURS: "#1b6ca8", "infinilm int8": "#7fb8e0", PEER: "#e08a3c", "transformers": "#a9a9a9"}
+SERVERS = {OURS: COLORS[OURS], "llama-cpp-python": COLORS[PEER], "xllamacpp": "#5a9e6f"}
 BAR = 0.2  # the height of a bar, where tasks are 1 apart
 
 
@@ -98,6 +100,36 @@ def draw_throughput(
             panel.plot(list(curve), rates, "o-", color=COLORS[contender], label=contender)
         panel.set(xlim=0, ylim=0, xlabel="streams at once", ylabel="tokens a second, prompts included")
         panel.set_title(name, loc="left", fontsize=10)
+        panel.grid(alpha=0.3)
+        panel.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def draw_serving(
+    clients: Mapping[str, Mapping[int, Sequence[Mapping[str, Any]]]],
+    rates: Mapping[str, Sequence[Mapping[str, Any]]],
+    title: str,
+    path: Path,
+) -> None:
+    """Tokens a second by clients; by the requests that arrive, those answered and the wait for a token."""
+    if not has_matplotlib():
+        return
+    figure = new_figure((14, 3.8), title)
+    panels = figure.subplots(1, 3)
+    for name, points in clients.items():
+        medians = [statistics.median(one["output_tokens_per_second"] for one in of) for of in points.values()]
+        panels[0].plot(list(points), medians, "o-", color=SERVERS[name], label=name)
+    for name, points in rates.items():
+        offered = [one["request_rate"] for one in points]
+        answered = [one["requests_per_second"] for one in points]
+        waits = [one["time_to_first_token_seconds"]["p90"] for one in points]
+        panels[1].plot(offered, answered, "o-", color=SERVERS[name], label=name)
+        panels[2].plot(offered, waits, "o-", color=SERVERS[name], label=name)
+    panels[0].set(xlabel="clients", ylabel="output tokens a second", xlim=0, ylim=0)
+    panels[1].set(xlabel="requests a second that arrive", ylabel="answered a second", xlim=0, ylim=0)
+    panels[2].set(xlabel="requests a second that arrive", ylabel="seconds to the first token, p90")
+    panels[2].set_yscale("log")
+    for panel in panels:
         panel.grid(alpha=0.3)
         panel.legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=120)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -104,12 +105,19 @@ def write_model(path: Path, type_name: str, size: Size | None = None) -> None:
 def add_metadata(writer: gguf.GGUFWriter, size: Size) -> None:
     """The built-in model's fields, its tokenizer among them, with this size's own."""
     own = size.metadata() | {"general.name": "random weights"}
-    for key, field in gguf.GGUFReader(resolve(None)).fields.items():
-        if key.startswith("GGUF.") or key in ("general.architecture", "general.file_type"):
-            continue
-        value: Any = own.get(key, field.contents())
-        element_type = field.types[-1] if len(field.types) > 1 else None
-        writer.add_key_value(key, value, field.types[0], element_type)
+    for key, value, types in built_in_fields():
+        writer.add_key_value(key, own.get(key, value), types[0], types[-1] if len(types) > 1 else None)
+
+
+@cache
+def built_in_fields() -> list[tuple[str, Any, list[gguf.GGUFValueType]]]:
+    """Key, value and types, which take seconds to read."""
+    fields = gguf.GGUFReader(resolve(None)).fields
+    return [
+        (key, field.contents(), field.types)
+        for key, field in fields.items()
+        if not key.startswith("GGUF.") and key not in ("general.architecture", "general.file_type")
+    ]
 
 
 def type_of(shape: tuple[int, ...], type_name: str) -> gguf.GGMLQuantizationType:

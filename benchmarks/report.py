@@ -64,6 +64,7 @@ TARGETS = (
     Target("135M Q4_1", "decode", "llama.cpp", 2.5),
     Target("135M Q4_1", "prefill 512", "llama.cpp", 8.0),
     Target("135M Q4_1", "prefill 512", "transformers", 1.0),
+    Target("135M Q4_1", "decode, context 8192", "llama.cpp", 3.0),
     Target("1B Q4_0", "decode", BANDWIDTH, 0.85),
     Target("1B Q4_0", "decode", "llama.cpp", 1.7),
     Target("1B Q8_0", "decode", BANDWIDTH, 0.85),

@@ -20,7 +20,8 @@ from benchmarks import charts, report
 from benchmarks.contenders import NUM_THREADS, Task, Times, Worker, WorkerError
 from benchmarks.side_by_side import FAST, RESULTS, leave_out, machine, path_of, start_workers
 from benchmarks.timing import REST, rounds_within
-from infinilm.bench import Measured, spread_of
+from infinilm.bench import Measured
+from infinilm.load import spread_of
 
 MODELS = ("135M Q4_1", "1B Q4_0")
 STREAMS = (1, 8, 16, 32, 64)

@@ -1,0 +1,201 @@
+"""What a user waits for beside others, and what is read or guessed ahead: `python -m benchmarks.waiting`.
+
+- The first token of a request whose first 1,000 tokens another one had, in shares of the first one's wait.
+- The first token of each turn of a chat, which has all turns before it in its prompt.
+- The steps of running streams while a prompt of 4,000 tokens is read beside them, in their usual steps.
+- A text that repeats itself, and one that does not, with guesses taken from the text before.
+
+One process, the engine's own steps, medians of several rounds. Writes benchmarks/results/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import infinicore
+from benchmarks import report
+from benchmarks.contenders import NUM_THREADS
+from benchmarks.side_by_side import RESULTS, machine
+from infinilm import LLM, SamplingParams
+from infinilm.bench import Measured
+from infinilm.engine.engine import Engine
+from infinilm.engine.request import Request
+
+SHARED, OWN, LONG = 1000, 20, 4000
+NUM_TURNS = 10
+RUNNING = (1, 4, 16)
+GUESSES = {"method": "ngram", "num_speculative_tokens": 7}
+SEA = "Write about the sea."
+
+
+@dataclass(frozen=True)
+class Found:
+    what: str
+    wanted: str
+    found: str
+
+
+def greedy(num_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+
+
+class Prompts:
+    """Random token ids, never the same twice"""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size, self.random = vocab_size, random.Random(0)
+
+    def __call__(self, length: int) -> list[int]:
+        return [self.random.randrange(self.vocab_size) for _ in range(length)]
+
+
+def first_token_seconds(engine: Engine, prompt: Sequence[int], num_tokens: int) -> tuple[float, Request]:
+    """How long a request waits; it is answered to its end."""
+    request = engine.make(list(prompt), greedy(num_tokens))
+    start = time.perf_counter()
+    engine.enqueue(request)
+    while not request.completions[0].num_drawn:
+        engine.step()
+    seconds = time.perf_counter() - start
+    while engine.has_work:
+        engine.step()
+    return seconds, request
+
+
+# ---- what is measured --------------------------------------------------------------------------------------
+
+
+def shared_prefix(engine: Engine, prompts: Prompts, num_rounds: int) -> Found:
+    shares = []
+    for _ in range(num_rounds):
+        shared = prompts(SHARED)
+        first, second = (first_token_seconds(engine, shared + prompts(OWN), 2)[0] for _ in range(2))
+        shares.append(second / first)
+    return Found(f"the wait after {SHARED} tokens that another prompt had", "≤ 10% of its", told(shares, "%"))
+
+
+def chat_turns(llm: LLM, num_rounds: int) -> Found:
+    """Each turn asks a little question, and is answered with 40 tokens."""
+    waits = [one_chat(llm, seed) for seed in range(num_rounds + 1)][1:]
+    first, last = (1e3 * statistics.median(turns[i] for turns in waits) for i in (0, -1))
+    return Found(
+        f"the wait of turn {NUM_TURNS} of a chat", "≤ that of turn 1", f"{last:.0f} ms after {first:.0f} ms"
+    )
+
+
+def one_chat(llm: LLM, seed: int) -> list[float]:
+    messages, waits = [{"role": "system", "content": f"You are the helpful assistant number {seed}."}], []
+    for turn in range(NUM_TURNS):
+        question = f"Tell me something about the number {seed + turn}, please, in a few words."
+        messages.append({"role": "user", "content": question})
+        seconds, request = first_token_seconds(llm.engine, llm.tokenizer.encode_chat(messages), 40)
+        waits.append(seconds)
+        messages.append({"role": "assistant", "content": request.output().outputs[0].text})
+    return waits
+
+
+def steps_beside_a_prompt(engine: Engine, prompts: Prompts, num_running: int) -> Found:
+    """In usual steps: those of the running streams just before it came."""
+    for _ in range(num_running):
+        engine.enqueue(engine.make(prompts(32), greedy(4096)))
+    for _ in range(30):
+        engine.step()
+    usual = statistics.median(step_seconds(engine) for _ in range(30))
+    long = engine.make(prompts(LONG), greedy(1))
+    engine.enqueue(long)
+    steps = []
+    while not long.is_finished:
+        steps.append(step_seconds(engine) / usual)
+    for request_id in list(engine.requests):
+        engine.abort(request_id)
+    steps.sort()
+    found = f"{statistics.median(steps):.1f}, p95 {steps[int(0.95 * len(steps))]:.1f}, most {steps[-1]:.1f}"
+    beside = f"{num_running} running, a step of {1e3 * usual:.1f} ms"
+    return Found(f"steps while {LONG} tokens are read ({beside})", "≤ 3 usual ones", f"median {found}")
+
+
+def step_seconds(engine: Engine) -> float:
+    start = time.perf_counter()
+    engine.step()
+    return time.perf_counter() - start
+
+
+def guesses(plain: LLM) -> list[Found]:
+    guessing = LLM(kv_cache_memory="1GB", speculative_config=GUESSES)
+    text = Path(__file__).read_text()
+    copied = f"Copy this text exactly.\n\n{text[:1600]}\n\nThe copy:\n\n{text[:200]}"
+    free = SamplingParams(temperature=1.2, seed=2, max_tokens=250, ignore_eos=True)
+    return [
+        Found("a text that is copied, with guesses", "≥ 1.5x", race(plain, guessing, copied, greedy(150))),
+        Found("a text that is not, with guesses", "≥ 0.95x", race(plain, guessing, SEA, free)),
+    ]
+
+
+def race(plain: LLM, guessing: LLM, prompt: str, params: SamplingParams, num_rounds: int = 7) -> str:
+    """How many times as fast with guesses; the same tokens come of it."""
+    ratios = []
+    for _ in range(num_rounds + 2):
+        (one, seconds), (other, faster) = (timed(llm, prompt, params) for llm in (plain, guessing))
+        assert one == other, "guesses changed the tokens"
+        ratios.append(seconds / faster)
+    return told(ratios[2:], "x")  # the first ones record steps
+
+
+def timed(llm: LLM, prompt: str, params: SamplingParams) -> tuple[Any, float]:
+    """The tokens, and the seconds from the first of them on"""
+    tokens, start = [], 0.0
+    for token, _ in llm.stream(prompt, params):
+        start = start or time.perf_counter()
+        tokens.append(token)
+    return tokens, time.perf_counter() - start
+
+
+def told(values: Sequence[float], unit: str) -> str:
+    measured = Measured(tuple(values))
+    median = f"{measured.median:.1%}" if unit == "%" else f"{measured.median:.2f}x"
+    return f"{median} ±{measured.spread:.0%}"
+
+
+# ---- all of it ---------------------------------------------------------------------------------------------
+
+
+def run(model: str | None, num_rounds: int) -> list[Found]:
+    llm = LLM(model, kv_cache_memory="2GB")
+    prompts = Prompts(llm.model.config.vocab_size)
+    first_token_seconds(llm.engine, prompts(600), 8)
+    found = [shared_prefix(llm.engine, prompts, num_rounds)]
+    if llm.tokenizer.chat_template is not None:
+        found.append(chat_turns(llm, num_rounds))
+    found += [steps_beside_a_prompt(llm.engine, prompts, count) for count in RUNNING]
+    return found + (guesses(llm) if model is None else [])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", help="a GGUF file; the built-in model, which is to guess too, if left out")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    infinicore.set_num_threads(NUM_THREADS)
+    found, facts = run(options.model, options.rounds), machine()
+    text = report.table(["", "wanted", "found"], [[one.what, one.wanted, one.found] for one in found])
+    print(text)
+    RESULTS.mkdir(exist_ok=True)
+    stem = "partial_waiting" if options.model else "waiting"
+    content = {"machine": facts, "found": [asdict(one) for one in found]}
+    (RESULTS / f"{stem}.json").write_text(json.dumps(content, indent=1) + "\n")
+    head = "".join(f"{name}: {value}  \n" for name, value in facts.items())
+    (RESULTS / f"{stem}.md").write_text(f"{head}\n{text}")
+
+
+if __name__ == "__main__":
+    main()
