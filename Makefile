@@ -18,14 +18,15 @@ step = @mkdir -p build; printf '%s ... ' "$(1)"; start=$$(date +%s); \
 # stay in build/, so the next time takes what changed alone.
 build = rm -rf build/$(1) && $(BIN)/python -c "from scikit_build_core import build; build.build_$(1)('build/$(1)')"
 
-.PHONY: setup demo test test-long test-asan test-tsan lint format wheel bench clean
+.PHONY: setup demo serve test test-long test-asan test-tsan lint format wheel bench clean
 
 setup: .venv/.built .venv/.tests
 
 .venv/.runtime: pyproject.toml constraints.txt
 	$(call step,making .venv,test -x $(BIN)/python || $(PYTHON) -m venv .venv)
 	$(call step,installing what builds the native core,$(PIP) scikit-build-core nanobind cmake ninja)
-	$(call step,installing torch and what else is needed to run,$(PIP) $(call requirements,p['dependencies']))
+	$(call step,installing torch and what else is needed to run,$(PIP) $(call requirements,p['dependencies'] + \
+	    p['optional-dependencies']['serve']))
 	@touch $@
 
 .venv/.tests: .venv/.runtime
@@ -38,6 +39,10 @@ setup: .venv/.built .venv/.tests
 	$(call step,installing the sources in place,$(PIP) --no-deps --force-reinstall build/editable/*.whl)
 	@touch $@
 
+# Fetches the built-in model (98 MB, once) and serves it; the chat page's address is the last that is printed.
+serve: .venv/.built
+	$(BIN)/infinilm serve
+
 # Fetches the built-in model (98 MB, once) and lets it answer.
 demo: .venv/.built
 	$(BIN)/infinilm generate "Why is the sky blue?" --max-tokens 100 --stats
@@ -45,7 +50,13 @@ demo: .venv/.built
 test: setup lint
 	$(BIN)/python -m pytest
 
-test-long: setup
+# lm-eval, with libraries of its own, asks the server as those do who compare models.
+build/lm-eval/.done:
+	$(PYTHON) -m venv build/lm-eval
+	build/lm-eval/bin/pip install --quiet "lm-eval[api]>=0.4.13" transformers && touch $@ \
+	    || { rm -rf build/lm-eval; echo "lm-eval could not be installed, so that its test is skipped"; }
+
+test-long: setup build/lm-eval/.done
 	$(BIN)/python -m pytest -m slow
 
 # $(call pytest_with,address,asan): pytest on a core built with a sanitizer; -PS keeps the ordinary build out of the way.
@@ -105,11 +116,22 @@ LLAMA_FLAGS := $(if $(shell grep -s amx_tile /proc/cpuinfo),-DGGML_NATIVE=OFF -D
 	    || echo "llama-cpp-python could not be built; rm .venv/.peers tries again at the next make bench"
 	touch $@
 
+# The servers of peers, with libraries of their own; llama-cpp-python itself is .venv's.
+build/peers/.servers: .venv/.peers
+	$(BIN)/python -m venv build/peers
+	build/peers/bin/pip install --quiet xllamacpp || echo "xllamacpp could not be installed"
+	build/peers/bin/pip install --quiet fastapi uvicorn pydantic-settings sse-starlette PyYAML \
+	    "starlette-context<0.4,>=0.3.6" || echo "llama-cpp-python's server could not be installed"
+	echo $(CURDIR)/.venv/lib/python*/site-packages >$$(echo build/peers/lib/python*/site-packages)/llama_cpp.pth
+	touch $@
+
 # About half an hour on two cores; benchmarks/results/ gets the tables and charts.
-bench: setup .venv/.peers
+bench: setup .venv/.peers build/peers/.servers
 	$(BIN)/python -m benchmarks.ops
 	$(BIN)/python -m benchmarks.side_by_side
 	$(BIN)/python -m benchmarks.throughput
+	$(BIN)/python -m benchmarks.waiting
+	$(BIN)/python -m benchmarks.serving
 	$(BIN)/python -m benchmarks.scaling
 
 clean:

@@ -1,6 +1,8 @@
 """What several test files share: the levels of the native core, its threads, and the default model."""
 
+import os
 import platform
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +11,13 @@ from typing import Any
 import pytest
 
 from infinilm import hub
+
+# Where several processes share out the tests, each has one thread, and so have the programs it starts; and
+# those hear an interrupt, which the processes themselves are made to ignore.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    for name in ("INFINICORE_NUM_THREADS", "OMP_NUM_THREADS"):
+        os.environ.setdefault(name, "1")
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # What CMakeLists.txt compiles, from the plainest to the fastest; a CPU may lack the last ones.
 LEVELS = {

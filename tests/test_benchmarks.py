@@ -3,10 +3,11 @@
 import json
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks import throughput
+from benchmarks import serving, throughput
 from benchmarks.contenders import Infinilm, Task, Times, answer
 from benchmarks.random_model import TYPES, Size, write_model
 from benchmarks.report import BANDWIDTH, TARGETS, Check, ModelResult, checks, markdown
@@ -14,6 +15,7 @@ from benchmarks.side_by_side import PLANS
 from benchmarks.timing import rounds_within
 from infinilm import LLM, SamplingParams
 from infinilm.bench import Measured
+from infinilm.load import Answer, Pace, measured
 
 MB = 1e6
 
@@ -147,3 +149,55 @@ def test_a_contender_that_failed_at_some_streams_has_a_dash_there() -> None:
     assert "| 8 | 1536.0 ±0% | 768.0 ±0% (2.00x) |" in rates and "| 16 | 1536.0 ±0% | – |" in rates
     assert "| 8 | 1 / 1 | 2 / 2 |" in first
     assert "| 8 | 0.1 / 0.3 | 0.1 / 0.3 |" in gaps
+
+
+# ---- servers ----
+
+
+def served(rate: float) -> dict[str, Any]:
+    """What a server gave whose clients had so many tokens a second"""
+    moments = [0.1, 0.1 + 4 / rate]
+    answer = Answer(0.0, 0.0, 5 / rate, moments, num_prompt=3, num_usage=5)
+    return measured([answer], Pace(2.0), serving.LIMITS)
+
+
+def test_servers_are_compared_by_their_medians_and_a_missing_one_has_no_target() -> None:
+    found = serving.Found({"infinilm": {16: [served(50.0), served(70.0)]}, "xllamacpp": {16: [served(20.0)]}})
+    found.alone, found.served, found.health = [1.0, 1.0, 9.0], [1.04], [0.01, 0.2]
+    peer, health, added = serving.checks(found)
+    assert str(peer) == "output tokens a second, 16 clients: target ≥ 4x xllamacpp, found 3.00x: missed"
+    assert added.found == "+4.0%" and added.is_met
+    assert health.found == "200.0 ms" and not health.is_met
+    assert "| 16 | 60 ±25% | 20 ±0% (3.00x) |" in serving.markdown(found, [peer, added], {})
+
+
+def test_a_server_that_was_asked_no_more_at_a_rate_has_a_dash_there() -> None:
+    found = serving.Found(rates={"infinilm": [served(50.0)], "xllamacpp": []})
+    assert serving.rate_table(found).splitlines()[-1].endswith(" | – |")
+
+
+def test_our_server_is_started_asked_and_written_about(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "RESULTS", tmp_path)
+    monkeypatch.setattr(serving, "PROMPT", 8)
+    monkeypatch.setattr(serving, "NUM_NEW", 3)
+    monkeypatch.setattr(serving, "CLIENTS", {2: 4})
+    monkeypatch.setattr(serving, "NUM_AT_RATE", 2)
+    found, runs = serving.Found(), serving.Runs()
+    with serving.running("infinilm", tiny) as target:
+        serving.closed_loop({"infinilm": target}, [2], 1, runs, found)
+        serving.open_loop({"infinilm": target}, [50.0], runs, found)
+    assert found.clients["infinilm"][2][0]["total_output_tokens"] == 4 * 3 and found.health
+    serving.write_results(found, {"CPU": "a CPU"}, "serving")
+    assert json.loads((tmp_path / "serving.json").read_text())["rates"]["infinilm"][0]["completed"] == 2
+    assert (tmp_path / "serving.png").exists() == bool(find_spec("matplotlib"))
+
+
+def test_a_server_that_does_not_start_is_told_with_its_last_words(tmp_path: Path) -> None:
+    nothing = tmp_path / "nothing.gguf"
+    with (
+        pytest.raises(RuntimeError, match=r"infinilm did not start: infinilm: error: .*nothing\.gguf"),
+        serving.running("infinilm", nothing),
+    ):
+        pass

@@ -33,8 +33,8 @@ FUNCTIONAL = """
 """
 
 INFINILM = """
-    AsyncLLM CompletionOutput DynamicCache EngineConfig EngineDead LLM Logprob QueueFull RequestError
-    RequestOutput SamplingParams StructuredOutputsParams load_model
+    AsyncLLM CompletionOutput DynamicCache EmbeddingRequestOutput EngineConfig EngineDead LLM Logprob
+    QueueFull RequestError RequestOutput SamplingParams StructuredOutputsParams load_model
 """
 
 PLACE = "dtype=None, device=None"
