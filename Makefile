@@ -48,7 +48,7 @@ demo: .venv/.built
 	$(BIN)/infinilm generate "Why is the sky blue?" --max-tokens 100 --stats
 
 test: setup lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 # lm-eval, with libraries of its own, asks the server as those do who compare models.
 build/lm-eval/.done:

@@ -1,5 +1,6 @@
 """What several test files share: the levels of the native core, its threads, and the default model."""
 
+import logging
 import os
 import platform
 import signal
@@ -64,6 +65,17 @@ def keep_threads() -> Iterator[None]:
     before = infinicore.get_num_threads()
     yield
     infinicore.set_num_threads(before)
+
+
+@pytest.fixture
+def logs_as_before() -> Iterator[None]:
+    """A process sets up its logs, which outlive it here."""
+    loggers = {logger: logger.level for logger in (logging.getLogger(), logging.getLogger("uvicorn"))}
+    handlers = list(logging.getLogger().handlers)
+    yield
+    for logger, level in loggers.items():
+        logger.setLevel(level)
+    logging.getLogger().handlers[:] = handlers
 
 
 @pytest.fixture(scope="module")

@@ -37,17 +37,6 @@ PROMPT = "a prompt that fills some blocks of sixteen tokens, so that it will be 
 OWN = {"model_name": NAME, "engine": "0"}
 
 
-@pytest.fixture
-def logs_as_before() -> Iterator[None]:
-    """A process sets up its logs, which outlive it here."""
-    loggers = {logger: logger.level for logger in (logging.getLogger(), logging.getLogger("uvicorn"))}
-    handlers = list(logging.getLogger().handlers)
-    yield
-    for logger, level in loggers.items():
-        logger.setLevel(level)
-    logging.getLogger().handlers[:] = handlers
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=100_000)

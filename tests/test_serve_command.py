@@ -21,6 +21,8 @@ from servers import PATIENCE
 from infinilm.cli import main, parser
 from infinilm.cli.serve import api_keys, served_name
 
+pytestmark = pytest.mark.usefixtures("logs_as_before")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
