@@ -195,8 +195,9 @@ constexpr int sums_each(int num_queries, int most) {
 
 // scores[m][j] = scale * q[m] . keys[j] for the keys of G groups. Dot products run over the head size from
 // first to last, with a lane for each key, so what a query gets does not depend on the queries beside it.
-// While a line of keys is read, one of `ahead` is asked for.
-template <int M, int G, class T>
+// While a line of keys is read, one of `ahead` is asked for, where `asks`: a test in the loop costs half as much
+// again.
+template <int M, int G, bool asks, class T>
 void score_groups(float (*scores)[kScores], const float* const* q, const Split<T>& split, int64_t group,
                   int64_t dim, float scale, const T* const* ahead) {
     Grid<M, G * kVectors> sums;
@@ -207,7 +208,7 @@ void score_groups(float (*scores)[kScores], const float* const* q, const Split<T
         const int64_t count = smaller(kRun, dim - first);
         for (int g = 0; g < G; ++g) keys[g].enter(first);
         for (int64_t i = 0; i < count; ++i) {
-            if (ahead && i % (4 / sizeof(T)) == 0)
+            if (asks && i % (4 / sizeof(T)) == 0)
                 for (int g = 0; g < G; ++g) ask_for(ahead[group + g] + (first + i) * kLanes);
             sums.each([&](vf& s, int m, int n) INFINI_INLINE {
                 s = fma(splat(q[m][first + i]), keys[n / kVectors].at(i, n % kVectors), s);
@@ -218,35 +219,36 @@ void score_groups(float (*scores)[kScores], const float* const* q, const Split<T
                   INFINI_INLINE { store(scores[m] + group * kLanes + n * W, s * scale); });
 }
 
-// Of the groups that hold slots from `begin` to `end`: what others they hold is scored as well, for nothing
-template <int M, class T>
-void score(float (*scores)[kScores], const float* const* q, const Split<T>& split, int64_t begin, int64_t end,
-           int64_t dim, float scale, const T* const* ahead) {
+// Of the groups that hold these slots: what others they hold is scored as well, for nothing
+template <int M, bool asks, class T>
+void score(float (*scores)[kScores], const float* const* q, const Split<T>& split, Range slots, int64_t dim,
+           float scale, const T* const* ahead) {
     constexpr int G = sums_each(M * kVectors, 4);
-    int64_t group = begin / kLanes;
-    const int64_t last = (end + kLanes - 1) / kLanes;
-    for (; group + G <= last; group += G) score_groups<M, G>(scores, q, split, group, dim, scale, ahead);
-    for (; group < last; ++group) score_groups<M, 1>(scores, q, split, group, dim, scale, ahead);
+    int64_t group = slots.begin / kLanes;
+    const int64_t last = (slots.end + kLanes - 1) / kLanes;
+    for (; group + G <= last; group += G)
+        score_groups<M, G, asks>(scores, q, split, group, dim, scale, ahead);
+    for (; group < last; ++group) score_groups<M, 1, asks>(scores, q, split, group, dim, scale, ahead);
 }
 
-// f(j, row) for the values of the slots from `begin` to `end`
+// f(j, row) for the values of these slots
 template <class T, class F>
-INFINI_INLINE inline void each_row(const Split<T>& split, int64_t begin, int64_t end, F&& f) {
-    for (int64_t j = begin; j < end;) {
+INFINI_INLINE inline void each_row(const Split<T>& split, Range slots, F&& f) {
+    for (int64_t j = slots.begin; j < slots.end;) {
         const T* row = split.values[j / kLanes] + j % kLanes * split.value_stride;
-        const int64_t stop = smaller(end, j / kLanes * kLanes + kLanes);
+        const int64_t stop = smaller(slots.end, j / kLanes * kLanes + kLanes);
         for (; j < stop; ++j, row += split.value_stride) f(j, row);
     }
 }
 
-// out[m][i : i + N * W] += weights[m][j] * values[j] for the slots j from `begin` to `end`, in that order
-template <int M, int N, class T>
-void add_columns(float* const* out, const float (*weights)[kScores], const Split<T>& split, int64_t begin,
-                 int64_t end, int64_t i, int64_t dim, const T* const* ahead) {
+// out[m][i : i + N * W] += weights[m][j] * values[j] for these slots j, in their order
+template <int M, int N, bool asks, class T>
+void add_columns(float* const* out, const float (*weights)[kScores], const Split<T>& split, Range slots,
+                 int64_t i, int64_t dim, const T* const* ahead) {
     Grid<M, N> sums;
     sums.each([&](vf& s, int m, int n) INFINI_INLINE { s = load(out[m] + i + n * W); });
-    each_row(split, begin, end, [&](int64_t j, const T* row) INFINI_INLINE {
-        for (int64_t d = 0; ahead && d < dim; d += 64 / sizeof(T))
+    each_row(split, slots, [&](int64_t j, const T* row) INFINI_INLINE {
+        for (int64_t d = 0; asks && d < dim; d += 64 / sizeof(T))
             ask_for(ahead[j / kLanes] + j % kLanes * dim + d);
         sums.each([&](vf& s, int m, int n)
                       INFINI_INLINE { s = fma(splat(weights[m][j]), value_at(row, i + n * W), s); });
@@ -254,79 +256,96 @@ void add_columns(float* const* out, const float (*weights)[kScores], const Split
     sums.each([&](vf& s, int m, int n) INFINI_INLINE { store(out[m] + i + n * W, s); });
 }
 
-// All columns. While a row is read, as much of `ahead` is asked for.
-template <int M, class T>
-void add_values(float* const* out, const float (*weights)[kScores], const Split<T>& split, int64_t begin,
-                int64_t end, int64_t dim, const T* const* ahead = nullptr) {
+// All columns. While a row is read for the first of them, as much of `ahead` is asked for.
+template <int M, bool asks, class T>
+void add_values(float* const* out, const float (*weights)[kScores], const Split<T>& split, Range slots,
+                int64_t dim, const T* const* ahead) {
     constexpr int N = sums_each(M, 4);
     int64_t i = 0;
-    for (; i + N * W <= dim; i += N * W, ahead = nullptr)
-        add_columns<M, N>(out, weights, split, begin, end, i, dim, ahead);
-    for (; i + W <= dim; i += W, ahead = nullptr)
-        add_columns<M, 1>(out, weights, split, begin, end, i, dim, ahead);
+    if (asks && N * W <= dim) {
+        add_columns<M, N, asks>(out, weights, split, slots, i, dim, ahead);
+        i += N * W;
+    }
+    for (; i + N * W <= dim; i += N * W) add_columns<M, N, false>(out, weights, split, slots, i, dim, ahead);
+    for (; i + W <= dim; i += W) add_columns<M, 1, false>(out, weights, split, slots, i, dim, ahead);
     for (int m = 0; i < dim && m < M; ++m) {
         vf sum = load_n(out[m] + i, dim - i);
-        each_row(split, begin, end, [&](int64_t j, const T* row) INFINI_INLINE {
+        each_row(split, slots, [&](int64_t j, const T* row) INFINI_INLINE {
             sum = fma(splat(weights[m][j]), value_at(row, i, dim - i), sum);
         });
         store_n(out[m] + i, sum, dim - i);
     }
 }
 
-// scores[begin:end] become exp(score - max), and out knows the max and the sum
-void soften(State out, float* scores, int64_t begin, int64_t end) {
-    vf top = splat(-__builtin_inff()), total{};
-    store(scores + end, top);  // what fills up the last vector counts for nothing
-    for (int64_t j = begin; j < end; j += W) top = max(top, load(scores + j));
-    out.top() = max(top);
-    for (int64_t j = begin; j < end; j += W) {
-        const vf e = exp(load(scores + j) - out.top());
-        store(scores + j, e);
-        total += e;
-    }
-    out.sum() = sum(total);
-}
-
 // One query head of one token, and the slots of a split that it sees
 struct Query {
     const float* q;
     State out;
-    int64_t begin, end;
+    Range seen;
 };
 
-// The states of M queries after one split alone. If the split is `far`, its values and then the keys of the
-// `next` one, if any, are asked for in time.
-template <int M, class T>
-void attend_queries(const Query* queries, const Split<T>& split, int64_t dim, float scale, bool is_far,
-                    const Split<T>* next) {
+// Each query's scores become exp(score - max), and its state knows the max and the sum. Of the vectors that any
+// of them sees, what it does not see itself counts for nothing. Queries go side by side, for each waits for its
+// own maximum and sum.
+template <int M>
+void soften(const Query* queries, float (*scores)[kScores], Range any) {
+    const int64_t begin = any.begin / W * W, end = (any.end + W - 1) / W * W;
+    for (int m = 0; m < M; ++m) {
+        for (int64_t j = begin; j < queries[m].seen.begin; ++j) scores[m][j] = -__builtin_inff();
+        for (int64_t j = queries[m].seen.end; j < end; ++j) scores[m][j] = -__builtin_inff();
+    }
+    Grid<M, 1> tops, totals;
+    tops.each([&](vf& top, int, int) INFINI_INLINE { top = splat(-__builtin_inff()); });
+    for (int64_t j = begin; j < end; j += W)
+        tops.each([&](vf& top, int m, int) INFINI_INLINE { top = max(top, load(scores[m] + j)); });
+    tops.each([&](vf& top, int m, int) INFINI_INLINE { queries[m].out.top() = max(top); });
+    totals.each([&](vf& total, int, int) INFINI_INLINE { total = vf{}; });
+    for (int64_t j = begin; j < end; j += W)
+        totals.each([&](vf& total, int m, int) INFINI_INLINE {
+            const vf e = exp(load(scores[m] + j) - queries[m].out.top());
+            store(scores[m] + j, e);
+            total += e;
+        });
+    totals.each([&](vf& total, int m, int) INFINI_INLINE { queries[m].out.sum() = sum(total); });
+}
+
+// The states of M queries after one split alone. Where it `asks`, the split is far: its values, and then the
+// keys of the `next` one, which may be itself, are asked for in time.
+template <int M, bool asks, class T>
+void attend_queries(const Query* queries, const Split<T>& split, int64_t dim, float scale,
+                    const Split<T>& next) {
     alignas(64) float scores[M][kScores];
     const float* q[M];
     float* out[M];
-    int64_t first = kSplit, last = 0, shared_begin = 0, shared_end = kSplit;
+    Range any{kSplit, 0}, all{0, kSplit};
     for (int m = 0; m < M; ++m) {
+        const Range seen = queries[m].seen;
         q[m] = queries[m].q, out[m] = queries[m].out.values();
         memset(out[m], 0, dim * sizeof(float));
-        first = smaller(first, queries[m].begin), last = larger(last, queries[m].end);
-        shared_begin = larger(shared_begin, queries[m].begin);
-        shared_end = smaller(shared_end, queries[m].end);
+        any = {smaller(any.begin, seen.begin), larger(any.end, seen.end)};
+        all = {larger(all.begin, seen.begin), smaller(all.end, seen.end)};
     }
-    score<M>(scores, q, split, first, last, dim, scale, is_far ? split.values : nullptr);
-    for (int m = 0; m < M; ++m) soften(queries[m].out, scores[m], queries[m].begin, queries[m].end);
-    if (shared_end < shared_begin) shared_end = shared_begin;
-    for (int m = 0; m < M; ++m)
-        add_values<1>(out + m, scores + m, split, queries[m].begin, smaller(shared_begin, queries[m].end),
-                      dim);
-    add_values<M>(out, scores, split, shared_begin, shared_end, dim, is_far && next ? next->keys : nullptr);
-    for (int m = 0; m < M; ++m)
-        add_values<1>(out + m, scores + m, split, larger(shared_end, queries[m].begin), queries[m].end, dim);
+    all.end = larger(all.begin, all.end);
+    score<M, asks>(scores, q, split, any, dim, scale, split.values);
+    soften<M>(queries, scores, any);
+    const auto add_alone = [&](int m, int64_t begin, int64_t end) {
+        add_values<1, false>(out + m, scores + m, split, Range{begin, end}, dim, split.keys);
+    };
+    for (int m = 0; m < M; ++m) add_alone(m, queries[m].seen.begin, smaller(all.begin, queries[m].seen.end));
+    add_values<M, asks>(out, scores, split, all, dim, next.keys);
+    for (int m = 0; m < M; ++m) add_alone(m, larger(all.end, queries[m].seen.begin), queries[m].seen.end);
 }
 
+// The first of them ask for what is far; without a `next` split nothing is.
 template <int M, class T>
 void attend_all(const Query* queries, int64_t count, const Split<T>& split, int64_t dim, float scale,
-                bool is_far, const Split<T>* next) {
-    for (; count >= M; count -= M, queries += M, is_far = false)
-        attend_queries<M>(queries, split, dim, scale, is_far, next);
-    if constexpr (M > 1) attend_all<M - 1>(queries, count, split, dim, scale, is_far, next);
+                const Split<T>* next) {
+    for (; count >= M; count -= M, queries += M, next = nullptr)
+        if (next)
+            attend_queries<M, true>(queries, split, dim, scale, *next);
+        else
+            attend_queries<M, false>(queries, split, dim, scale, split);
+    if constexpr (M > 1) attend_all<M - 1>(queries, count, split, dim, scale, next);
 }
 
 inline float scalar_exp(float x) { return exp(splat(x))[0]; }
@@ -379,8 +398,7 @@ struct Problem {
     }
 
     Query ask(const float* q, int64_t n, int64_t split, State out) const {
-        const Range slots = visible(n, split);
-        return {q, out, slots.begin, slots.end};
+        return {q, out, visible(n, split)};
     }
 
     // An entry that no token sees may be anything; it then stands for a block whose slots are read for nothing.
@@ -407,9 +425,8 @@ struct Problem {
     }
 
     template <class T>
-    void answer(const Query* queries, int64_t count, const Split<T>& split, bool is_far,
-                const Split<T>* next = nullptr) const {
-        attend_all<kAttentionQueries>(queries, count, split, dim, a.scale, is_far, next);
+    void answer(const Query* queries, int64_t count, const Split<T>& split, const Split<T>* next) const {
+        attend_all<kAttentionQueries>(queries, count, split, dim, a.scale, next);
     }
 
     void finish(State state, int64_t n, int64_t h) const {
@@ -454,14 +471,13 @@ struct Task {
         Split<T> next = p.template split_of<T>(p.stream(begin), g, first);
         for (int64_t split = first; split < last; ++split) {
             const Split<T> found = next;
-            const bool is_last = split + 1 == last;
-            if (!is_last) next = p.template split_of<T>(p.stream(begin), g, split + 1);
-            take(split, found, is_last ? nullptr : &next);
+            if (split + 1 < last) next = p.template split_of<T>(p.stream(begin), g, split + 1);
+            take(split, found, next);
         }
         for (int64_t i = 0; i < count; ++i) p.finish(state(i), token(i), head(i));
     }
 
-    void take(int64_t split, const Split<T>& found, const Split<T>* next) {
+    void take(int64_t split, const Split<T>& found, const Split<T>& next) {
         if constexpr (!std::is_same_v<T, float>)
             if (count > kAttentionNarrowQueries) {
                 Range slots{kSplit, 0};
@@ -469,15 +485,14 @@ struct Task {
                     if (p.sees(n, split))
                         slots = {smaller(slots.begin, p.visible(n, split).begin),
                                  larger(slots.end, p.visible(n, split).end)};
-                return ask<float>(split, room.widened.read(found, slots.begin, slots.end, p.dim), false,
-                                  nullptr);
+                return ask<float>(split, room.widened.read(found, slots.begin, slots.end, p.dim), nullptr);
             }
-        ask<T>(split, found, true, next);
+        ask<T>(split, found, &next);
     }
 
     template <class Read>
-    void ask(int64_t split, const Split<Read>& found, bool is_far, const Split<Read>* next) {
-        for (int64_t i = 0; i < count; is_far = false) {
+    void ask(int64_t split, const Split<Read>& found, const Split<Read>* next) {
+        for (int64_t i = 0; i < count; next = nullptr) {
             Query queries[kBatch];
             int64_t asked[kBatch], num_asked = 0;
             for (; i < count && num_asked < kBatch; ++i)
@@ -486,7 +501,7 @@ struct Task {
                     queries[num_asked] = p.ask(room.q[i], token(i), split, State{room.parts[num_asked]});
                     ++num_asked;
                 }
-            p.answer(queries, num_asked, found, is_far, next);
+            p.answer(queries, num_asked, found, next);
             for (int64_t k = 0; k < num_asked; ++k) fold(state(asked[k]), queries[k].out, p.dim);
         }
     }
@@ -561,7 +576,6 @@ void attend_by_splits(const Problem& p, int64_t most_splits) {
     const auto attend = [&](const Item& item, const Split<T>& found, const Split<T>* next) {
         Room& room = *own_scratch<Room>();
         const int64_t begin = begins[item.run], count = (begins[item.run + 1] - begin) * p.group;
-        bool is_far = true;
         for (int64_t i = 0; i < count;) {
             Query queries[kBatch];
             int64_t num_asked = 0;
@@ -571,8 +585,8 @@ void attend_by_splits(const Problem& p, int64_t most_splits) {
                 const float* q = p.query(room.queries + num_asked * p.dim, n, h);
                 queries[num_asked++] = p.ask(q, n, item.split, part(n, h, item.split));
             }
-            if (num_asked) p.answer(queries, num_asked, found, is_far, next);
-            is_far = false;
+            if (num_asked) p.answer(queries, num_asked, found, next);
+            next = nullptr;
         }
     };
     parallel_for(first_items[num_runs], 1, [&](int64_t first, int64_t last) {
@@ -581,9 +595,8 @@ void attend_by_splits(const Problem& p, int64_t most_splits) {
         for (int64_t index = first; index < last; ++index) {
             const Item now = item;
             const Split<T> found = next;
-            const bool is_last = index + 1 == last;
-            if (!is_last) item = item_at(index + 1), next = split_at(item);
-            attend(now, found, is_last ? nullptr : &next);
+            if (index + 1 < last) item = item_at(index + 1), next = split_at(item);
+            attend(now, found, &next);
         }
     });
     for (int64_t n = 0; n < p.num_tokens; ++n)
