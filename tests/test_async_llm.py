@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import Tiny, check_idle, generated, is_beginning, prompt, said, write_model
+from engines import Tiny, check_idle, generated, is_beginning, prompt, said
 
 from infinilm import (
     AsyncLLM,
@@ -33,11 +33,6 @@ PATIENCE = 60.0  # seconds, for what takes milliseconds on an idle machine
 SAMPLED = SamplingParams(seed=1, ignore_eos=True, max_tokens=20, logprobs=1)
 ENDLESS = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None)  # minutes
 OPTIONS: dict[str, Any] = {"kv_cache_memory": "32MB", "block_size": 16}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=100_000)
 
 
 @pytest.fixture

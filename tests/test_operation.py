@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import signal
@@ -21,7 +20,7 @@ import psutil
 import pytest
 from engines import write_model
 from prometheus_client.parser import text_string_to_metric_families
-from servers import NAME, PATIENCE, Running, read_until, running, wait_until
+from servers import ENDLESS, GREEDY, NAME, PATIENCE, Running, read_until, running, wait_until
 
 from infinilm import AsyncLLM, cli
 from infinilm.server import serve
@@ -31,15 +30,8 @@ from infinilm.server.tally import Histogram, counts_up_to
 
 pytestmark = pytest.mark.usefixtures("one_thread", "logs_as_before")
 
-GREEDY = {"temperature": 0, "ignore_eos": True}
-ENDLESS = {**GREEDY, "max_tokens": 90_000}
 PROMPT = "a prompt that fills some blocks of sixteen tokens, so that it will be found a second time"
 OWN = {"model_name": NAME, "engine": "0"}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=100_000)
 
 
 @pytest.fixture
