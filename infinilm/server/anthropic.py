@@ -15,7 +15,7 @@ from pydantic_core import from_json
 
 from infinilm.engine.stats import Progress
 from infinilm.sampling import SamplingParams, StructuredOutputsParams
-from infinilm.server import protocol
+from infinilm.server import answers, asks
 from infinilm.server.anthropic_bodies import (
     BlockMessage,
     CountBody,
@@ -61,7 +61,7 @@ def turn_of(body: CountBody, params: SamplingParams) -> Turn:
 
 
 def params_of(body: MessagesBody, defaults: Mapping[str, Any]) -> SamplingParams:
-    return protocol.sampled(
+    return asks.sampled(
         body,
         defaults,
         max_tokens=body.max_tokens,
@@ -74,7 +74,7 @@ def structure(body: MessagesBody) -> StructuredOutputsParams | None:
     wanted = body.output_config.format or body.output_format
     if wanted is None:
         return None
-    with protocol.as_body_errors({}, "output_config"):
+    with asks.as_body_errors({}, "output_config"):
         return StructuredOutputsParams(json=wanted.schema_)
 
 
@@ -286,7 +286,7 @@ def usage_body(usage: Usage) -> dict[str, Any]:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached,
         "output_tokens": usage.drawn,
-        **protocol.cache_miss(usage),
+        **answers.cache_miss(usage),
     }
 
 
@@ -295,7 +295,7 @@ def encoded(events: Iterable[Event]) -> bytes:
 
 
 def ping(progress: Progress) -> Event:
-    return {"type": "ping", **protocol.progress_body(progress)}
+    return {"type": "ping", **answers.progress_body(progress)}
 
 
 PING = named_event("ping", {"type": "ping"})
@@ -345,7 +345,7 @@ async def count_tokens(call: Call) -> Reply:
 
 
 def num_tokens(body: CountBody, service: Service) -> int:
-    with protocol.as_body_errors({}, "messages"):
+    with asks.as_body_errors({}, "messages"):
         return len(encode(turn_of(body, SamplingParams()), service.tokenizer, service.family))
 
 
