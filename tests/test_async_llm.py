@@ -113,6 +113,16 @@ def test_prompts_may_be_texts_and_mappings(llm: AsyncLLM) -> None:
         assert output.prompt_token_ids == llm.tokenizer.encode("abc") and output.finished
 
 
+def test_a_request_that_was_made_before_is_followed_as_one_that_is_made_now(llm: AsyncLLM) -> None:
+    async def followed() -> list[RequestOutput]:
+        return [output async for output in llm.follow(llm.engine.make(prompt(30), SAMPLED))]
+
+    *_, now = within_patience(outputs_of(llm, prompt(30), SAMPLED))
+    *_, before = within_patience(followed())
+    assert said(before) == said(now)
+    check_idle(llm.engine)
+
+
 def test_a_slow_reader_misses_steps_and_never_the_end(llm: AsyncLLM) -> None:
     async def read_slowly() -> list[RequestOutput]:
         outputs = []
@@ -241,9 +251,11 @@ def test_cancelling_the_consumer_frees_the_request(llm: AsyncLLM) -> None:
     check_idle(llm.engine)
 
 
-def test_leaving_the_loop_frees_the_request(llm: AsyncLLM) -> None:
+@pytest.mark.parametrize("is_made", [False, True])
+def test_leaving_the_loop_frees_the_request(llm: AsyncLLM, is_made: bool) -> None:
     async def left() -> None:
-        outputs = llm.generate(prompt(5), ENDLESS)
+        given = prompt(5), ENDLESS
+        outputs = llm.follow(llm.engine.make(*given)) if is_made else llm.generate(*given)
         async for _ in outputs:
             break
         await outputs.aclose()  # type: ignore[attr-defined]

@@ -32,6 +32,8 @@ from servers import (
 )
 
 from infinilm import LLM, AsyncLLM, SamplingParams
+from infinilm.engine.engine import Engine
+from infinilm.engine.grammar import GrammarCompiler
 from infinilm.server import stream
 from infinilm.server.app import OPERATIONS
 from infinilm.server.stream import Settings
@@ -144,6 +146,29 @@ def test_a_schema_is_kept(strict: bool, idle: Running) -> None:
     wanted = {"type": "json_schema", "json_schema": {"name": "two", "schema": schema, "strict": strict}}
     answer = idle.chat(response_format=wanted, max_tokens=40).json()["choices"][0]
     assert set(json.loads(answer["message"]["content"])) <= {1, 22} and answer["finish_reason"] == "stop"
+
+
+def note_calls(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, calls: list[str]) -> None:
+    call = getattr(owner, name)
+
+    def noted(*given: Any, **options: Any) -> Any:
+        calls.append(name)
+        return call(*given, **options)
+
+    monkeypatch.setattr(owner, name, noted)
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_request_is_made_and_its_grammar_compiled_once(
+    is_stream: bool, idle: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its answer begins, so that what is wrong can still be told by a status"""
+    calls: list[str] = []
+    note_calls(monkeypatch, Engine, "make", calls)
+    note_calls(monkeypatch, GrammarCompiler, "compile", calls)
+    choices = ["once", f"as a stream: {is_stream}"]
+    answer = idle.chat(stream=is_stream, structured_outputs={"choice": choices}, max_tokens=30)
+    assert answer.status_code == 200 and calls == ["make", "compile"]
 
 
 def test_max_tokens_beyond_the_context_is_clamped(folder: Path) -> None:
