@@ -21,7 +21,8 @@ from infinilm.engine.request import (
 from infinilm.engine.stats import Progress
 from infinilm.server.asks import CHAT, COMPLETIONS, Ask, Body, is_echo_alone
 from infinilm.server.bodies import ChatBody, CompletionBody
-from infinilm.server.reader import CallArguments, CallStart, Part, Reader, Reasoning, Text
+from infinilm.server.parts import CallArguments, CallStart, Part, Reasoning, Text
+from infinilm.server.reader import Reader
 from infinilm.server.service import UnknownModel
 from infinilm.server.tools import family_of
 from infinilm.server.turn import Piece, Reading, Turn, Usage, usage_of

@@ -13,7 +13,8 @@ from infinilm.engine.stats import Progress
 from infinilm.sampling import SamplingParams, StructuredOutputsParams
 from infinilm.server import answers, asks
 from infinilm.server.bodies import BodyError
-from infinilm.server.reader import CallArguments, CallEnd, CallStart, Part, Reasoning, Text
+from infinilm.server.conversation import led_by
+from infinilm.server.parts import CallArguments, CallEnd, CallStart, Part, Reasoning, Text
 from infinilm.server.responses_bodies import (
     CallOutputItem,
     ChosenTool,
@@ -28,7 +29,7 @@ from infinilm.server.responses_bodies import (
 )
 from infinilm.server.service import Service
 from infinilm.server.stream import Call, Events, HttpError, Operation, Reply, named_event
-from infinilm.server.tools import Choice, Named, Tool, full_name, led_by
+from infinilm.server.tools import Choice, Named, Tool, full_name
 from infinilm.server.turn import Piece, Run, Turn, Usage
 
 Message = dict[str, Any]

@@ -16,7 +16,8 @@ from infinilm.engine.request import Aborted, CompletionOutput, Logprobs, Request
 from infinilm.engine.stats import Progress
 from infinilm.sampling import SamplingParams
 from infinilm.server.bodies import BodyError
-from infinilm.server.reader import CallStart, Part, Reader
+from infinilm.server.parts import CallStart, Part
+from infinilm.server.reader import Reader
 from infinilm.server.tools import Choice, Family, Tool
 from infinilm.tokenizer import Tokenizer
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from infinilm.server.service import Service
 
 LOG = logging.getLogger("infinilm.server")
+News = asyncio.Queue[int | BaseException | None]
 PROGRESS_SECONDS = 0.25  # between two reports of a long prompt
 
 
@@ -266,18 +268,8 @@ class Run:
                     yield number
 
     async def _merged(self) -> AsyncGenerator[int, None]:
-        news: asyncio.Queue[int | BaseException | None] = asyncio.Queue()
-
-        async def tell(number: int) -> None:
-            try:
-                async with aclosing(self._follow(number)) as source:
-                    async for _ in source:
-                        news.put_nowait(number)
-                news.put_nowait(None)
-            except Exception as error:
-                news.put_nowait(error)
-
-        tasks = [asyncio.create_task(tell(number)) for number in range(len(self.prepared))]
+        news: News = asyncio.Queue()
+        tasks = [asyncio.create_task(self._tell(number, news)) for number in range(len(self.prepared))]
         num_left = len(tasks)
         try:
             while num_left:
@@ -292,6 +284,16 @@ class Run:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _tell(self, number: int, news: News) -> None:
+        """All there is of one turn, then None, or the error that it ends with"""
+        try:
+            async with aclosing(self._follow(number)) as source:
+                async for _ in source:
+                    news.put_nowait(number)
+            news.put_nowait(None)
+        except Exception as error:
+            news.put_nowait(error)
 
     async def _with_progress(self) -> AsyncGenerator[int | Progress, None]:
         """News, and before the first of them how far the prompt has been read."""
