@@ -36,7 +36,7 @@ from infinilm import load
 from infinilm.bench import Measured, random_prompts
 from infinilm.checkpoint import open_checkpoint
 from infinilm.load import Answer, Load, Pace, Question, Target
-from infinilm.wire import Address, request
+from infinilm.load.wire import Address, request
 
 MODEL = "135M Q4_1"
 PEERS = Path("build/peers/bin/python")

@@ -8,7 +8,7 @@ import queue
 import reprlib
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -201,6 +201,17 @@ class AsyncLLM:
                 yield output
             yield output
 
+    async def follow(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+        """The same of a request that the engine has made already; it is followed once."""
+        self._check_alive()
+        listener = Listener(asyncio.get_running_loop(), request.request_id)
+        request.metrics.arrival_time = time.monotonic()
+        self._let_in(request, listener)
+        with self._ending(request, listener):
+            while not (output := await listener.next()).finished:
+                yield output
+            yield output
+
     async def encode(
         self,
         prompt: Prompt,
@@ -270,15 +281,19 @@ class AsyncLLM:
     async def _begin(self, make: Callable[[], Request], request_id: str | None) -> tuple[Request, Listener]:
         """A request, made and let in"""
         self._check_alive()
-        listener, worker = Listener(asyncio.get_running_loop(), request_id), self._worker
+        listener = Listener(asyncio.get_running_loop(), request_id)
         arrival_time = time.monotonic()
         request = await self._made(make, listener)
         request.metrics.arrival_time = arrival_time
+        self._let_in(request, listener)
+        return request, listener
+
+    def _let_in(self, request: Request, listener: Listener) -> None:
+        worker = self._worker
         worker.inbox.put(lambda: worker.add(request, listener))
         if listener.is_unwanted:
             worker.inbox.put(lambda: worker.abort(request.request_id, listener))
         self._check_alive()  # after the call is in the inbox: who dies later will find it there
-        return request, listener
 
     @contextmanager
     def _ending(self, request: Request, listener: Listener) -> Iterator[None]:

@@ -22,8 +22,9 @@ from typing import BinaryIO, Self
 from infinilm.engine.request import Request, RequestError
 from infinilm.folder import parse_object
 from infinilm.llm import LLM
+from infinilm.server.answers import answer_of, error_of
+from infinilm.server.asks import CHAT, COMPLETIONS, Ask, Body, ask_of
 from infinilm.server.bodies import BodyError
-from infinilm.server.protocol import CHAT, COMPLETIONS, Ask, Body, answer_of, ask_of, error_of
 from infinilm.tokenizer import TokenizerError
 
 MAX_LINE = 16 << 20  # bytes of a request

@@ -1,4 +1,6 @@
-"""What several test files share: the levels of the native core, its threads, and the default model."""
+"""What several test files share: the levels of the native core, its threads, models and their servers."""
+
+from __future__ import annotations
 
 import logging
 import os
@@ -7,11 +9,16 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from infinilm import hub
+
+if TYPE_CHECKING:  # with torch, which not every test needs
+    from servers import Running
+
+    from infinilm import LLM
 
 # Where several processes share out the tests, each has one thread, and so have the programs it starts; and
 # those hear an interrupt, which the processes themselves are made to ignore.
@@ -30,7 +37,7 @@ LEVELS = {
 
 @contextmanager
 def at_level(name: str) -> Iterator[None]:
-    from infinicore import _native  # with torch, which not every test needs
+    from infinicore import _native
 
     if name not in _native.isa_levels():
         pytest.skip(f"this CPU has no {name}")
@@ -103,3 +110,47 @@ def default_model_metadata(default_model_path: Path) -> dict[str, Any]:
     from infinilm.checkpoint import open_checkpoint
 
     return open_checkpoint(default_model_path).metadata
+
+
+# ---- a tiny model and its server, which a test file may have of its own ------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model that takes long prompts"""
+    from engines import write_model
+    from servers import MAX_LENGTH
+
+    return write_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=MAX_LENGTH)
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    from infinilm import LLM
+
+    return LLM(folder, kv_cache_memory="32MB")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Running]:
+    from servers import running
+
+    with running(folder) as made:
+        yield made
+
+
+@pytest.fixture
+def idle(server: Running) -> Iterator[Running]:
+    """The server, on which the test must leave nothing"""
+    yield server
+    server.check_idle()
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server whose template knows of thoughts"""
+    from engines import write_model
+    from servers import THINKING_TEMPLATE, running
+
+    with running(write_model(tmp_path_factory.mktemp("thinker"), chat_template=THINKING_TEMPLATE)) as made:
+        yield made

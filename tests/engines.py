@@ -46,6 +46,7 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}:{{ message.cont
 def write_model(folder: Path, **config: Any) -> Path:
     """A model of random weights whose tokens are bytes; `load_model` takes the folder."""
     seed = config.pop("seed", 5)
+    template = config.pop("chat_template", CHAT_TEMPLATE)
     config = {**CONFIG, **config}
     gguf_files.write_folder(folder, random_weights(seed, config["head_dim"]), **config)
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
@@ -55,7 +56,8 @@ def write_model(folder: Path, **config: Any) -> Path:
     library.decoder = tokenizers.decoders.ByteLevel()
     library.add_special_tokens(SPECIALS)
     library.save(str(folder / "tokenizer.json"))
-    names = {"eos_token": SPECIALS[0], "pad_token": SPECIALS[1], "chat_template": CHAT_TEMPLATE}
+    names = {"eos_token": SPECIALS[0], "pad_token": SPECIALS[1]}
+    names |= {} if template is None else {"chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
     return folder
 

@@ -1,10 +1,12 @@
-"""A server with a tiny model on a port of its own, and what must hold when its callers are gone."""
+"""A server with a tiny model on a port of its own, what is asked of it, and what must hold when its callers
+are gone."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -17,12 +19,22 @@ import httpx
 import openai
 from engines import check_idle
 
-from infinilm import AsyncLLM
+from infinilm import LLM, AsyncLLM, SamplingParams
 from infinilm.server import serve
 from infinilm.server.stream import Settings
 
 PATIENCE = 60.0  # seconds, for what takes milliseconds on an idle machine
 NAME = "tiny"
+MAX_LENGTH = 100_000
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+GREEDY = {"temperature": 0, "ignore_eos": True}
+ENDLESS = {**GREEDY, "max_tokens": 90_000}
+THINKING_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}:"
+    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
+    "{{ message.content }}\n{% endfor %}"
+    "{{ reasoning_effort }}{% if enable_thinking is false %}quick:{% else %}<think>{% endif %}"
+)
 
 
 def wait_until(is_so: Callable[[], object], seconds: float = PATIENCE) -> None:
@@ -85,12 +97,29 @@ class Running:
     def stream(self, path: str = "/v1/chat/completions", **body: Any) -> list[dict[str, Any]]:
         """The chunks of a stream, which ends as it should"""
         if path.endswith("chat/completions"):
-            body = {"messages": [{"role": "user", "content": "hello"}], **body}
+            body = {"messages": HELLO, **body}
         response = self.post(path, stream=True, **body)
         assert response.status_code == 200, response.text
         *events, done, rest = response.text.split("\n\n")
         assert done == "data: [DONE]" and rest == ""
         return [json.loads(one.removeprefix("data: ")) for one in events if not one.startswith(":")]
+
+    def prompt_of(self, path: str, **body: Any) -> str:
+        """What the model reads of a request"""
+        asked: list[list[int]] = []
+        make = self.llm.engine.make
+
+        def noted(token_ids: list[int], *rest: Any, **options: Any) -> Any:
+            asked.append(token_ids)
+            return make(token_ids, *rest, **options)
+
+        self.llm.engine.make = noted  # type: ignore[method-assign]
+        try:
+            answered(self.post(path, **body))
+        finally:
+            self.llm.engine.make = make  # type: ignore[method-assign]
+        text: str = self.post("/detokenize", tokens=asked[0]).json()["prompt"]
+        return text
 
     def open(self, request: bytes) -> socket.socket:
         """A connection that has sent this much"""
@@ -101,7 +130,7 @@ class Running:
     def ask(self, path: str = "/v1/chat/completions", **body: Any) -> socket.socket:
         """A connection that waits for the answer"""
         if path.endswith("chat/completions"):
-            body = {"messages": [{"role": "user", "content": "hello"}], **body}
+            body = {"messages": HELLO, **body}
         return self.open(request_of(path, json.dumps(body).encode()))
 
     @contextmanager
@@ -120,6 +149,19 @@ class Running:
         finally:
             may_go.set()
 
+    def wait_for_tokens(self) -> None:
+        """Some request is being answered."""
+        requests = self.llm.engine.requests
+        wait_until(
+            lambda: any(one.num_drawn > 3 for asked in list(requests.values()) for one in asked.completions)
+        )
+
+    def fail_calls(self) -> None:
+        """All that is under way ends with an error."""
+        for call in list(self.process.server.calls):
+            assert call.task is not None
+            call.task.get_loop().call_soon_threadsafe(call.end, RuntimeError("ends"))
+
     def open_things(self) -> tuple[int, int]:
         """Threads and files, without the connections that are kept for a next request"""
         self.http.close()
@@ -136,6 +178,13 @@ class Running:
         assert service.admission.num_answers == service.admission.num_tokens == 0
 
 
+def texts(llm: LLM, content: str = "hello", **params: Any) -> list[str]:
+    """What a model says to a message, without a server"""
+    settings = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, **params})
+    (answer,) = llm.chat([{"role": "user", "content": content}], settings)
+    return [found.text for found in answer.outputs]
+
+
 def request_of(path: str, body: bytes, *headers: str) -> bytes:
     head = [f"POST {path} HTTP/1.1", "host: here", f"content-length: {len(body)}", *headers]
     return "\r\n".join([*head, "", ""]).encode() + body
@@ -149,6 +198,32 @@ def read_until(sock: socket.socket, end: bytes) -> bytes:
     return read
 
 
+def answered(response: httpx.Response) -> dict[str, Any]:
+    """What is answered where nothing is wrong"""
+    assert response.status_code == 200, response.text
+    found: dict[str, Any] = response.json()
+    return found
+
+
+def named_events(text: str) -> list[dict[str, Any]]:
+    """Of a stream: each is named as its type says"""
+    *told, rest = text.split("\n\n")
+    assert rest == ""
+    lines = [one.split("\n") for one in told]
+    found = [json.loads(data.removeprefix("data: ")) for _, data in lines]
+    assert [name for name, _ in lines] == [f"event: {one['type']}" for one in found]
+    return found
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    """In OpenAI's shape, which tells nothing of the server's inside"""
+    (key,) = response.json()
+    found: dict[str, Any] = response.json()["error"]
+    assert key == "error" and set(found) == {"message", "type", "param", "code"}
+    assert not re.search(r"Traceback|0x[0-9a-f]{6}|site-packages|/infinilm", response.text)
+    return found
+
+
 @contextmanager
 def running(folder: Path, settings: Settings | None = None, **options: Any) -> Iterator[Running]:
     """A server of the model in a folder"""
@@ -159,3 +234,20 @@ def running(folder: Path, settings: Settings | None = None, **options: Any) -> I
         yield made.wait()
     finally:
         made.stop()
+
+
+@contextmanager
+def loading(folder: Path) -> Iterator[tuple[Running, threading.Event]]:
+    """A server whose model is there when the event is set"""
+    may_load = threading.Event()
+
+    def load() -> AsyncLLM:
+        may_load.wait(PATIENCE)
+        return AsyncLLM(folder, kv_cache_memory="32MB")
+
+    made = Running(load)
+    try:
+        yield made, may_load
+    finally:
+        may_load.set()
+        made.wait().stop()

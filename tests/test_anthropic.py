@@ -3,60 +3,36 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import anthropic
 import httpx
 import pytest
-from engines import write_model
-from servers import NAME, PATIENCE, Running, read_until, request_of, running, wait_until
+from servers import (
+    ENDLESS,
+    GREEDY,
+    HELLO,
+    MAX_LENGTH,
+    NAME,
+    PATIENCE,
+    Running,
+    answered,
+    loading,
+    named_events,
+    read_until,
+    request_of,
+    running,
+    texts,
+    wait_until,
+)
 
-from infinilm import LLM, AsyncLLM, SamplingParams
+from infinilm import LLM
 from infinilm.server.stream import Settings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 MESSAGES = "/v1/messages"
-HELLO: list[Any] = [{"role": "user", "content": "hello"}]
-GREEDY = {"temperature": 0, "ignore_eos": True}
-ENDLESS = {**GREEDY, "messages": HELLO, "max_tokens": 90_000}
-MAX_LENGTH = 100_000
-THINKING_TEMPLATE = (
-    "{% for message in messages %}{{ message.role }}:"
-    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
-    "{{ message.content }}\n{% endfor %}{% if enable_thinking is false %}quick:{% else %}<think>{% endif %}"
-)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=MAX_LENGTH)
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Running]:
-    with running(folder) as made:
-        yield made
-
-
-@pytest.fixture
-def idle(server: Running) -> Iterator[Running]:
-    """The server, on which the test must leave nothing"""
-    yield server
-    server.check_idle()
-
-
-@pytest.fixture(scope="module")
-def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A model whose template knows of thoughts"""
-    folder = write_model(tmp_path_factory.mktemp("thinker"))
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": THINKING_TEMPLATE}))
-    with running(folder) as made:
-        yield made
 
 
 def client(server: Running, **options: Any) -> anthropic.Anthropic:
@@ -69,22 +45,13 @@ def ask(server: Running, **body: Any) -> httpx.Response:
 
 
 def answer(server: Running, **body: Any) -> dict[str, Any]:
-    response = ask(server, **body)
-    assert response.status_code == 200, response.text
-    found: dict[str, Any] = response.json()
-    return found
+    return answered(ask(server, **body))
 
 
 def events(server: Running, **body: Any) -> list[dict[str, Any]]:
-    """Of a stream: each is named as its type says"""
     response = ask(server, stream=True, **body)
     assert response.status_code == 200, response.text
-    *told, rest = response.text.split("\n\n")
-    assert rest == ""
-    lines = [one.split("\n") for one in told]
-    found = [json.loads(data.removeprefix("data: ")) for _, data in lines]
-    assert [name for name, _ in lines] == [f"event: {one['type']}" for one in found]
-    return found
+    return named_events(response.text)
 
 
 def error_of(response: httpx.Response) -> str:
@@ -96,33 +63,17 @@ def error_of(response: httpx.Response) -> str:
 
 
 def prompt_of(server: Running, **body: Any) -> str:
-    """What the model reads"""
-    asked: list[list[int]] = []
-    make = server.llm.engine.make
-
-    def noted(token_ids: list[int], *rest: Any, **options: Any) -> Any:
-        asked.append(token_ids)
-        return make(token_ids, *rest, **options)
-
-    server.llm.engine.make = noted  # type: ignore[method-assign]
-    try:
-        answer(server, **{"max_tokens": 1, **body})
-    finally:
-        server.llm.engine.make = make  # type: ignore[method-assign]
-    text: str = server.post("/detokenize", tokens=asked[0]).json()["prompt"]
-    return text
+    return server.prompt_of(MESSAGES, **{"model": NAME, "messages": HELLO, "max_tokens": 1, **body})
 
 
 # ---- messages ----------------------------------------------------------------------------------------------
 
 
-def test_anthropics_client_reads_a_message(idle: Running, folder: Path) -> None:
+def test_anthropics_client_reads_a_message(idle: Running, llm: LLM) -> None:
     with client(idle) as asker:
         found = asker.messages.create(model=NAME, messages=HELLO, max_tokens=8, extra_body=GREEDY)
-    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=8)
-    (wanted,) = LLM(folder, kv_cache_memory="32MB").chat(HELLO, params)
     (block,) = found.content
-    assert block.type == "text" and block.text == wanted.outputs[0].text
+    assert block.type == "text" and block.text == texts(llm, max_tokens=8)[0]
     assert (found.stop_reason, found.stop_sequence, found.role) == ("max_tokens", None, "assistant")
     assert found.id.startswith("msg_") and found.model == NAME
     assert found.usage.input_tokens + (found.usage.cache_read_input_tokens or 0) == 11
@@ -598,20 +549,9 @@ def test_errors_of_every_status_have_anthropics_shape(idle: Running) -> None:
 
 
 def test_a_server_that_loads_is_overloaded(folder: Path) -> None:
-    may_load = threading.Event()
-
-    def load() -> AsyncLLM:
-        may_load.wait(PATIENCE)
-        return AsyncLLM(folder, kv_cache_memory="32MB")
-
-    server = Running(load)
-    try:
+    with loading(folder) as (server, _):
         response = ask(server)
         assert (response.status_code, error_of(response)) == (503, "overloaded_error")
-    finally:
-        may_load.set()
-        server.wait()
-        server.stop()
 
 
 # ---- streams that wait, fail, or are left ------------------------------------------------------------------
@@ -633,9 +573,7 @@ def test_an_error_ends_a_stream_and_the_client_raises_it(idle: Running) -> None:
         asked: Any = {"model": NAME, "messages": HELLO, "max_tokens": 90_000, "extra_body": GREEDY}
         with asker.messages.stream(**asked) as stream:
             next(stream)
-            (call,) = idle.process.server.calls
-            assert call.task is not None
-            call.task.get_loop().call_soon_threadsafe(call.end, RuntimeError("ends"))
+            idle.fail_calls()
             with pytest.raises(anthropic.APIStatusError, match="the server failed") as error:
                 list(stream)
         assert error.value.type == "api_error"
@@ -643,17 +581,13 @@ def test_an_error_ends_a_stream_and_the_client_raises_it(idle: Running) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_who_leaves_frees_the_place(stream: bool, idle: Running) -> None:
-    with idle.ask(MESSAGES, stream=stream, **ENDLESS):
-        wait_until(
-            lambda: any(
-                c.num_drawn > 3 for r in list(idle.llm.engine.requests.values()) for c in r.completions
-            )
-        )
+    with idle.ask(MESSAGES, stream=stream, messages=HELLO, **ENDLESS):
+        idle.wait_for_tokens()
 
 
 def test_an_answer_that_takes_too_long_ends_with_an_error(folder: Path) -> None:
     with running(folder, Settings(request_seconds=0.3)) as server:
-        response = server.post(MESSAGES, **ENDLESS)
+        response = ask(server, **ENDLESS)
         assert (response.status_code, error_of(response)) == (503, "timeout_error")
         *_, last = events(server, **ENDLESS)
         assert last["error"]["type"] == "timeout_error"

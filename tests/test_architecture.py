@@ -29,7 +29,7 @@ LAYERS = (
     ("cache", "draw"),
     ("batch",),
     ("checkpoint", "hub", "sampling", "tokenizer"),
-    ("config", "folder", "wire"),
+    ("config", "folder"),
     ("rope",),
 )
 ROW = {part: row for row, parts in enumerate(LAYERS) for part in parts}
@@ -45,7 +45,7 @@ HOMES = {
     "uvicorn": "infinilm/server/",
     "pydantic": "infinilm/server/",
     "prometheus_client": "infinilm/server/",
-    "matplotlib": "infinilm/load.py",
+    "matplotlib": "infinilm/load/",
     "triton": "infinicore/ops/triton/",
     "transformers": "nowhere",
     "gguf": "nowhere",

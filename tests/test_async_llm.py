@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import Tiny, check_idle, generated, is_beginning, prompt, said, write_model
+from engines import Tiny, check_idle, generated, is_beginning, prompt, said
 
 from infinilm import (
     AsyncLLM,
@@ -33,11 +33,6 @@ PATIENCE = 60.0  # seconds, for what takes milliseconds on an idle machine
 SAMPLED = SamplingParams(seed=1, ignore_eos=True, max_tokens=20, logprobs=1)
 ENDLESS = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None)  # minutes
 OPTIONS: dict[str, Any] = {"kv_cache_memory": "32MB", "block_size": 16}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=100_000)
 
 
 @pytest.fixture
@@ -116,6 +111,16 @@ def test_prompts_may_be_texts_and_mappings(llm: AsyncLLM) -> None:
     for given in ("abc", {"prompt": "abc"}, {"prompt_token_ids": llm.tokenizer.encode("abc")}):
         *_, output = within_patience(outputs_of(llm, given, SAMPLED))
         assert output.prompt_token_ids == llm.tokenizer.encode("abc") and output.finished
+
+
+def test_a_request_that_was_made_before_is_followed_as_one_that_is_made_now(llm: AsyncLLM) -> None:
+    async def followed() -> list[RequestOutput]:
+        return [output async for output in llm.follow(llm.engine.make(prompt(30), SAMPLED))]
+
+    *_, now = within_patience(outputs_of(llm, prompt(30), SAMPLED))
+    *_, before = within_patience(followed())
+    assert said(before) == said(now)
+    check_idle(llm.engine)
 
 
 def test_a_slow_reader_misses_steps_and_never_the_end(llm: AsyncLLM) -> None:
@@ -246,9 +251,11 @@ def test_cancelling_the_consumer_frees_the_request(llm: AsyncLLM) -> None:
     check_idle(llm.engine)
 
 
-def test_leaving_the_loop_frees_the_request(llm: AsyncLLM) -> None:
+@pytest.mark.parametrize("is_made", [False, True])
+def test_leaving_the_loop_frees_the_request(llm: AsyncLLM, is_made: bool) -> None:
     async def left() -> None:
-        outputs = llm.generate(prompt(5), ENDLESS)
+        given = prompt(5), ENDLESS
+        outputs = llm.follow(llm.engine.make(*given)) if is_made else llm.generate(*given)
         async for _ in outputs:
             break
         await outputs.aclose()  # type: ignore[attr-defined]

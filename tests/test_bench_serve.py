@@ -17,7 +17,10 @@ import servers
 
 from infinilm import cli, load
 from infinilm.load import Answer, Failure, Load, Pace, Question, Target
-from infinilm.wire import Address
+from infinilm.load.client import note
+from infinilm.load.paces import MAX_RATES
+from infinilm.load.prompts import arrivals
+from infinilm.load.wire import Address
 
 CHUNK = b'data: {"choices": [{"index": 0, "text": "a", "finish_reason": null}]}\n\n'
 LAST = b'data: {"choices": [{"index": 0, "text": "", "finish_reason": "length"}]}\n\n'
@@ -59,11 +62,11 @@ def test_a_seed_repeats_the_load() -> None:
 
 
 def test_arrivals_are_those_of_a_poisson_process() -> None:
-    moments = load.arrivals(5.0, 4000, seed=1)
+    moments = arrivals(5.0, 4000, seed=1)
     gaps = [b - a for a, b in zip(moments, moments[1:], strict=False)]
     assert statistics.fmean(gaps) == pytest.approx(0.2, rel=0.05)
     assert statistics.stdev(gaps) == pytest.approx(0.2, rel=0.1)  # as the mean: exponential
-    assert load.arrivals(math.inf, 3, seed=1) == [0.0, 0.0, 0.0]
+    assert arrivals(math.inf, 3, seed=1) == [0.0, 0.0, 0.0]
 
 
 # ---- answers that are no good, and odd ones that are ----
@@ -169,7 +172,7 @@ def test_nobody_there_is_an_error_like_others() -> None:
 
 def test_an_error_of_our_own_is_not_swallowed() -> None:
     with pytest.raises(Failure, match="not JSON"):
-        load.note(Answer(0.0), b"[1, 2]")
+        note(Answer(0.0), b"[1, 2]")
 
 
 @pytest.mark.parametrize(
@@ -247,7 +250,7 @@ def test_a_sweep_ends_when_a_doubled_rate_brings_no_more(server: servers.Running
         return [one async for one in load.sweep(target, Load(8, 8, 4), [], {})]
 
     found = asyncio.run(rates())
-    assert 2 <= len(found) <= load.MAX_RATES
+    assert 2 <= len(found) <= MAX_RATES
     assert [one["request_rate"] for one in found] == [
         found[0]["request_rate"] * 2**i for i in range(len(found))
     ]

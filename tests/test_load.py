@@ -23,8 +23,9 @@ import pytest
 from servers import NAME, PATIENCE, Running, running, wait_until
 
 from infinilm import LLM, SamplingParams
-from infinilm.load import events, percentile
-from infinilm.wire import Address, Response, head_of, request
+from infinilm.load import percentile
+from infinilm.load.client import events
+from infinilm.load.wire import Address, Response, head_of, request
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 needs_proc = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")

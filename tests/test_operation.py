@@ -20,25 +20,19 @@ import psutil
 import pytest
 from engines import write_model
 from prometheus_client.parser import text_string_to_metric_families
-from servers import NAME, PATIENCE, Running, read_until, running, wait_until
+from servers import ENDLESS, GREEDY, NAME, PATIENCE, Running, read_until, running, wait_until
 
 from infinilm import AsyncLLM, cli
+from infinilm.engine.stats import Histogram
 from infinilm.server import serve
 from infinilm.server.pages import CONTENT_SECURITY_POLICY, page_files
 from infinilm.server.stream import Settings
-from infinilm.server.tally import Histogram, counts_up_to
+from infinilm.server.tally import counts_up_to
 
 pytestmark = pytest.mark.usefixtures("one_thread", "logs_as_before")
 
-GREEDY = {"temperature": 0, "ignore_eos": True}
-ENDLESS = {**GREEDY, "max_tokens": 90_000}
 PROMPT = "a prompt that fills some blocks of sixteen tokens, so that it will be found a second time"
 OWN = {"model_name": NAME, "engine": "0"}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=100_000)
 
 
 @pytest.fixture
@@ -75,6 +69,7 @@ def test_a_scrape_before_any_request_has_every_metric_at_zero(server: Running) -
         *("request_prefill_time_seconds_count", "request_decode_time_seconds_count"),
         *("request_inference_time_seconds_count", "request_prompt_tokens_count"),
         *("request_generation_tokens_count", "request_params_n_count", "request_params_max_tokens_count"),
+        "iteration_tokens_total_count",
         *(f'request_success_total{{"finished_reason": "{one}"}}' for one in ("stop", "length", "abort")),
     ):
         assert found[name] == 0, name
@@ -101,6 +96,15 @@ def test_metrics_count_what_was_asked_and_answered(server: Running) -> None:
     assert found["inter_token_latency_seconds_count"] == 12  # between 7 tokens of each
     assert found["request_params_max_tokens_sum"] == 14 and found["request_params_n_sum"] == 2
     assert found["num_requests_running"] == found["num_requests_waiting"] == 0
+
+
+def test_metrics_count_the_tokens_of_each_step(folder: Path) -> None:
+    with running(folder, engine={"max_num_batched_tokens": 32}) as server:
+        server.post("/v1/completions", prompt=[66] * 70, max_tokens=5, **GREEDY)
+        found = scrape(server)
+    steps = {bound: found[f'iteration_tokens_total_bucket{{"le": "{bound}.0"}}'] for bound in (1, 8, 16, 32)}
+    assert steps == {1: 4, 8: 5, 16: 5, 32: 7}  # 32, 32 and 6 tokens of the prompt, then 4 of the answer
+    assert found["iteration_tokens_total_count"] == 7 and found["iteration_tokens_total_sum"] == 70 + 4
 
 
 def test_the_parts_of_a_requests_time_add_up(server: Running) -> None:

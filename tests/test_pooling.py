@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from engines import HIDDEN, VOCAB_SIZE, write_model
-from servers import NAME, Running, request_of, running, wait_until
+from servers import NAME, Running, answered, error_of, request_of, running, wait_until
 
 from infinilm import LLM, SamplingParams
 from infinilm.server.pooling import PLAIN, QUESTION
@@ -36,28 +36,13 @@ def server(folder: Path) -> Iterator[Running]:
         yield made
 
 
-@pytest.fixture
-def idle(server: Running) -> Iterator[Running]:
-    """The server, on which the test must leave nothing"""
-    yield server
-    server.check_idle()
-
-
-@pytest.fixture(scope="module")
-def llm(folder: Path) -> LLM:
-    return LLM(folder, kv_cache_memory="32MB")
-
-
 def embed(server: Running, given: Any, **body: Any) -> list[list[float]]:
-    response = server.post("/v1/embeddings", input=given, **body)
-    assert response.status_code == 200, response.text
-    return [one["embedding"] for one in response.json()["data"]]
+    return [one["embedding"] for one in answered(server.post("/v1/embeddings", input=given, **body))["data"]]
 
 
 def refusal(response: httpx.Response, status: int = 400) -> dict[str, Any]:
     assert response.status_code == status, response.text
-    found: dict[str, Any] = response.json()["error"]
-    return found
+    return error_of(response)
 
 
 # ---- embeddings --------------------------------------------------------------------------------------------
@@ -142,10 +127,7 @@ def test_many_inputs_beside_other_requests_are_as_if_alone(idle: Running) -> Non
 
 
 def rerank(server: Running, documents: list[Any], query: str = "France?", **body: Any) -> dict[str, Any]:
-    response = server.post("/v1/rerank", query=query, documents=documents, **body)
-    assert response.status_code == 200, response.text
-    found: dict[str, Any] = response.json()
-    return found
+    return answered(server.post("/v1/rerank", query=query, documents=documents, **body))
 
 
 def probability(llm: LLM, prompt: list[int], token_id: int) -> float:
@@ -225,10 +207,7 @@ def test_a_wrong_ranking_is_refused_by_its_field(idle: Running, body: dict[str, 
 
 
 def test_a_model_without_a_template_is_asked_in_plain_text(tmp_path: Path) -> None:
-    folder = write_model(tmp_path / "plain", max_position_embeddings=MAX_LENGTH)
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    del settings["chat_template"]
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    folder = write_model(tmp_path / "plain", max_position_embeddings=MAX_LENGTH, chat_template=None)
     with running(folder) as server:
         answer = rerank(server, ["x"], "q")
     asked = PLAIN.format(question=QUESTION.format(query="q", document="x"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,12 @@ import httpx
 import openai
 import pydantic
 import pytest
-from engines import write_model
-from servers import NAME, Running, read_until, running, wait_until
+from servers import GREEDY, NAME, Running, answered, error_of, named_events, read_until, running, texts
 
-from infinilm import LLM, SamplingParams
+from infinilm import LLM
 from infinilm.engine.request import CompletionOutput
-from infinilm.server.reader import CallStart, Reader, Text
+from infinilm.server.parts import CallStart, Text
+from infinilm.server.reader import Reader
 from infinilm.server.stream import Settings
 from infinilm.server.tools import OURS, Tool
 from infinilm.server.turn import Reading
@@ -24,41 +23,6 @@ from infinilm.server.turn import Reading
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 RESPONSES = "/v1/responses"
-GREEDY = {"temperature": 0, "ignore_eos": True}
-MAX_LENGTH = 100_000
-THINKING_TEMPLATE = (
-    "{% for message in messages %}{{ message.role }}:"
-    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
-    "{{ message.content }}\n{% endfor %}{{ reasoning_effort }}<think>"
-)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=MAX_LENGTH)
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Running]:
-    with running(folder) as made:
-        yield made
-
-
-@pytest.fixture
-def idle(server: Running) -> Iterator[Running]:
-    """The server, on which the test must leave nothing"""
-    yield server
-    server.check_idle()
-
-
-@pytest.fixture(scope="module")
-def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A model whose template begins its thoughts"""
-    folder = write_model(tmp_path_factory.mktemp("thinker"))
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": THINKING_TEMPLATE}))
-    with running(folder) as made:
-        yield made
 
 
 def ask(server: Running, **body: Any) -> httpx.Response:
@@ -66,51 +30,24 @@ def ask(server: Running, **body: Any) -> httpx.Response:
 
 
 def answer(server: Running, **body: Any) -> dict[str, Any]:
-    response = ask(server, **body)
-    assert response.status_code == 200, response.text
-    found: dict[str, Any] = response.json()
-    return found
+    return answered(ask(server, **body))
 
 
 def events(server: Running, **body: Any) -> list[dict[str, Any]]:
-    """Of a stream: each is named as its type says, and they are numbered from 0"""
     response = ask(server, stream=True, **body)
     assert response.status_code == 200, response.text
     return events_in(response.text)
 
 
 def events_in(text: str) -> list[dict[str, Any]]:
-    *told, rest = text.split("\n\n")
-    assert rest == ""
-    lines = [one.split("\n") for one in told]
-    found = [json.loads(data.removeprefix("data: ")) for _, data in lines]
-    assert [name for name, _ in lines] == [f"event: {one['type']}" for one in found]
+    """They are numbered from 0."""
+    found = named_events(text)
     assert [one["sequence_number"] for one in found] == list(range(len(found)))
     return found
 
 
-def error_of(response: httpx.Response) -> dict[str, Any]:
-    found: dict[str, Any] = response.json()["error"]
-    assert set(found) == {"message", "type", "param", "code"}
-    return found
-
-
 def prompt_of(server: Running, **body: Any) -> str:
-    """What the model reads"""
-    asked: list[list[int]] = []
-    make = server.llm.engine.make
-
-    def noted(token_ids: list[int], *rest: Any, **options: Any) -> Any:
-        asked.append(token_ids)
-        return make(token_ids, *rest, **options)
-
-    server.llm.engine.make = noted  # type: ignore[method-assign]
-    try:
-        answer(server, **{"max_output_tokens": 1, **body})
-    finally:
-        server.llm.engine.make = make  # type: ignore[method-assign]
-    text: str = server.post("/detokenize", tokens=asked[0]).json()["prompt"]
-    return text
+    return server.prompt_of(RESPONSES, **{"model": NAME, "input": "hello", "max_output_tokens": 1, **body})
 
 
 def of_schema(schema: Any) -> dict[str, Any]:
@@ -120,7 +57,7 @@ def of_schema(schema: Any) -> dict[str, Any]:
 # ---- responses ---------------------------------------------------------------------------------------------
 
 
-def test_openais_client_reads_a_response(idle: Running, folder: Path) -> None:
+def test_openais_client_reads_a_response(idle: Running, llm: LLM) -> None:
     schema = of_schema({"const": "yes"})
     with idle.client() as client:
         found = client.responses.create(
@@ -129,10 +66,8 @@ def test_openais_client_reads_a_response(idle: Running, folder: Path) -> None:
     assert found.output_text == '"yes"' and found.status == "completed" and found.id.startswith("resp_")
     assert found.usage is not None and found.usage.input_tokens == 11 + len("system:be brief\n")
     assert found.usage.total_tokens == found.usage.input_tokens + found.usage.output_tokens
-    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=9)
-    (wanted,) = LLM(folder, kv_cache_memory="32MB").chat([{"role": "user", "content": "hello"}], params)
     (item,) = answer(idle, max_output_tokens=9, **GREEDY)["output"]
-    assert item["content"][0]["text"] == wanted.outputs[0].text and item["status"] == "incomplete"
+    assert item["content"][0]["text"] == texts(llm, max_tokens=9)[0] and item["status"] == "incomplete"
 
 
 def test_openais_client_reads_a_stream(idle: Running) -> None:
@@ -156,73 +91,80 @@ def test_a_model_of_pydantic_is_parsed(idle: Running) -> None:
     assert found.output_parsed is not None and found.output_parsed.is_so in (True, False)
 
 
-def test_a_stream_is_these_events(idle: Running) -> None:
-    created, begun, *told, last = events(
-        idle, text=of_schema({"const": "yes"}), max_output_tokens=20, metadata={"a": "b"}
-    )
-    head = {
-        "id": created["response"]["id"],
+YES: dict[str, Any] = {
+    "text": of_schema({"const": "yes"}),
+    "max_output_tokens": 20,
+    "metadata": {"a": "b"},
+}
+
+
+def head_of(response: dict[str, Any]) -> dict[str, Any]:
+    """What every event of the stream of YES that has a response tells of it"""
+    return {
+        "id": response["id"],
         "object": "response",
-        "created_at": created["response"]["created_at"],
+        "created_at": response["created_at"],
         "model": NAME,
         "background": False,
         "error": None,
         "instructions": None,
-        "max_output_tokens": 20,
-        "metadata": {"a": "b"},
         "parallel_tool_calls": True,
         "previous_response_id": None,
         "prompt_cache_key": None,
         "reasoning": {"effort": None},
         "store": False,
         "temperature": 1.0,
-        "text": of_schema({"const": "yes"}),
         "tool_choice": "auto",
         "tools": [],
         "top_p": 1.0,
         "truncation": "disabled",
+        **YES,
     }
+
+
+def test_a_stream_begins_with_a_response_that_is_in_progress(idle: Running) -> None:
+    created, begun, *_ = events(idle, **YES)
     begin = {"status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
-    assert created == {"type": "response.created", "sequence_number": 0, "response": {**head, **begin}}
-    assert begun == {"type": "response.in_progress", "sequence_number": 1, "response": {**head, **begin}}
-    added, part_added, *deltas, text_done, part_done, done = [
-        {key: value for key, value in one.items() if key != "sequence_number"} for one in told
-    ]
-    item_id = added["item"]["id"]
-    place = {"item_id": item_id, "output_index": 0, "content_index": 0}
-    item = {"id": item_id, "type": "message", "role": "assistant"}
-    part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-    assert added == {
-        "type": "response.output_item.added",
-        "output_index": 0,
-        "item": {**item, "status": "in_progress", "content": []},
+    wanted = {**head_of(created["response"]), **begin}
+    assert created == {"type": "response.created", "sequence_number": 0, "response": wanted}
+    assert begun == {"type": "response.in_progress", "sequence_number": 1, "response": wanted}
+
+
+def test_a_stream_tells_a_message_from_its_item_down_to_its_text_and_back(idle: Running) -> None:
+    _, _, *told, last = events(idle, **YES)
+    for number, one in enumerate(told, 2):
+        assert one.pop("sequence_number") == number
+    added, part_added, *deltas, text_done, part_done, done = told
+    (item,) = last["response"]["output"]
+    part = {"type": "output_text", "text": '"yes"', "annotations": [], "logprobs": []}
+    assert item == {
+        "id": item["id"],
+        "type": "message",
+        "role": "assistant",
+        "status": "completed",
+        "content": [part],
     }
-    assert part_added == {"type": "response.content_part.added", **place, "part": part}
-    assert all(
-        one == {"type": "response.output_text.delta", **place, "delta": one["delta"], "logprobs": []}
-        for one in deltas
-    )
+    empty = {**item, "status": "in_progress", "content": []}
+    place = {"item_id": item["id"], "output_index": 0, "content_index": 0}
+    assert added == {"type": "response.output_item.added", "output_index": 0, "item": empty}
+    assert part_added == {"type": "response.content_part.added", **place, "part": {**part, "text": ""}}
+    for one in deltas:
+        assert one == {"type": "response.output_text.delta", **place, "delta": one["delta"], "logprobs": []}
     assert "".join(one["delta"] for one in deltas) == '"yes"'
     assert text_done == {"type": "response.output_text.done", **place, "text": '"yes"', "logprobs": []}
-    part["text"] = '"yes"'
     assert part_done == {"type": "response.content_part.done", **place, "part": part}
-    item |= {"status": "completed", "content": [part]}
     assert done == {"type": "response.output_item.done", "output_index": 0, "item": item}
-    usage, timings = last["response"].pop("usage"), last["response"].pop("timings")
-    assert last["type"] == "response.completed" and timings["prompt_n"] + timings["cache_n"] == 11
-    assert last["response"] == {
-        **head,
-        "status": "completed",
-        "incomplete_details": None,
-        "output": [item],
-    }
-    assert set(usage) == {
-        "input_tokens",
-        "input_tokens_details",
-        "output_tokens",
-        "output_tokens_details",
-        "total_tokens",
-    }
+
+
+def test_a_stream_ends_with_the_whole_response(idle: Running) -> None:
+    *_, done, last = events(idle, **YES)
+    found = last["response"]
+    usage, timings = found.pop("usage"), found.pop("timings")
+    end = {"status": "completed", "incomplete_details": None, "output": [done["item"]]}
+    assert last["type"] == "response.completed" and found == {**head_of(found), **end}
+    assert timings["prompt_n"] + timings["cache_n"] == 11
+    tokens, details = ("input_tokens", "output_tokens"), ("input_tokens_details", "output_tokens_details")
+    assert set(usage) == {*tokens, *details, "total_tokens"}
     assert usage["input_tokens_details"].keys() >= {"cached_tokens", "cache_write_tokens"}
 
 
@@ -611,9 +553,7 @@ def test_an_error_ends_a_stream_as_a_failed_response(idle: Running) -> None:
         while (event := next(stream)).type != "response.output_text.delta":
             pass
         assert event.delta
-        (call,) = idle.process.server.calls
-        assert call.task is not None
-        call.task.get_loop().call_soon_threadsafe(call.end, RuntimeError("ends"))
+        idle.fail_calls()
         last: Any = list(stream)[-1]
     assert last.type == "response.failed" and last.response.id == first.response.id
     assert last.response.status == "failed" and last.response.error is not None
@@ -623,11 +563,7 @@ def test_an_error_ends_a_stream_as_a_failed_response(idle: Running) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 def test_who_leaves_frees_the_place(stream: bool, idle: Running) -> None:
     with idle.ask(RESPONSES, stream=stream, input="hello", **GREEDY):
-        wait_until(
-            lambda: any(
-                c.num_drawn > 3 for r in list(idle.llm.engine.requests.values()) for c in r.completions
-            )
-        )
+        idle.wait_for_tokens()
 
 
 def test_an_answer_that_takes_too_long_fails_and_is_not_asked_for_again(folder: Path) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,32 +13,34 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from engines import VOCAB_SIZE, write_model
-from servers import NAME, PATIENCE, Running, read_until, request_of, running, wait_until
+from engines import VOCAB_SIZE
+from servers import (
+    ENDLESS,
+    GREEDY,
+    HELLO,
+    MAX_LENGTH,
+    NAME,
+    PATIENCE,
+    Running,
+    error_of,
+    loading,
+    read_until,
+    request_of,
+    running,
+    texts,
+    wait_until,
+)
 
 from infinilm import LLM, AsyncLLM, SamplingParams
+from infinilm.engine.engine import Engine
+from infinilm.engine.grammar import GrammarCompiler
 from infinilm.server import stream
 from infinilm.server.app import OPERATIONS
 from infinilm.server.stream import Settings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-HELLO: list[Any] = [{"role": "user", "content": "hello"}]
-GREEDY = {"temperature": 0, "ignore_eos": True}
-ENDLESS = {**GREEDY, "max_tokens": 90_000}
-MAX_LENGTH = 100_000
 CHAT = "/v1/chat/completions"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=MAX_LENGTH)
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Running]:
-    with running(folder) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")
@@ -48,32 +48,6 @@ def default_server(default_model_path: Path) -> Iterator[Running]:
     """The built-in model, for what needs real text"""
     with running(default_model_path, engine={"kv_cache_memory": "256MB"}) as made:
         yield made
-
-
-@pytest.fixture
-def idle(server: Running) -> Iterator[Running]:
-    """The server, on which the test must leave nothing"""
-    yield server
-    server.check_idle()
-
-
-@pytest.fixture(scope="module")
-def llm(folder: Path) -> LLM:
-    return LLM(folder, kv_cache_memory="32MB")
-
-
-def texts(llm: LLM, content: str = "hello", **params: Any) -> list[str]:
-    settings = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, **params})
-    (answer,) = llm.chat([{"role": "user", "content": content}], settings)
-    return [found.text for found in answer.outputs]
-
-
-def error_of(response: httpx.Response) -> dict[str, Any]:
-    (key,) = response.json()
-    found: dict[str, Any] = response.json()["error"]
-    assert key == "error" and set(found) == {"message", "type", "param", "code"}
-    assert not re.search(r"Traceback|0x[0-9a-f]{6}|site-packages|/infinilm", response.text)
-    return found
 
 
 # ---- chats -------------------------------------------------------------------------------------------------
@@ -172,6 +146,29 @@ def test_a_schema_is_kept(strict: bool, idle: Running) -> None:
     wanted = {"type": "json_schema", "json_schema": {"name": "two", "schema": schema, "strict": strict}}
     answer = idle.chat(response_format=wanted, max_tokens=40).json()["choices"][0]
     assert set(json.loads(answer["message"]["content"])) <= {1, 22} and answer["finish_reason"] == "stop"
+
+
+def note_calls(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, calls: list[str]) -> None:
+    call = getattr(owner, name)
+
+    def noted(*given: Any, **options: Any) -> Any:
+        calls.append(name)
+        return call(*given, **options)
+
+    monkeypatch.setattr(owner, name, noted)
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_request_is_made_and_its_grammar_compiled_once(
+    is_stream: bool, idle: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its answer begins, so that what is wrong can still be told by a status"""
+    calls: list[str] = []
+    note_calls(monkeypatch, Engine, "make", calls)
+    note_calls(monkeypatch, GrammarCompiler, "compile", calls)
+    choices = ["once", f"as a stream: {is_stream}"]
+    answer = idle.chat(stream=is_stream, structured_outputs={"choice": choices}, max_tokens=30)
+    assert answer.status_code == 200 and calls == ["make", "compile"]
 
 
 def test_max_tokens_beyond_the_context_is_clamped(folder: Path) -> None:
@@ -561,9 +558,7 @@ def test_the_server_can_end_what_is_under_way(idle: Running) -> None:
         )
         next(stream)
         wait_until(lambda: len(idle.process.server.calls) == 2)
-        for call in list(idle.process.server.calls):
-            assert call.task is not None
-            call.task.get_loop().call_soon_threadsafe(call.end, RuntimeError("ends"))
+        idle.fail_calls()
         with pytest.raises(openai.APIError, match="the server failed"):
             list(stream)
         assert whole.result().status_code == 500
@@ -575,11 +570,7 @@ def test_the_server_can_end_what_is_under_way(idle: Running) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 def test_who_leaves_during_an_answer_frees_its_place(stream: bool, idle: Running) -> None:
     with idle.ask(stream=stream, **ENDLESS):
-        wait_until(
-            lambda: any(
-                c.num_drawn > 3 for r in list(idle.llm.engine.requests.values()) for c in r.completions
-            )
-        )
+        idle.wait_for_tokens()
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -659,20 +650,11 @@ def test_tokens_of_prompts_that_wait_are_bounded_before_they_are_encoded(folder:
 
 
 def test_health_is_503_until_the_model_is_there(folder: Path) -> None:
-    may_load = threading.Event()
-
-    def load() -> AsyncLLM:
-        may_load.wait(PATIENCE)
-        return AsyncLLM(folder, kv_cache_memory="32MB")
-
-    server = Running(load)
-    try:
+    with loading(folder) as (server, may_load):
         for response in (server.http.get("/health"), server.chat()):
             assert response.status_code == 503 and error_of(response)["message"] == "Loading model"
         may_load.set()
         assert server.wait().http.get("/health").json() == {"status": "ok"}
-    finally:
-        server.stop()
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_server_with_the_reason(tmp_path: Path) -> None:

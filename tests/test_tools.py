@@ -19,17 +19,8 @@ from test_grammar import Tiny as Vocabulary
 
 from infinilm import LLM, RequestError, SamplingParams
 from infinilm.engine.grammar import Matcher
-from infinilm.server.reader import (
-    CallArguments,
-    CallEnd,
-    CallStart,
-    Part,
-    Reader,
-    Reasoning,
-    Text,
-    has_reasoning,
-    starts_in_reasoning,
-)
+from infinilm.server.parts import CallArguments, CallEnd, CallStart, Part, Reasoning, Text
+from infinilm.server.reader import Reader, has_reasoning, starts_in_reasoning
 from infinilm.server.tools import (
     HERMES,
     LLAMA3,

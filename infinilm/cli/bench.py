@@ -179,7 +179,7 @@ def paces_of(options: argparse.Namespace) -> list[Pace]:
 
 async def measure_load(options: argparse.Namespace, asked: Load, paces: list[Pace]) -> list[dict[str, Any]]:
     from infinilm import load
-    from infinilm.wire import Address
+    from infinilm.load.wire import Address
 
     address = Address.of(options.base_url)
     if options.token_ids is not None and options.endpoint == "chat":

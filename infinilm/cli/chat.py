@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from infinilm.cli.generate import answer
 from infinilm.cli.options import (
-    add_engine_options,
-    add_model_options,
-    add_sampling_options,
+    add_answer_options,
     check_input,
     load,
     one_line,
@@ -37,10 +35,7 @@ PASTE_GAP = 0.03
 def add(commands: Any) -> None:
     """`infinilm chat`"""
     command = commands.add_parser("chat", help="talk with a model", epilog=CHAT_HELP)
-    command.add_argument("--system", help="a system message to begin with")
-    add_model_options(command)
-    add_engine_options(command)
-    add_sampling_options(command)
+    add_answer_options(command, "a system message to begin with")
     command.set_defaults(run=run)
 
 

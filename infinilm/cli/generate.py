@@ -8,9 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from infinilm.cli.options import (
-    add_engine_options,
-    add_model_options,
-    add_sampling_options,
+    add_answer_options,
     check_input,
     load,
     reading_input,
@@ -28,10 +26,7 @@ def add(commands: Any) -> None:
     command.add_argument(
         "--raw", action="store_true", help="continue the prompt as it is, without a chat template"
     )
-    command.add_argument("--system", help="a system message before the prompt")
-    add_model_options(command)
-    add_engine_options(command)
-    add_sampling_options(command)
+    add_answer_options(command, "a system message before the prompt")
     command.set_defaults(run=run)
 
 

@@ -65,6 +65,14 @@ def json_object(text: str) -> Any:
     return json.loads(text)
 
 
+def add_answer_options(command: argparse.ArgumentParser, system_help: str) -> None:
+    """Of a command that answers: what it is told first, the model, its engine, and how tokens are chosen"""
+    command.add_argument("--system", help=system_help)
+    add_model_options(command)
+    add_engine_options(command)
+    add_sampling_options(command)
+
+
 def add_sampling_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--max-tokens", type=int, default=256)
     command.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")

@@ -27,7 +27,7 @@ from infinilm.engine.draft import ModelDrafter, NgramDrafter, SpeculativeConfig,
 from infinilm.engine.memory import SHARE, free_bytes
 from infinilm.engine.request import Completion, NumericalError, QueueFull, Request, RequestError
 from infinilm.engine.scheduler import Scheduler
-from infinilm.engine.stats import Progress, Stats
+from infinilm.engine.stats import STEP_TOKENS, Histogram, Progress, Stats
 from infinilm.generation import step_tokens
 from infinilm.models.llama import LlamaForCausalLM
 from infinilm.runner import Drawn, Runner, Work
@@ -65,6 +65,7 @@ class Engine:
         tokens = config.max_num_batched_tokens or step_tokens(model.config, model.device)
         self.scheduler = Scheduler(self.blocks, config.max_num_seqs, tokens)
         self.counts = self.scheduler.counts
+        self.step_tokens = Histogram(STEP_TOKENS)
         self.runner = Runner(model, self.cache, config.max_num_seqs, self.max_length)
         self.drafter = self._drafter(draft, others)
         self.requests: dict[str, Request] = {}
@@ -243,6 +244,7 @@ class Engine:
                 item.stream.matcher.prepare()
         drawn = self.runner.run(work)
         self.scheduler.note(work, time.perf_counter() - start)
+        self.step_tokens.add(sum(item.num_tokens for item in work))
         return self._update(work, drawn)
 
     def _update(self, work: Sequence[Work], drawn: Sequence[Drawn]) -> list[Request]:

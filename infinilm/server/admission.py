@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING
 
-from infinilm.engine.request import (
-    QueueFull,
-)
-
-if TYPE_CHECKING:
-    pass
+from infinilm.engine.request import QueueFull
 
 
 class Overloaded(QueueFull):

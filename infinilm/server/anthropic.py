@@ -15,7 +15,7 @@ from pydantic_core import from_json
 
 from infinilm.engine.stats import Progress
 from infinilm.sampling import SamplingParams, StructuredOutputsParams
-from infinilm.server import protocol
+from infinilm.server import answers, asks
 from infinilm.server.anthropic_bodies import (
     BlockMessage,
     CountBody,
@@ -26,10 +26,11 @@ from infinilm.server.anthropic_bodies import (
     ToolUseBlock,
 )
 from infinilm.server.bodies import BodyError
-from infinilm.server.reader import CallArguments, CallStart, Part, Reasoning, Text
+from infinilm.server.conversation import led_by
+from infinilm.server.parts import CallArguments, CallStart, Part, Reasoning, Text
 from infinilm.server.service import Service
 from infinilm.server.stream import Call, Events, HttpError, Operation, Reply, named_event
-from infinilm.server.tools import Choice, Named, Tool, led_by
+from infinilm.server.tools import Choice, Named, Tool
 from infinilm.server.turn import Piece, Run, Turn, Usage, encode
 
 MESSAGES = "/v1/messages"
@@ -61,7 +62,7 @@ def turn_of(body: CountBody, params: SamplingParams) -> Turn:
 
 
 def params_of(body: MessagesBody, defaults: Mapping[str, Any]) -> SamplingParams:
-    return protocol.sampled(
+    return asks.sampled(
         body,
         defaults,
         max_tokens=body.max_tokens,
@@ -74,7 +75,7 @@ def structure(body: MessagesBody) -> StructuredOutputsParams | None:
     wanted = body.output_config.format or body.output_format
     if wanted is None:
         return None
-    with protocol.as_body_errors({}, "output_config"):
+    with asks.as_body_errors({}, "output_config"):
         return StructuredOutputsParams(json=wanted.schema_)
 
 
@@ -286,7 +287,7 @@ def usage_body(usage: Usage) -> dict[str, Any]:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached,
         "output_tokens": usage.drawn,
-        **protocol.cache_miss(usage),
+        **answers.cache_miss(usage),
     }
 
 
@@ -295,7 +296,7 @@ def encoded(events: Iterable[Event]) -> bytes:
 
 
 def ping(progress: Progress) -> Event:
-    return {"type": "ping", **protocol.progress_body(progress)}
+    return {"type": "ping", **answers.progress_body(progress)}
 
 
 PING = named_event("ping", {"type": "ping"})
@@ -345,7 +346,7 @@ async def count_tokens(call: Call) -> Reply:
 
 
 def num_tokens(body: CountBody, service: Service) -> int:
-    with protocol.as_body_errors({}, "messages"):
+    with asks.as_body_errors({}, "messages"):
         return len(encode(turn_of(body, SamplingParams()), service.tokenizer, service.family))
 
 

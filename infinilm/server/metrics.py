@@ -15,7 +15,7 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from infinilm.server.tally import Histogram
+from infinilm.engine.stats import Histogram
 
 if TYPE_CHECKING:
     from infinilm.server.service import Service
@@ -94,6 +94,8 @@ class ServiceCollector(Collector):
         yield from self.counters()
         for name, help_text in HISTOGRAMS.items():
             yield self.histogram(name, help_text, self.service.tally.histograms[name])
+        told = "Tokens that a step of the engine computed, of prompts and of answers."
+        yield self.histogram("iteration_tokens_total", told, self.service.llm.engine.step_tokens)
         yield self.cache_config()
 
     def gauges(self) -> Iterator[Metric]:

@@ -10,10 +10,10 @@ from typing import Any
 
 from infinilm.engine.stats import Progress
 from infinilm.sampling import SamplingParams
-from infinilm.server import protocol
+from infinilm.server import answers, asks
+from infinilm.server.asks import CHAT, COMPLETIONS
 from infinilm.server.bodies import BodyError, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from infinilm.server.protocol import CHAT, COMPLETIONS
-from infinilm.server.reader import CallArguments, CallStart, Part, Reasoning, Text
+from infinilm.server.parts import CallArguments, CallStart, Part, Reasoning, Text
 from infinilm.server.service import Service
 from infinilm.server.stream import DONE, Call, Events, Operation, Raw, Reply, dumps, event, openai_ending
 from infinilm.server.turn import Piece, Run, Turn, encode
@@ -29,14 +29,14 @@ async def chat(call: Call) -> Reply:
     body = await call.read(ChatBody)
     service = call.service
     service.check_model(body.model)
-    turn = protocol.chat_turn(body, service.defaults)
+    turn = asks.chat_turn(body, service.defaults)
     run = await service.start([turn], call)
     if body.stream:
         return Events(ChatStream(run, body, service).events(), openai_ending)
     pieces = await run.whole()
 
     def answer() -> bytes:
-        choices = [protocol.chat_choice(piece, turn.params.logprobs, service.tokenizer) for piece in pieces]
+        choices = [answers.chat_choice(piece, turn.params.logprobs, service.tokenizer) for piece in pieces]
         return whole_answer(CHAT, service, choices, run)
 
     return Raw(await service.off_loop(answer) if turn.params.logprobs is not None else answer())
@@ -44,7 +44,7 @@ async def chat(call: Call) -> Reply:
 
 def whole_answer(url: str, service: Service, choices: list[Chunk], run: Run, is_empty: bool = False) -> bytes:
     usage = replace(run.usage, drawn=0) if is_empty else run.usage
-    told = {**protocol.head_of(url, service.name), "choices": choices, "usage": protocol.usage_body(usage)}
+    told = {**answers.head_of(url, service.name), "choices": choices, "usage": answers.usage_body(usage)}
     return dumps({**told, "timings": run.timings()}).encode()
 
 
@@ -56,7 +56,7 @@ class Stream:
         self.num_choices = len(run.prepared) * body.n
         self.num_done = 0
         self.has_usage = body.stream_options.include_usage
-        self.head = protocol.head_of(url, service.name, is_chunk=True)
+        self.head = answers.head_of(url, service.name, is_chunk=True)
         if self.has_usage:
             self.head["usage"] = None
 
@@ -85,14 +85,14 @@ class Stream:
     def end(self) -> bytes:
         if not self.has_usage:
             return DONE
-        told = {"choices": [], "usage": protocol.usage_body(self.usage()), "timings": self.run.timings()}
+        told = {"choices": [], "usage": answers.usage_body(self.usage()), "timings": self.run.timings()}
         return event({**self.head, **told}) + DONE
 
     def usage(self) -> Any:
         return self.run.usage
 
     def progress(self, progress: Progress) -> bytes:
-        return event({**self.head, "choices": [self.empty()], **protocol.progress_body(progress)})
+        return event({**self.head, "choices": [self.empty()], **answers.progress_body(progress)})
 
     def empty(self) -> Chunk:
         raise NotImplementedError
@@ -109,7 +109,7 @@ class ChatStream(Stream):
         return b"".join(self.chunk(self.choice(index, role)) for index in range(self.num_choices))
 
     def told(self, piece: Piece) -> bytes:
-        logprobs = protocol.chat_logprobs_of(piece, self.num_top, self.service.tokenizer)
+        logprobs = answers.chat_logprobs_of(piece, self.num_top, self.service.tokenizer)
         deltas = [delta_of(part) for part in piece.parts]
         chunks = [self.choice(piece.index, delta) for delta in deltas if delta]
         if logprobs is not None and piece.token_ids:
@@ -118,7 +118,7 @@ class ChatStream(Stream):
         told = b"".join(map(self.chunk, chunks))
         if piece.finish_reason is None:
             return told
-        return told + self.finished(self.choice(piece.index, {}, protocol.finish_reason(piece)))
+        return told + self.finished(self.choice(piece.index, {}, answers.finish_reason(piece)))
 
     def choice(self, index: int, delta: Chunk, reason: str | None = None) -> Chunk:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
@@ -150,7 +150,7 @@ async def completions(call: Call) -> Reply:
     body = await call.read(CompletionBody)
     service = call.service
     service.check_model(body.model)
-    turns = protocol.completion_turns(body, service.defaults)
+    turns = asks.completion_turns(body, service.defaults)
     run = await service.start(turns, call)
     if body.stream:
         return Events(CompletionStream(run, body, service).events(), openai_ending)
@@ -158,8 +158,8 @@ async def completions(call: Call) -> Reply:
 
     def answer() -> bytes:
         several = [pieces[start : start + body.n] for start in range(0, len(pieces), body.n)]
-        choices = protocol.text_choices(body, turns, run.outputs, several, service.tokenizer)
-        return whole_answer(COMPLETIONS, service, choices, run, protocol.is_echo_alone(body))
+        choices = answers.text_choices(body, turns, run.outputs, several, service.tokenizer)
+        return whole_answer(COMPLETIONS, service, choices, run, asks.is_echo_alone(body))
 
     return Raw(await service.off_loop(answer) if body.logprobs is not None or body.echo else answer())
 
@@ -170,21 +170,21 @@ class CompletionStream(Stream):
     def __init__(self, run: Run, body: CompletionBody, service: Service) -> None:
         super().__init__(COMPLETIONS, run, body, service)
         self.offsets = [0] * self.num_choices  # of the text that follows
-        self.is_alone = protocol.is_echo_alone(body)
+        self.is_alone = asks.is_echo_alone(body)
 
     def told(self, piece: Piece) -> bytes:
-        told = protocol.without_tokens(piece) if self.is_alone else piece
+        told = answers.without_tokens(piece) if self.is_alone else piece
         offset = self.offsets[piece.index]
         if self.body.echo and offset == 0:
             told = self.echoed(told)
-        choice = protocol.text_choice(told, self.service.tokenizer, offset)
+        choice = answers.text_choice(told, self.service.tokenizer, offset)
         self.offsets[piece.index] = self.after(choice, offset)
         return self.chunk(choice) if piece.finish_reason is None else self.finished(choice)
 
     def echoed(self, piece: Piece) -> Piece:
         number = piece.index // self.body.n
-        prompt = protocol.prompt_text(self.run.prepared[number].turn.prompt, self.service.tokenizer)
-        return protocol.with_prompt(piece, self.run.output(number), prompt)
+        prompt = answers.prompt_text(self.run.prepared[number].turn.prompt, self.service.tokenizer)
+        return answers.with_prompt(piece, self.run.output(number), prompt)
 
     @staticmethod
     def after(choice: Chunk, offset: int) -> int:
@@ -254,13 +254,13 @@ async def tokenize(call: Call) -> Reply:
 
 
 def tokens_of(body: TokenizeBody, service: Service) -> list[int]:
-    with protocol.as_body_errors({}, "messages" if body.prompt is None else "prompt"):
+    with asks.as_body_errors({}, "messages" if body.prompt is None else "prompt"):
         if body.prompt is not None:
             return service.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
         turn = Turn(
             params=SamplingParams(),
-            messages=[protocol.message_dict(message) for message in body.messages],
-            tools=tuple(protocol.tool_of(given.function.model_dump()) for given in body.tools),
+            messages=[asks.message_dict(message) for message in body.messages],
+            tools=tuple(asks.tool_of(given.function.model_dump()) for given in body.tools),
             variables={"add_generation_prompt": body.add_generation_prompt, **body.chat_template_kwargs},
         )
         return encode(turn, service.tokenizer, service.family)

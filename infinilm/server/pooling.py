@@ -11,7 +11,6 @@ import asyncio
 import base64
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -157,8 +156,7 @@ class Reading:
     def __init__(self, call: Call, name: str, priority: int, salt: str | None) -> None:
         self.call, self.name, self.priority, self.salt = call, name, priority, salt
         self.service = call.service
-        self.key = uuid.uuid4().hex  # callers may give several requests one id
-        self.serials = count()
+        self.ids = call.new_ids()
 
     async def begin(self, given: Sequence[Any], encode_all: Callable[[], list[list[int]]]) -> list[list[int]]:
         """A place for all, then their tokens, checked, off the event loop"""
@@ -195,10 +193,9 @@ class Reading:
             raise BodyError(f"{self.name}: {error}", self.name) from error
 
     async def state(self, prompt: list[int]) -> Tensor:
-        request_id = f"{self.call.request_id}-{self.key}-{next(self.serials)}"
         with self.service.tally.watch():
             state = await self.service.llm.encode(
-                {"prompt_token_ids": prompt}, request_id, priority=self.priority, cache_salt=self.salt
+                {"prompt_token_ids": prompt}, next(self.ids), priority=self.priority, cache_salt=self.salt
             )
         self.place.has_begun(len(prompt))
         return state

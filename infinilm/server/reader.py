@@ -1,34 +1,21 @@
 """Text to parts: what a model writes becomes text, reasoning and calls of tools while it comes.
 
-A Reader is a parser written as generators: each takes what is there of its piece of syntax and yields where
-it has to wait for more. So the work is linear in the text, however it is cut. What turns out to be no call
-comes out as text, exactly as it was.
+What turns out to be no call comes out as text, exactly as it was, and it does not matter how the text is cut.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
-from typing import TypeVar
+from collections.abc import Callable, Sequence
 
+from infinilm.server.parts import CallArguments, CallEnd, CallStart, Part, Reasoning, Text, merged
+from infinilm.server.scanner import BLANK, Mismatch, Scanner, Steps
 from infinilm.server.tools import Family, Tool
 
-Result = TypeVar("Result")
-Steps = Generator[None, None, Result]
-
 THINK, END_OF_THINK = "<think>", "</think>"
-BLANK = re.compile(r"[ \t\n\r]*")  # JSON's
 BETWEEN = re.compile(r"[ \t\n\r;]*")  # two calls that nothing marks
 NAME = re.compile(r"[a-zA-Z0-9_-]*")
-DIGITS = re.compile(r"[0-9]*")
-PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
-ESCAPE = re.compile(r'\\(["\\/bfnrt]|u[0-9a-fA-F]{4})')
-PAIR = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
-HIGH_HALF = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}")
-LITERALS = {"t": "true", "f": "false", "n": "null"}
 
 # The keys of a call as models spell them, and what they are here. The last ones are of no use.
 KEYS = {
@@ -41,45 +28,6 @@ KEYS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Reasoning:
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallStart:
-    """A call begins; `name` is the tool's own, without the namespace."""
-
-    index: int
-    id: str
-    tool: Tool
-
-    @property
-    def name(self) -> str:
-        return self.tool.name
-
-
-@dataclass(frozen=True, slots=True)
-class CallArguments:
-    """More of the arguments' JSON as the model wrote it, or of a custom tool's input."""
-
-    index: int
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallEnd:
-    index: int
-
-
-Part = Text | Reasoning | CallStart | CallArguments | CallEnd
-
-
 def has_reasoning(chat_template: str) -> bool:
     return END_OF_THINK in chat_template
 
@@ -89,11 +37,7 @@ def starts_in_reasoning(prompt: str) -> bool:
     return prompt.rstrip().endswith(THINK)
 
 
-class NotACall(Exception):
-    """What began like a call does not go on like one."""
-
-
-class Reader:
+class Reader(Scanner):
     """`add` gives the parts that are sure by now, `finish` the rest. Without tools there are no calls."""
 
     def __init__(
@@ -103,6 +47,7 @@ class Reader:
         starts_in_reasoning: bool = False,
         has_reasoning: bool = False,
     ) -> None:
+        super().__init__()
         self._family = family
         self._tools = {tool.full_name: tool for tool in tools}
         self._is_reasoning = starts_in_reasoning
@@ -114,10 +59,7 @@ class Reader:
         )
         self._pattern = re.compile("|".join(map(re.escape, self._markers)) or "(?!)")
 
-        self._text, self._at, self._is_over = "", 0, False  # what has not been taken yet
         self._blanks: list[str] = []  # to be dropped if a call follows
-        self._raw: list[str] = []  # what has been taken of a call and would be lost if it is none
-        self._sink: Callable[[str], None] = self._raw.append
         self._parts: list[Part] = []
         self._num_calls = 0
         self._is_open = False  # a call has begun and not ended
@@ -125,7 +67,7 @@ class Reader:
         self._steps = self._answer()
 
     def add(self, text: str) -> list[Part]:
-        self._text, self._at = self._text[self._at :] + text, 0
+        self._feed(text)
         next(self._steps, None)
         return self._gathered()
 
@@ -136,7 +78,7 @@ class Reader:
 
     def _gathered(self) -> list[Part]:
         parts, self._parts = self._parts, []
-        return [joined(list(alike)) for _, alike in groupby(parts, key=kind_of)]
+        return merged(parts)
 
     # ---- the answer ----------------------------------------------------------------------------------------
 
@@ -225,7 +167,7 @@ class Reader:
         self._record(marker)
         try:
             yield from self._form(marker)
-        except NotACall:
+        except Mismatch:
             self._end_call()
             rest = "".join(self._raw)
             self._say(rest) if rest.strip() else self._blanks.append(rest)
@@ -290,7 +232,7 @@ class Reader:
             if not (yield from self._option(",")):
                 break
         if tool is None or (yield from self._peek()) != "}":
-            raise NotACall
+            raise Mismatch
         if not self._is_open:
             self._whole_call(tool, waiting or "{}")
         yield from self._expect("}")
@@ -302,7 +244,7 @@ class Reader:
         written = yield from self._word()
         key = KEYS.get(written, "")
         if not key or key in seen:
-            raise NotACall
+            raise Mismatch
         seen.append(key)
         yield from self._colon()
         return key
@@ -312,7 +254,7 @@ class Reader:
 
     def _tool_called(self, name: str) -> Tool:
         if name not in self._tools:
-            raise NotACall
+            raise Mismatch
         return self._tools[name]
 
     def _arguments(self, tool: Tool) -> Steps[None]:
@@ -322,7 +264,7 @@ class Reader:
             yield from self._input_text(tool)
             return
         if (yield from self._peek()) != "{":
-            raise NotACall
+            raise Mismatch
         self._begin_call(tool, self._argue)
         yield from self._object()
         self._record("")
@@ -332,10 +274,10 @@ class Reader:
         yield from self._expect("{")
         yield from self._run(BLANK)
         if (yield from self._word()) != "input":
-            raise NotACall
+            raise Mismatch
         yield from self._colon()
         if (yield from self._peek()) != '"':
-            raise NotACall
+            raise Mismatch
         self._begin_call(tool, self._argue_decoded)
         yield from self._string()
         self._record("")
@@ -376,172 +318,19 @@ class Reader:
             self._is_open = False
             self._is_after_call = True
 
-    def _record(self, text: str) -> None:
-        """Keep what is taken from now on."""
-        self._raw = [text]
-        self._sink = self._raw.append
-
-    # ---- JSON ----------------------------------------------------------------------------------------------
-
-    def _object(self) -> Steps[None]:
-        """A JSON object: nesting is a list and no recursion, which would cost depth at each step."""
-        closers: list[str] = []
-        place = "value"
-        while True:
-            yield from self._run(BLANK)
-            char = yield from self._peek()
-            if closers and char == closers[-1] and place in ("first", "next"):
-                yield from self._expect(closers.pop())
-                if not closers:
-                    return
-                place = "next"
-            elif place == "next":
-                yield from self._expect(",")
-                place = "key" if closers[-1] == "}" else "value"
-            elif place == "key" or (place == "first" and closers[-1] == "}"):
-                yield from self._string()
-                yield from self._colon()
-                place = "value"
-            elif char == "{" or (char == "[" and closers):
-                closers.append("}" if char == "{" else "]")
-                self._take(1)
-                place = "first"
-            elif closers:
-                yield from self._scalar(char)
-                place = "next"
-            else:
-                raise NotACall
-
-    def _scalar(self, char: str) -> Steps[None]:
-        if char == '"':
-            yield from self._string()
-        elif char in LITERALS:
-            yield from self._expect(LITERALS[char])
-        else:
-            yield from self._number()
-
-    def _number(self) -> Steps[None]:
-        yield from self._option("-")
-        if not (yield from self._option("0")):
-            yield from self._digits()
-        if (yield from self._option(".")):
-            yield from self._digits()
-        if (yield from self._option("e", "E")):
-            yield from self._option("+", "-")
-            yield from self._digits()
-
-    def _digits(self) -> Steps[None]:
-        if not DIGITS.match((yield from self._peek()))[0]:  # type: ignore[index]
-            raise NotACall
-        yield from self._run(DIGITS)
-
-    def _string(self) -> Steps[None]:
-        yield from self._expect('"')
-        while True:
-            yield from self._run(PLAIN)
-            if (yield from self._option('"')):
-                return
-            if (yield from self._peek()) != "\\":
-                raise NotACall
-            yield from self._escape()
-
-    def _escape(self) -> Steps[None]:
-        """Whole, and both halves of a surrogate pair at once. Half an escape at the very end is dropped."""
-        while len(ahead := self._text[self._at : self._at + 12]) < escape_length(ahead):
-            if self._is_over:
-                self._read(len(ahead)) if self._is_open else self._take(len(ahead))
-                raise NotACall
-            yield
-        found = PAIR.match(ahead) or ESCAPE.match(ahead)
-        if not found:
-            raise NotACall
-        self._take(len(found[0]))
-
-    def _word(self) -> Steps[str]:
-        """A string, decoded"""
-        return str(json.loads((yield from self._recorded(self._string()))))
-
-    def _colon(self) -> Steps[None]:
-        yield from self._run(BLANK)
-        yield from self._expect(":")
-        yield from self._run(BLANK)
-
-    # ---- what is there -------------------------------------------------------------------------------------
-
-    def _recorded(self, steps: Steps[None]) -> Steps[str]:
-        """What the steps take, which is kept as well."""
-        start = len(self._raw)
-        yield from steps
-        return "".join(self._raw[start:])
-
-    def _peek(self) -> Steps[str]:
-        """The next character; none at the end."""
-        while self._at == len(self._text) and not self._is_over:
-            yield
-        return self._text[self._at : self._at + 1]
-
-    def _is_ahead(self, wanted: str) -> Steps[bool]:
-        while wanted.startswith(ahead := self._text[self._at : self._at + len(wanted)]):
-            if ahead == wanted or self._is_over:
-                return ahead == wanted
-            yield
-        return False
-
-    def _expect(self, wanted: str) -> Steps[None]:
-        for char in wanted:
-            if not (yield from self._option(char)):
-                raise NotACall
-
-    def _option(self, *wanted: str) -> Steps[bool]:
-        if (yield from self._peek()) not in wanted:
-            return False
-        self._take(1)
-        return True
-
-    def _run(self, pattern: re.Pattern[str]) -> Steps[None]:
-        """All that pattern, which matches any length, matches here."""
-        while True:
-            self._sink_some(self._read_match(pattern))
-            if self._is_over or self._at < len(self._text):
-                return
-            yield
-
-    def _take(self, length: int) -> None:
-        self._sink_some(self._read(length))
-
-    def _sink_some(self, piece: str) -> None:
-        if piece:
-            self._sink(piece)
-
-    def _read_match(self, pattern: re.Pattern[str]) -> str:
-        found = pattern.match(self._text, self._at)
-        return self._read(len(found[0]) if found else 0)
-
-    def _read(self, length: int) -> str:
-        start, self._at = self._at, self._at + length
-        return self._text[start : self._at]
+    def _take_half(self, length: int) -> None:
+        """Nobody could read the arguments with it."""
+        self._read(length) if self._is_open else self._take(length)
 
 
 def input_in(arguments: str) -> str:
     try:
         found = json.loads(arguments)
     except (ValueError, RecursionError):  # numbers of thousands of digits, nesting by the thousand
-        raise NotACall from None
+        raise Mismatch from None
     if found.keys() != {"input"} or not isinstance(found["input"], str):
-        raise NotACall
+        raise Mismatch
     return found["input"].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def kind_of(part: Part) -> tuple[type, int | None]:
-    return type(part), getattr(part, "index", None)
-
-
-def joined(parts: list[Part]) -> Part:
-    """One part of several that are alike"""
-    first = parts[0]
-    if len(parts) == 1 or not isinstance(first, Text | Reasoning | CallArguments):
-        return first
-    return replace(first, text="".join(part.text for part in parts if isinstance(part, type(first))))
 
 
 def num_begun(text: str, start: int, markers: Sequence[str]) -> int:
@@ -551,15 +340,6 @@ def num_begun(text: str, start: int, markers: Sequence[str]) -> int:
         if any(marker.startswith(text[-length:]) for marker in markers):
             return length
     return 0
-
-
-def escape_length(ahead: str) -> int:
-    """How much of it is needed to know the escape at its beginning."""
-    if ahead[1:2] != "u":
-        return 2
-    if not HIGH_HALF.match(ahead):
-        return 6
-    return {"": 7, "\\": 8, "\\u": 12}.get(ahead[6:8], 6)
 
 
 def decoded(escape: str) -> str:

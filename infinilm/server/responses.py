@@ -11,9 +11,10 @@ from typing import Any
 
 from infinilm.engine.stats import Progress
 from infinilm.sampling import SamplingParams, StructuredOutputsParams
-from infinilm.server import protocol
+from infinilm.server import answers, asks
 from infinilm.server.bodies import BodyError
-from infinilm.server.reader import CallArguments, CallEnd, CallStart, Part, Reasoning, Text
+from infinilm.server.conversation import led_by
+from infinilm.server.parts import CallArguments, CallEnd, CallStart, Part, Reasoning, Text
 from infinilm.server.responses_bodies import (
     CallOutputItem,
     ChosenTool,
@@ -28,7 +29,7 @@ from infinilm.server.responses_bodies import (
 )
 from infinilm.server.service import Service
 from infinilm.server.stream import Call, Events, HttpError, Operation, Reply, named_event
-from infinilm.server.tools import Choice, Named, Tool, full_name, led_by
+from infinilm.server.tools import Choice, Named, Tool, full_name
 from infinilm.server.turn import Piece, Run, Turn, Usage
 
 Message = dict[str, Any]
@@ -57,7 +58,7 @@ def turn_of(body: ResponsesBody, defaults: Mapping[str, Any]) -> Turn:
 
 def params_of(body: ResponsesBody, defaults: Mapping[str, Any]) -> SamplingParams:
     structure = structure_of(body)
-    return protocol.sampled(body, defaults, max_tokens=body.max_output_tokens, structured_outputs=structure)
+    return asks.sampled(body, defaults, max_tokens=body.max_output_tokens, structured_outputs=structure)
 
 
 def structure_of(body: ResponsesBody) -> StructuredOutputsParams | None:
@@ -66,7 +67,7 @@ def structure_of(body: ResponsesBody) -> StructuredOutputsParams | None:
         return None
     if wanted.type == "json_schema" and wanted.schema_ is None:
         raise BodyError("text.format.schema must be given where its type is 'json_schema'", "text")
-    with protocol.as_body_errors({}, "text"):
+    with asks.as_body_errors({}, "text"):
         if wanted.type == "json_object":
             return StructuredOutputsParams(json_object=True)
         return StructuredOutputsParams(json=wanted.schema_)
@@ -244,7 +245,7 @@ class Answer:
         return self.encoded([self.about("in_progress")])
 
     def progress(self, progress: Progress) -> Event:
-        return {**self.about("in_progress"), **protocol.progress_body(progress)}
+        return {**self.about("in_progress"), **answers.progress_body(progress)}
 
     def ending(self, error: HttpError) -> bytes:
         self.status = "failed"
@@ -341,7 +342,7 @@ def head_of(run: Run, body: ResponsesBody, service: Service) -> Event:
 
 
 def usage_body(usage: Usage, num_thoughts: int) -> dict[str, Any]:
-    cached = {"cached_tokens": usage.cached, "cache_write_tokens": 0, **protocol.cache_miss(usage)}
+    cached = {"cached_tokens": usage.cached, "cache_write_tokens": 0, **answers.cache_miss(usage)}
     return {
         "input_tokens": usage.prompt,
         "input_tokens_details": cached,

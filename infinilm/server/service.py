@@ -81,12 +81,13 @@ class Service:
         """Turns on their way, or RequestError or Overloaded. Their place is theirs until the stack ends."""
         place = self.admission.enter(sum(turn.params.n for turn in turns), caller.num_bytes // BYTES_A_TOKEN)
         caller.stack.callback(place.leave)
-        prepared = await self.off_loop(lambda: [self.prepare(turn) for turn in turns])
+        named = [*zip(turns, caller.new_ids(), strict=False)]
+        prepared = await self.off_loop(lambda: [self.prepare(turn, own) for turn, own in named])
         place.takes(sum(len(one.token_ids) for one in prepared))
-        return Run(self, prepared, caller, place)
+        return Run(self, prepared, place)
 
-    def prepare(self, turn: Turn) -> Prepared:
-        """In any thread: encode and check a turn, so that what is wrong is known before an answer begins."""
+    def prepare(self, turn: Turn, request_id: str) -> Prepared:
+        """In any thread: make a turn's request, so that what is wrong is known before an answer begins."""
         name = "prompt" if turn.messages is None else "messages"
         try:
             token_ids = encode(turn, self.tokenizer, self.family)
@@ -96,14 +97,14 @@ class Service:
         starts = self._starts_in_reasoning(turn, token_ids)
         try:
             params = enforced(turn, self.family, starts)
-            self.llm.engine.make(token_ids, params, turn.priority, cache_salt=turn.salt)
+            request = self.llm.engine.make(token_ids, params, turn.priority, request_id, turn.salt)
         except BodyError:
             raise
         except RequestError as error:
             wrong = field_of(str(error), name, turn.structure_field)
             told = str(error) if str(error).startswith(wrong) else f"{wrong}: {error}"
             raise BodyError(told, wrong) from error
-        return Prepared(turn, token_ids, params, starts)
+        return Prepared(turn, request, starts)
 
     def check_length(self, token_ids: Sequence[int], name: str) -> None:
         if len(token_ids) >= self.max_model_len:

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from infinilm.engine.request import QueueFull
 from infinilm.folder import parse_object
-from infinilm.server import protocol
+from infinilm.server import answers
 from infinilm.server.admission import Overloaded
 from infinilm.server.bodies import Body, BodyError, read
 from infinilm.server.service import Service
@@ -101,7 +101,7 @@ def http_error(error: BaseException) -> HttpError:
     """Any error as an answer. What is our own fault is told to the log alone."""
     if isinstance(error, HttpError):
         return error
-    status, body = protocol.error_of(error)
+    status, body = answers.error_of(error)
     told = body["error"]
     headers = {}
     if isinstance(error, QueueFull):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from infinilm.engine.request import Aborted, RequestMetrics, RequestOutput
+from infinilm.engine.stats import Histogram
 from infinilm.sampling import SamplingParams
 
 REASONS = ("stop", "length", "abort", "error")
@@ -31,19 +31,6 @@ def counts_up_to(most: int) -> list[int]:
     """1, 2, 5, 10, 20, 50 ..."""
     found = [step * 10**power for power in range(len(str(most))) for step in (1, 2, 5)]
     return [count for count in found if count <= most]
-
-
-class Histogram:
-    """How many values were at most as large as each of some bounds, or larger than all, and their sum."""
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
-
-    def add(self, value: float, times: int = 1) -> None:
-        self.counts[bisect_left(self.bounds, value)] += times
-        self.sum += value * times
 
 
 class Tally:

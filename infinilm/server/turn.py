@@ -6,16 +6,18 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from infinilm.engine.request import Aborted, CompletionOutput, Logprobs, RequestOutput
+from infinilm.engine.request import Aborted, CompletionOutput, Logprobs, Request, RequestOutput
 from infinilm.engine.stats import Progress
 from infinilm.sampling import SamplingParams
 from infinilm.server.bodies import BodyError
-from infinilm.server.reader import CallStart, Part, Reader
+from infinilm.server.parts import CallStart, Part
+from infinilm.server.reader import Reader
 from infinilm.server.tools import Choice, Family, Tool
 from infinilm.tokenizer import Tokenizer
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from infinilm.server.service import Service
 
 LOG = logging.getLogger("infinilm.server")
+News = asyncio.Queue[int | BaseException | None]
 PROGRESS_SECONDS = 0.25  # between two reports of a long prompt
 
 
@@ -53,12 +56,19 @@ class Turn:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A turn that the engine will take."""
+    """A turn, and the request that it is to the engine."""
 
     turn: Turn
-    token_ids: list[int]
-    params: SamplingParams
+    request: Request
     starts_in_reasoning: bool
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.request.prompt_token_ids
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.params
 
 
 @dataclass(eq=False)
@@ -68,6 +78,11 @@ class Caller:
     request_id: str
     num_bytes: int = 0
     stack: ExitStack = field(default_factory=ExitStack)
+
+    def new_ids(self) -> Iterator[str]:
+        """For requests to the engine, which are all different: callers may give several requests one id."""
+        key = uuid.uuid4().hex
+        return (f"{self.request_id}-{key}-{number}" for number in count())
 
 
 def encode(turn: Turn, tokenizer: Tokenizer, family: Family) -> list[int]:
@@ -108,7 +123,7 @@ class Piece:
     index: int
     text: str
     parts: list[Part]
-    token_ids: list[int]
+    token_ids: Sequence[int]
     logprobs: Sequence[Logprobs | None] | None = None
     finish_reason: str | None = None  # "stop" or "length"
     stop_reason: int | str | None = None
@@ -173,11 +188,10 @@ class Reading:
 class Run:
     """Turns under way, the choices of each numbered after those of the one before."""
 
-    def __init__(self, service: Service, prepared: Sequence[Prepared], caller: Caller, place: Place) -> None:
+    def __init__(self, service: Service, prepared: Sequence[Prepared], place: Place) -> None:
         self.prepared = prepared
         self.start = time.monotonic()
-        self._service, self._caller, self._place = service, caller, place
-        self._key = uuid.uuid4().hex  # callers may give several requests one id
+        self._service, self._place = service, place
         self._outputs: dict[int, RequestOutput] = {}  # the last of each turn
         self._readings = [
             [service.reading(one, number * one.params.n + index) for index in range(one.params.n)]
@@ -224,15 +238,12 @@ class Run:
         }
 
     def progress(self) -> Progress:
-        found = [self._service.progress(self._id(number)) for number in range(len(self.prepared))]
+        found = [self._service.progress(one.request.request_id) for one in self.prepared]
         return Progress(
             sum(len(one.token_ids) for one in self.prepared),
             sum(one.cached for one in found if one),
             sum(one.processed for one in found if one),
         )
-
-    def _id(self, number: int) -> str:
-        return f"{self._caller.request_id}-{self._key}-{number}"
 
     def _told(self, number: int) -> list[Piece]:
         output = self._outputs[number]
@@ -245,15 +256,8 @@ class Run:
 
     async def _follow(self, number: int) -> AsyncGenerator[int, None]:
         one = self.prepared[number]
-        outputs = self._service.llm.generate(
-            {"prompt_token_ids": one.token_ids},
-            one.params,
-            self._id(number),
-            priority=one.turn.priority,
-            cache_salt=one.turn.salt,
-        )
         with self._service.tally.watch(one.params) as watch:
-            async with aclosing(outputs):  # type: ignore[type-var]
+            async with aclosing(self._service.llm.follow(one.request)) as outputs:
                 async for output in outputs:
                     watch.note(output)
                     if number not in self._outputs:
@@ -264,18 +268,8 @@ class Run:
                     yield number
 
     async def _merged(self) -> AsyncGenerator[int, None]:
-        news: asyncio.Queue[int | BaseException | None] = asyncio.Queue()
-
-        async def tell(number: int) -> None:
-            try:
-                async with aclosing(self._follow(number)) as source:
-                    async for _ in source:
-                        news.put_nowait(number)
-                news.put_nowait(None)
-            except Exception as error:
-                news.put_nowait(error)
-
-        tasks = [asyncio.create_task(tell(number)) for number in range(len(self.prepared))]
+        news: News = asyncio.Queue()
+        tasks = [asyncio.create_task(self._tell(number, news)) for number in range(len(self.prepared))]
         num_left = len(tasks)
         try:
             while num_left:
@@ -290,6 +284,16 @@ class Run:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _tell(self, number: int, news: News) -> None:
+        """All there is of one turn, then None, or the error that it ends with"""
+        try:
+            async with aclosing(self._follow(number)) as source:
+                async for _ in source:
+                    news.put_nowait(number)
+            news.put_nowait(None)
+        except Exception as error:
+            news.put_nowait(error)
 
     async def _with_progress(self) -> AsyncGenerator[int | Progress, None]:
         """News, and before the first of them how far the prompt has been read."""

@@ -1,0 +1,239 @@
+"""What is told of turns in OpenAI's words: chats and completions, whole or in chunks, and errors."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+from infinilm.engine.request import (
+    Aborted,
+    EngineDead,
+    Logprob,
+    Logprobs,
+    NumericalError,
+    QueueFull,
+    RequestError,
+    RequestOutput,
+)
+from infinilm.engine.stats import Progress
+from infinilm.server.asks import CHAT, COMPLETIONS, Ask, Body, is_echo_alone
+from infinilm.server.bodies import ChatBody, CompletionBody
+from infinilm.server.parts import CallArguments, CallStart, Part, Reasoning, Text
+from infinilm.server.reader import Reader
+from infinilm.server.service import UnknownModel
+from infinilm.server.tools import family_of
+from infinilm.server.turn import Piece, Reading, Turn, Usage, usage_of
+from infinilm.tokenizer import Tokenizer, TokenizerError
+
+LEAST_LOGPROB = -9999.0  # JSON has no infinity
+
+
+def head_of(url: str, model: str, is_chunk: bool = False) -> Body:
+    is_chat = url == CHAT
+    kind = ("chat.completion.chunk" if is_chunk else "chat.completion") if is_chat else "text_completion"
+    name = "chatcmpl" if is_chat else "cmpl"
+    return {"id": f"{name}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
+
+
+def usage_body(usage: Usage) -> Body:
+    return {
+        "prompt_tokens": usage.prompt,
+        "completion_tokens": usage.drawn,
+        "total_tokens": usage.prompt + usage.drawn,
+        "prompt_tokens_details": {"cached_tokens": usage.cached, **cache_miss(usage)},
+    }
+
+
+def cache_miss(usage: Usage) -> Body:
+    """Where a prompt of which more could have been cached parts from the one before"""
+    return {} if usage.miss is None else {"cache_miss": {"position": usage.miss}}
+
+
+def progress_body(progress: Progress) -> Body:
+    told = {"total": progress.total, "cache": progress.cached, "processed": progress.processed}
+    return {"prompt_progress": told}
+
+
+def finish_reason(piece: Piece) -> str | None:
+    return "tool_calls" if piece.has_calls and piece.finish_reason == "stop" else piece.finish_reason
+
+
+def chat_choice(piece: Piece, num_top: int | None, tokenizer: Tokenizer) -> Body:
+    return {
+        "index": piece.index,
+        "message": message_of(piece.parts),
+        "logprobs": chat_logprobs_of(piece, num_top, tokenizer),
+        "finish_reason": finish_reason(piece),
+    }
+
+
+def message_of(parts: Sequence[Part]) -> Body:
+    text = "".join(part.text for part in parts if isinstance(part, Text))
+    thoughts = "".join(part.text for part in parts if isinstance(part, Reasoning))
+    calls = calls_of(parts)
+    message: Body = {"role": "assistant", "content": None if calls and not text else text, "refusal": None}
+    if thoughts:
+        message |= {"reasoning": thoughts, "reasoning_content": thoughts}
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def calls_of(parts: Sequence[Part]) -> list[Body]:
+    calls: dict[int, Body] = {}
+    for part in parts:
+        if isinstance(part, CallStart):
+            function = {"name": part.name, "arguments": ""}
+            calls[part.index] = {"id": part.id, "type": "function", "function": function}
+        elif isinstance(part, CallArguments):
+            calls[part.index]["function"]["arguments"] += part.text
+    return list(calls.values())
+
+
+def chat_logprobs_of(piece: Piece, num_top: int | None, tokenizer: Tokenizer) -> Body | None:
+    if piece.logprobs is None:
+        return None
+    content = []
+    for token_id, found in zip(piece.token_ids, piece.logprobs, strict=True):
+        if found is None:
+            continue
+        best = sorted(found, key=lambda other: found[other].rank or 0)[:num_top]
+        top = [chat_logprob(other, found[other], tokenizer) for other in best]
+        content.append({**chat_logprob(token_id, found[token_id], tokenizer), "top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def chat_logprob(token_id: int, found: Logprob, tokenizer: Tokenizer) -> Body:
+    return {
+        "token": found.decoded_token,
+        "logprob": as_json(found),
+        "bytes": list(tokenizer.token_bytes(token_id)),
+    }
+
+
+def text_choice(piece: Piece, tokenizer: Tokenizer, offset: int = 0) -> Body:
+    """`offset` is the length of the text before"""
+    logprobs = None
+    if piece.logprobs is not None:
+        logprobs = text_logprobs(piece.token_ids, piece.logprobs, tokenizer, offset)
+    return {
+        "index": piece.index,
+        "text": piece.text,
+        "logprobs": logprobs,
+        "finish_reason": piece.finish_reason,
+    }
+
+
+def text_logprobs(
+    token_ids: Sequence[int], found: Sequence[Logprobs | None], tokenizer: Tokenizer, offset: int
+) -> Body:
+    """In four lists. Of a prompt's first token nothing is known but its text."""
+    tokens = [
+        (tokenizer.decode([token], skip_special_tokens=False) if top is None else top[token].decoded_token)
+        or ""
+        for token, top in zip(token_ids, found, strict=True)
+    ]
+    return {
+        "tokens": tokens,
+        "token_logprobs": [
+            None if top is None else as_json(top[token]) for token, top in zip(token_ids, found, strict=True)
+        ],
+        "top_logprobs": [
+            None if top is None else {one.decoded_token: as_json(one) for one in top.values()}
+            for top in found
+        ],
+        "text_offset": list(accumulate(map(len, tokens[:-1]), initial=offset)) if tokens else [],
+    }
+
+
+def with_prompt(piece: Piece, output: RequestOutput, prompt: str) -> Piece:
+    """The same piece with the prompt before it, as `echo` asks for."""
+    if piece.logprobs is None:
+        return replace(piece, text=prompt + piece.text)
+    return replace(
+        piece,
+        text=prompt + piece.text,
+        token_ids=[*output.prompt_token_ids, *piece.token_ids],
+        logprobs=[*(output.prompt_logprobs or ()), *piece.logprobs],
+    )
+
+
+def without_tokens(piece: Piece) -> Piece:
+    """Of a prompt that is wanted back and nothing after it"""
+    return replace(piece, text="", token_ids=[], logprobs=None if piece.logprobs is None else [])
+
+
+def prompt_text(prompt: str | Sequence[int], tokenizer: Tokenizer) -> str:
+    return prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=False)
+
+
+def as_json(found: Logprob) -> float:
+    return max(found.logprob, LEAST_LOGPROB)
+
+
+# ---- whole answers -----------------------------------------------------------------------------------------
+
+
+def answer_of(ask: Ask, outputs: Sequence[RequestOutput], tokenizer: Tokenizer, model: str) -> Body:
+    """The whole answer, of the outputs of each prompt; `model` is its name where the body gave none."""
+    reader = Reader(family_of(tokenizer.chat_template), (), False, False)
+    pieces = [
+        [Reading(number * ask.params.n + found.index, reader).piece(found) for found in output.outputs]
+        for number, output in enumerate(outputs)
+    ]
+    whole = [[piece for piece in some if piece is not None] for some in pieces]
+    if isinstance(ask.body, ChatBody):
+        choices = [chat_choice(piece, ask.params.logprobs, tokenizer) for piece in whole[0]]
+    else:
+        choices = text_choices(ask.body, ask.turns, outputs, whole, tokenizer)
+    url = CHAT if isinstance(ask.body, ChatBody) else COMPLETIONS
+    usage = usage_body(usage_of(outputs))
+    return {**head_of(url, ask.body.model or model), "choices": choices, "usage": usage}
+
+
+def text_choices(
+    body: CompletionBody,
+    turns: Sequence[Turn],
+    outputs: Sequence[RequestOutput],
+    pieces: Sequence[Sequence[Piece]],
+    tokenizer: Tokenizer,
+) -> list[Body]:
+    """Of the pieces of each prompt, which are whole"""
+    choices = []
+    for turn, output, some in zip(turns, outputs, pieces, strict=True):
+        for piece in some:
+            told = without_tokens(piece) if is_echo_alone(body) else piece
+            if body.echo:
+                told = with_prompt(told, output, prompt_text(turn.prompt, tokenizer))
+            choices.append(text_choice(told, tokenizer))
+    return choices
+
+
+# ---- errors ------------------------------------------------------------------------------------------------
+
+
+def error_of(error: BaseException) -> tuple[int, Body]:
+    """The status and the body that tell of an error: the caller's own, or ours."""
+    status, kind = status_of(error)
+    is_known = status < 500 or isinstance(error, NumericalError | Aborted)
+    unknown = "the engine has stopped" if status == 503 else "the server failed; its log says why"
+    told = {
+        "message": (str(error) or type(error).__name__) if is_known else unknown,
+        "type": kind,
+        "param": getattr(error, "param", None),
+        "code": getattr(error, "code", None),
+    }
+    return status, {"error": told}
+
+
+def status_of(error: BaseException) -> tuple[int, str]:
+    if isinstance(error, UnknownModel):
+        return 404, "invalid_request_error"
+    if isinstance(error, RequestError | TokenizerError):
+        return 400, "invalid_request_error"
+    if isinstance(error, QueueFull):
+        return 429, "rate_limit_error"
+    return 503 if isinstance(error, EngineDead) else 500, "server_error"

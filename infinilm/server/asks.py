@@ -1,0 +1,244 @@
+"""What OpenAI's chats and completions ask for: a body becomes turns; without HTTP."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from reprlib import repr as short
+from typing import Any
+
+from infinilm.sampling import SamplingParams, StructuredOutputsParams
+from infinilm.server.bodies import (
+    BodyError,
+    ChatBody,
+    CompletionBody,
+    Generation,
+    Message,
+    NamedTool,
+    Sampled,
+    read,
+)
+from infinilm.server.tools import Choice, Named, Tool, family_of
+from infinilm.server.turn import Turn, encode
+from infinilm.tokenizer import Tokenizer
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+MAX_CHOICES = 1024  # of one answer: n for each prompt
+
+Body = dict[str, Any]
+
+# The same in SamplingParams.
+SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "n",
+    "stop",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "ignore_eos",
+    "min_tokens",
+    "stop_token_ids",
+    "bad_words",
+    "allowed_token_ids",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+)
+
+
+# ---- turns -------------------------------------------------------------------------------------------------
+
+
+def chat_turn(body: ChatBody, defaults: Mapping[str, Any]) -> Turn:
+    """The turn that a chat asks for; BodyError if that cannot be done."""
+    effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
+    choice = choice_of(body)
+    with as_body_errors({}, "tools"):
+        tools = tuple(tool_of(given.function.model_dump()) for given in body.tools)
+    return Turn(
+        params=sampling_params(body, defaults, chat_max_tokens(body), chat_logprobs(body)),
+        messages=[message_dict(message) for message in body.messages],
+        tools=tools,
+        choice=choice,
+        is_parallel=is_parallel(body, choice),
+        variables={**effort, **body.chat_template_kwargs},
+        salt=body.cache_salt,
+        priority=body.priority,
+        structure_field=structure_field(body),
+    )
+
+
+def completion_turns(body: CompletionBody, defaults: Mapping[str, Any]) -> list[Turn]:
+    """A turn for each prompt"""
+    max_tokens = 16 if body.max_tokens is None else body.max_tokens
+    if is_echo_alone(body):
+        max_tokens = 1  # which is not told
+    params = sampling_params(body, defaults, max_tokens, body.logprobs)
+    if body.echo:
+        params = replace(params, prompt_logprobs=body.logprobs)
+    check_choices(len(body.prompt), params.n)
+    return [
+        Turn(
+            params=params,
+            prompt=prompt,
+            salt=body.cache_salt,
+            priority=body.priority,
+            structure_field=structure_field(body),
+        )
+        for prompt in body.prompt
+    ]
+
+
+def is_echo_alone(body: CompletionBody) -> bool:
+    """Whether the prompt is wanted back and nothing after it."""
+    return body.echo and body.max_tokens == 0
+
+
+def check_choices(num_prompts: int, n: int) -> None:
+    if num_prompts * n > MAX_CHOICES:
+        asked = f"{num_prompts} prompts with n {n} are {num_prompts * n} choices"
+        raise BodyError(f"{asked}; at most {MAX_CHOICES} are made", "n")
+
+
+def sampling_params(
+    body: Generation, defaults: Mapping[str, Any], max_tokens: int | None, logprobs: int | None
+) -> SamplingParams:
+    asked = {"max_tokens": max_tokens, "logprobs": logprobs, "structured_outputs": structure(body)}
+    return sampled(body, defaults, **asked)
+
+
+def sampled(body: Sampled, defaults: Mapping[str, Any], **asked: Any) -> SamplingParams:
+    """What the body says, and what is asked besides under a name of another API"""
+    given = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name, None)) is not None}
+    with as_body_errors({**given, **asked}):
+        return SamplingParams(**{**defaults, **given, **asked})
+
+
+@contextmanager
+def as_body_errors(given: Mapping[str, Any], param: str | None = None) -> Iterator[None]:
+    """Errors of SamplingParams name the field first."""
+    try:
+        yield
+    except BodyError:
+        raise
+    except (ValueError, TypeError) as error:
+        named = [word for word in re.findall(r"\w+", str(error)) if word in given]
+        told = str(error) if param is None or param in str(error) else f"{param}: {error}"
+        raise BodyError(told, named[0] if named else param) from error
+
+
+def chat_max_tokens(body: ChatBody) -> int | None:
+    """A chat goes on as long as the model does, unless it is told."""
+    asked = {body.max_completion_tokens, body.max_tokens} - {None}
+    if len(asked) == 2:
+        raise BodyError("max_tokens and max_completion_tokens differ; give one of them", "max_tokens")
+    return asked.pop() if asked else None
+
+
+def chat_logprobs(body: ChatBody) -> int | None:
+    """How many of the likeliest tokens are told with each"""
+    if body.top_logprobs is not None and not body.logprobs:
+        raise BodyError("top_logprobs needs logprobs to be true", "top_logprobs")
+    return (body.top_logprobs or 0) if body.logprobs else None
+
+
+def structure(body: Generation) -> StructuredOutputsParams | None:
+    wanted, own = response_format(body.response_format), body.structured_outputs
+    if own is None:
+        return wanted
+    if wanted is not None:
+        raise BodyError("response_format and structured_outputs exclude each other", "structured_outputs")
+    with as_body_errors({}, "structured_outputs"):
+        return StructuredOutputsParams(**own)
+
+
+def structure_field(body: Generation) -> str:
+    return "response_format" if body.structured_outputs is None else "structured_outputs"
+
+
+def response_format(wanted: Mapping[str, Any] | None) -> StructuredOutputsParams | None:
+    kind = "text" if wanted is None else wanted.get("type")
+    if wanted is None or kind == "text":
+        return None
+    with as_body_errors({}, "response_format"):
+        if kind == "json_object":
+            return StructuredOutputsParams(json_object=True)
+        if kind == "json_schema" and isinstance(wanted.get("json_schema"), Mapping):
+            return StructuredOutputsParams(json=schema_of(wanted["json_schema"]))
+    raise BodyError(
+        "response_format must be {'type': 'text'}, {'type': 'json_object'} or {'type': 'json_schema', "
+        f"'json_schema': {{'name': ..., 'schema': ...}}}}, but is {short(wanted)}",
+        "response_format",
+    )
+
+
+def schema_of(given: Mapping[str, Any]) -> Any:
+    if not isinstance(given.get("schema"), dict):
+        raise ValueError(f"response_format: json_schema has no schema that is an object: {short(given)}")
+    return given["schema"]
+
+
+def message_dict(message: Message) -> Body:
+    """As templates know it; developers speak in the system's role."""
+    role = "system" if message.role == "developer" else message.role
+    return {"content": None, **message.model_dump(exclude_unset=True), "role": role}
+
+
+def tool_of(given: Mapping[str, Any]) -> Tool:
+    return Tool(given["name"], given["description"], given["parameters"], "function", given["strict"])
+
+
+def choice_of(body: ChatBody) -> Choice:
+    choice, names = body.tool_choice, [given.function.name for given in body.tools]
+    if isinstance(choice, NamedTool):
+        if choice.function.name not in names:
+            raise BodyError(f"tool_choice: there is no tool {choice.function.name!r}", "tool_choice")
+        return Named(choice.function.name)
+    if choice == "required" and not names:
+        raise BodyError("tool_choice is 'required', but there are no tools", "tool_choice")
+    return choice or "auto"
+
+
+def is_parallel(body: ChatBody, choice: Choice) -> bool:
+    """Whether one answer may call several tools. A small model that is forced to call does not find an end by
+    itself, so then it is one call, unless several are asked for."""
+    return choice == "auto" if body.parallel_tool_calls is None else body.parallel_tool_calls
+
+
+# ---- a whole request, for those who run the engine themselves ----------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a body asks for: each prompt continued n times."""
+
+    body: ChatBody | CompletionBody
+    turns: Sequence[Turn]
+    prompts: Sequence[list[int]]
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.turns[0].params
+
+
+def ask_of(url: str, given: Body, tokenizer: Tokenizer) -> Ask:
+    """What the body of a request to CHAT or COMPLETIONS asks for; BodyError if that cannot be done."""
+    if given.get("tools"):
+        raise BodyError("tools is not supported in a file of requests; leave it out", "tools")
+    body: ChatBody | CompletionBody
+    if url == CHAT:
+        body = read(ChatBody, given)
+        turns = [chat_turn(body, {})]
+    else:
+        body = read(CompletionBody, given)
+        turns = completion_turns(body, {})
+    family = family_of(tokenizer.chat_template)
+    with as_body_errors({}, "messages" if url == CHAT else "prompt"):
+        return Ask(body, turns, [encode(turn, tokenizer, family) for turn in turns])
