@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor
 from infinilm.batch import Stream
 from infinilm.draw import Ranked
 from infinilm.engine.blocks import Chain
-from infinilm.engine.so_far import SoFar
 from infinilm.engine.text import Text
 from infinilm.sampling import SamplingParams
 
@@ -65,14 +63,13 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One continuation of a prompt. finish_reason is "stop", "length" or "abort" once it has ended; token_ids
-    and logprobs are lists then, and until then as good as lists (`SoFar`)."""
+    """One continuation of a prompt. finish_reason is "stop", "length" or "abort" once it has ended."""
 
     index: int
     text: str
-    token_ids: Sequence[int]
+    token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: Sequence[Logprobs] | None = None
+    logprobs: list[Logprobs] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -161,24 +158,13 @@ class Completion(Stream):
         self.text.finish()
 
     def output(self) -> CompletionOutput:
-        """What there is of it. Who keeps one will not see it change."""
-        if self.finish_reason is not None:
-            return self._whole
-        return self._told(SoFar(self.token_ids, self.num_prompt), SoFar(self.logprobs))
-
-    @cached_property
-    def _whole(self) -> CompletionOutput:
-        """After its end, for all who still read of others of the n"""
-        return self._told(self.token_ids[self.num_prompt :].tolist(), self.logprobs)
-
-    def _told(self, token_ids: Sequence[int], logprobs: Sequence[Logprobs]) -> CompletionOutput:
         has_logprobs = self.params.logprobs is not None
         return CompletionOutput(
             self.index,
             self.text.text,
-            token_ids,
+            self.token_ids[self.num_prompt :].tolist(),
             self.cumulative_logprob if has_logprobs else None,
-            logprobs if has_logprobs else None,
+            list(self.logprobs) if has_logprobs else None,
             self.finish_reason,
             self.stop_reason,
         )

@@ -123,7 +123,7 @@ class Piece:
     index: int
     text: str
     parts: list[Part]
-    token_ids: Sequence[int]
+    token_ids: list[int]
     logprobs: Sequence[Logprobs | None] | None = None
     finish_reason: str | None = None  # "stop" or "length"
     stop_reason: int | str | None = None
