@@ -1,7 +1,7 @@
 // Integer dot products in AMX tile registers, a block of 8 or 16 rows of x with 16 of weight: what add_tiles
 // of dots.h does, with the same bits. A tile sums 64 bytes of K at once, of which a group fills half. Where
 // weights have four bits and activations 12, it holds both planes: [high | low] of x meets [16 w | w], whose
-// product is the whole dot.
+// product is the whole dot. 16 w fills a byte, a signed one or an unsigned one as w is.
 #pragma once
 #include "amx.h"
 #include "dots.h"
@@ -9,13 +9,11 @@
 namespace infini::INFINI_LEVEL {
 namespace {
 
-// What fields of four bits are moved down by, so that 16 times them is a signed byte
-constexpr int kCentre = 8;
-
 // The fields w of a block of each of the 16 rows, each group's 16 w and then its w
 template <class Block>
 void read_pairs(int8_t* __restrict q, const uint8_t* __restrict packed) {
     constexpr int kCount = kGroup * kRows, kHalf = Block::kRun / 2 * kRows;
+    constexpr uint8_t kDown = 16 * Block::kOffset;  // 128 or nothing
     const auto place = [](int element) { return element / kCount * 2 * kCount + element % kCount; };
     packed += Block::kData * kRows;
     for (int run = 0; run < Block::kElements / Block::kRun; ++run, packed += kHalf) {
@@ -24,16 +22,17 @@ void read_pairs(int8_t* __restrict q, const uint8_t* __restrict packed) {
             kHalf < kCount ? kHalf : 2 * kCount;  // from the low fields of a run to the high ones
         for (int i = 0; i < kHalf; ++i) {
             const uint8_t byte = packed[i];
-            low[i] = static_cast<int8_t>(static_cast<uint8_t>(byte << 4) ^ 128);
-            low[kCount + i] = static_cast<int8_t>((byte & 15) - kCentre);
-            low[kNext + i] = static_cast<int8_t>((byte & 240) ^ 128);
-            low[kNext + kCount + i] = static_cast<int8_t>((byte >> 4) - kCentre);
+            low[i] = static_cast<int8_t>(static_cast<uint8_t>(byte << 4) ^ kDown);
+            low[kCount + i] = static_cast<int8_t>((byte & 15) - Block::kOffset);
+            low[kNext + i] = static_cast<int8_t>((byte & 240) ^ kDown);
+            low[kNext + kCount + i] = static_cast<int8_t>((byte >> 4) - Block::kOffset);
         }
     }
 }
 
-#define INFINI_MULTIPLY(weight, x, product, p)                                                           \
-    asm volatile("tilezero %%tmm" #product "\n tileloadd (%0,%1,1), %%tmm" #x "\n tdpbssd %%tmm" #weight \
+// `how` is tdpbssd, or tdpbsud where the bytes of weight are unsigned
+#define INFINI_MULTIPLY(how, weight, x, product, p)                                                      \
+    asm volatile("tilezero %%tmm" #product "\n tileloadd (%0,%1,1), %%tmm" #x "\n " how " %%tmm" #weight \
                  ", %%tmm" #x ", %%tmm" #product::"r"(p),                                                \
                  "r"(stride)                                                                             \
                  : "memory")
@@ -41,32 +40,38 @@ void read_pairs(int8_t* __restrict q, const uint8_t* __restrict packed) {
 // The dots of a group, in one of two slots of tile registers: a group's are scaled while the next one's are
 // made, since what leaves tile registers takes a while to arrive. Rows of x are `stride` bytes apart, their
 // second plane follows the first.
-template <int slot, int kPlanes, int64_t stride>
+template <int slot, int kPlanes, bool is_unsigned, int64_t stride>
 INFINI_INLINE inline void multiply_group(int32_t (*dots)[kRowBlock][kRows], const int8_t* w,
                                          const int8_t* q) {
+    static_assert(kPlanes == 1 || !is_unsigned);
     if constexpr (slot == 0) {
         INFINI_LOAD(6, w);
-        INFINI_MULTIPLY(6, 4, 0, q);
-        if constexpr (kPlanes == 2) INFINI_MULTIPLY(6, 5, 1, q + kGroup);
+        if constexpr (is_unsigned)
+            INFINI_MULTIPLY("tdpbsud", 6, 4, 0, q);
+        else
+            INFINI_MULTIPLY("tdpbssd", 6, 4, 0, q);
+        if constexpr (kPlanes == 2) INFINI_MULTIPLY("tdpbssd", 6, 5, 1, q + kGroup);
         INFINI_STORE(0, dots[0]);
         if constexpr (kPlanes == 2) INFINI_STORE(1, dots[1]);
     } else {
         INFINI_LOAD(7, w);
-        INFINI_MULTIPLY(7, 4, 2, q);
-        if constexpr (kPlanes == 2) INFINI_MULTIPLY(7, 5, 3, q + kGroup);
+        if constexpr (is_unsigned)
+            INFINI_MULTIPLY("tdpbsud", 7, 4, 2, q);
+        else
+            INFINI_MULTIPLY("tdpbssd", 7, 4, 2, q);
+        if constexpr (kPlanes == 2) INFINI_MULTIPLY("tdpbssd", 7, 5, 3, q + kGroup);
         INFINI_STORE(2, dots[0]);
         if constexpr (kPlanes == 2) INFINI_STORE(3, dots[1]);
     }
 }
 
-// total[0:R][0:16] += the products of a block of x with a chunk of weight, of which only the groups and how
-// far their fields were moved matter here. kCopies is 2 where tiles hold both planes.
-template <int G, bool kHasMinimum, int kMoved, int P, int R, int kCopies>
+// total[0:R][0:16] += the products of a block of x with a chunk of weight, of which only the groups and their
+// sign matter here. kCopies is 2 where tiles hold both planes.
+template <int G, bool kHasMinimum, bool is_unsigned, int P, int R, int kCopies>
 void add_block(float* total, const Chunk<kCopies>& chunk, const Activations& x, int64_t first,
                int64_t num_groups, int64_t row) {
     constexpr int kSplit = kGroup / G;    // weight groups to a group of x
     constexpr int kPlanes = P / kCopies;  // whose dots come apart
-    static_assert(kMoved == 0 || kHasMinimum);
     const int64_t at = x.at(first, row);
     const int radix = x.radix;
     alignas(64) int32_t dots[2][2][kRowBlock][kRows];
@@ -74,25 +79,22 @@ void add_block(float* total, const Chunk<kCopies>& chunk, const Activations& x, 
     unrolled<R>([&](auto r) INFINI_INLINE { t[r] = load(total + r * kRows); });
     const auto multiply = [&](auto slot, int64_t g) INFINI_INLINE {
         const int8_t* q = x.q + (at + g / kSplit * R) * P * kGroup + g % kSplit * G;
-        multiply_group<slot, kPlanes, P * kGroup>(dots[slot], chunk.q + g * kCopies * G * kRows, q);
+        multiply_group<slot, kPlanes, is_unsigned, P * kGroup>(dots[slot], chunk.q + g * kCopies * G * kRows,
+                                                               q);
     };
     const auto scale = [&](auto slot, int64_t g) INFINI_INLINE {
         const float* x_scale = x.scale + at + g / kSplit * R;
         const vf w_scale = load(chunk.scale + g * kRows), minimum = load(chunk.minimum + g * kRows);
-        alignas(64) int32_t moves[R];
         alignas(64) float scaled_sums[R];
         if (kHasMinimum) {
             const int32_t* sums = x.sums_at(first + g / kSplit, row);
-            for (int r = 0; r < R; ++r) {
-                const int32_t whole = GroupSums<P>(sums + r, R, g % kSplit, G).whole(radix);
-                scaled_sums[r] = x_scale[r] * static_cast<float>(whole);
-                moves[r] = kMoved * whole;
-            }
+            for (int r = 0; r < R; ++r)
+                scaled_sums[r] =
+                    x_scale[r] * static_cast<float>(GroupSums<P>(sums + r, R, g % kSplit, G).whole(radix));
         }
         unrolled<R>([&](auto r) INFINI_INLINE {
             const auto value = [&](int plane) INFINI_INLINE {
-                const __m512i v = _mm512_load_si512(dots[slot][plane][r]);
-                return (vf)_mm512_cvtepi32_ps(kMoved ? _mm512_add_epi32(v, _mm512_set1_epi32(moves[r])) : v);
+                return (vf)_mm512_cvtepi32_ps(_mm512_load_si512(dots[slot][plane][r]));
             };
             const vf v = kPlanes == 2 ? fma(value(0), splat(static_cast<float>(radix)), value(1)) : value(0);
             t[r] = fma(v, w_scale * x_scale[r], t[r]);
@@ -116,7 +118,7 @@ void add_block(float* total, const Chunk<kCopies>& chunk, const Activations& x, 
 template <class Block, int P, int R, int kCopies>
 void add_blocks(float* total, int64_t band, const uint8_t* packed, int num_panels, const Activations& x,
                 int64_t first_row, int64_t num_rows) {
-    constexpr int kMoved = kCopies == 2 ? kCentre - Block::kOffset : 0;
+    constexpr bool is_unsigned = kCopies == 2 && Block::kOffset == 0;
     Chunk<kCopies> chunks[kPackedPanels];
     const int64_t row_length = x.num_groups * kGroup,
                   panel_bytes = row_length / Block::kElements * Block::kBytes * kRows;
@@ -130,7 +132,7 @@ void add_blocks(float* total, int64_t band, const uint8_t* packed, int num_panel
                                                                                     length);
         for (int64_t r = 0; r < num_rows; r += R)
             for (int i = 0; i < num_panels; ++i)
-                add_block<Block::kGroup, Block::kHasMinimum, kMoved, P, R>(
+                add_block<Block::kGroup, Block::kHasMinimum, is_unsigned, P, R>(
                     total + (i * band + r) * kRows, chunks[i], x, k / kGroup, length / kGroup, first_row + r);
     });
     release_tiles();
