@@ -83,7 +83,8 @@ def shared_prefix(engine: Engine, prompts: Prompts, num_rounds: int) -> Found:
 
 
 def chat_turns(llm: LLM, num_rounds: int) -> Found:
-    """Each turn asks a little question, and is answered with 40 tokens."""
+    """A chat begins with what it is about, some sixty tokens that no other one had. Each turn asks a little
+    question, and is answered with 40 tokens."""
     waits = [one_chat(llm, seed) for seed in range(num_rounds + 1)][1:]
     first, last = (1e3 * statistics.median(turns[i] for turns in waits) for i in (0, -1))
     return Found(
@@ -92,7 +93,7 @@ def chat_turns(llm: LLM, num_rounds: int) -> Found:
 
 
 def one_chat(llm: LLM, seed: int) -> list[float]:
-    messages, waits = [{"role": "system", "content": f"You are the helpful assistant number {seed}."}], []
+    messages, waits = [{"role": "system", "content": about(seed)}], []
     for turn in range(NUM_TURNS):
         question = f"Tell me something about the number {seed + turn}, please, in a few words."
         messages.append({"role": "user", "content": question})
@@ -100,6 +101,14 @@ def one_chat(llm: LLM, seed: int) -> list[float]:
         waits.append(seconds)
         messages.append({"role": "assistant", "content": request.output().outputs[0].text})
     return waits
+
+
+def about(seed: int) -> str:
+    return (
+        f"{seed} is your number. You are a helpful assistant who answers questions about numbers in plain "
+        "words, briefly, without lists or formulas. If you do not know something, say so. Never make up a "
+        "fact. Keep to the language of the question, and be kind."
+    )
 
 
 def steps_beside_a_prompt(engine: Engine, prompts: Prompts, num_running: int) -> Found:
