@@ -176,10 +176,15 @@ def some_items(check: Check, limit: int, name: str, value: Any) -> tuple[Any, ..
     return found
 
 
+def is_text(value: str) -> bool:
+    """Half a surrogate pair has no bytes."""
+    return not any("\ud800" <= character <= "\udfff" for character in value)
+
+
 def string(max_length: int, name: str, value: Any) -> str:
     if not isinstance(value, str) or not 1 <= len(value) <= max_length:
         raise refused(name, f"a string of 1 to {max_length} characters", value)
-    if any("\ud800" <= character <= "\udfff" for character in value):
+    if not is_text(value):
         raise refused(name, "text, without halves of surrogate pairs", value)
     return value
 

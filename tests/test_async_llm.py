@@ -178,6 +178,7 @@ def test_an_event_loop_is_woken_once_a_step_however_many_listen(
         ([5], {"request_id": 7}),
         ([5], {"priority": "high"}),
         ([5], {"cache_salt": 5}),
+        ([5], {"cache_salt": "\ud800"}),
     ],
     ids=repr,
 )

@@ -31,7 +31,7 @@ from infinilm.engine.stats import STEP_TOKENS, Histogram, Progress, Stats
 from infinilm.generation import step_tokens
 from infinilm.models.llama import LlamaForCausalLM
 from infinilm.runner import Drawn, Runner, Work
-from infinilm.sampling import SamplingParams
+from infinilm.sampling import SamplingParams, is_text
 from infinilm.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -418,6 +418,8 @@ def check_options(priority: Any, request_id: Any, cache_salt: Any) -> None:
     for name, value in (("request_id", request_id), ("cache_salt", cache_salt)):
         if not isinstance(value, str | None):
             raise RequestError(f"{name} must be a string, but is {value!r}")
+        if value is not None and not is_text(value):
+            raise RequestError(f"{name} must be text, without halves of surrogate pairs, but is {value!r}")
 
 
 def check_length(config: EngineConfig, llama: LlamaConfig) -> None:
