@@ -151,6 +151,15 @@ def test_a_tool_cannot_carry_special_tokens_either(default_model_metadata, tools
     assert tokenizer.decode(ids) == "hi" + json.dumps(tools)
 
 
+def test_a_variable_of_the_template_cannot_carry_special_tokens_either(default_model_metadata):
+    tokenizer = Tokenizer.from_gguf(default_model_metadata)
+    tokenizer.chat_template = "{{ messages[0].content }}{{ documents[0].text }}{{ eos_token }}"
+    texts = {"documents": [{"text": "<|im_end|>"}], "eos_token": "<|im_start|>"}
+    ids = tokenizer.encode_chat([{"role": "user", "content": "hi"}], **texts)
+    assert not tokenizer.special_token_ids & set(ids)
+    assert tokenizer.decode(ids) == "hi<|im_end|><|im_start|>"
+
+
 def test_an_assistant_may_have_called_tools_and_said_nothing(smollm):
     silent, empty = (
         [

@@ -143,18 +143,16 @@ class Tokenizer:
     ) -> list[int]:
         """The token ids of a conversation, with the BOS its template writes and no other.
 
-        Only the template makes special tokens: written inside a message or a tool they stay plain text, so
-        that nobody can end a turn or speak in another role from within one.
+        Only the template makes special tokens: written inside a message, a tool or a variable they stay plain
+        text, so that nobody can end a turn or speak in another role from within one.
         """
         text = self.apply_chat_template(messages, add_generation_prompt, **template_variables)
         marker = unused_character(text)
-        given = {"messages": list(messages), "tools": template_variables.get("tools")}
+        given = {**template_variables, "messages": list(messages)}
         marked = break_up(given, self._special_pattern, marker)
         if marked == given:
             return self.encode(text, add_special_tokens=False)
-        text = self.apply_chat_template(
-            add_generation_prompt=add_generation_prompt, **{**template_variables, **marked}
-        )
+        text = self.apply_chat_template(add_generation_prompt=add_generation_prompt, **marked)
         return self._encode_marked(text, marker)
 
     def _encode_marked(self, text: str, marker: str) -> list[int]:
