@@ -12,6 +12,7 @@ from pydantic import (
     model_validator,
 )
 
+from infinilm.sampling import MAX_STOP_LENGTH, MAX_STOPS
 from infinilm.server.bodies import MAX_AGENT_TOOLS, Inner, Sampled, Variables
 
 
@@ -81,6 +82,10 @@ class BlockMessage(Inner):
         return self
 
 
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+Stops = Annotated[list[Stop], FailFast(), Field(max_length=MAX_STOPS)]
+
+
 class ClientTool(Inner):
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str = ""
@@ -129,6 +134,7 @@ class CountBody(Sampled):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
     idle = {"mcp_servers": ([],), "n": (1,)}
     refused = {
+        "chat_template": "the model's own is rendered",
         "compaction": "send what the model is to read",
         "container": "leave it out",
         "logprobs": "ask /v1/chat/completions for them",
@@ -154,4 +160,4 @@ class MessagesBody(CountBody):
     """POST /v1/messages"""
 
     max_tokens: int
-    stop_sequences: list[Any] = []
+    stop_sequences: Stops = []

@@ -88,6 +88,7 @@ def completion_turns(body: CompletionBody, defaults: Mapping[str, Any]) -> list[
         Turn(
             params=params,
             prompt=prompt,
+            prompt_field="prompt",
             salt=body.cache_salt,
             priority=body.priority,
             structure_field=structure_field(body),

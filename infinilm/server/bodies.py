@@ -23,6 +23,7 @@ from pydantic import (
 )
 
 from infinilm.engine.request import RequestError
+from infinilm.sampling import MAX_TOKENS
 
 MAX_STOPS = 4
 MAX_LOGPROBS = 20
@@ -30,7 +31,7 @@ MAX_N = 128
 MAX_TOOLS = 128
 MAX_AGENT_TOOLS = 1024  # with those of the servers that an agent is connected to
 # What a conversation and its template are rendered with, which callers may not take the place of.
-OWN_VARIABLES = ("chat_template", "tokenize", "messages", "tools")
+OWN_VARIABLES = ("chat_template", "tokenize", "messages", "tools", "self")
 
 B = TypeVar("B", bound="Body")
 
@@ -133,6 +134,7 @@ Documents = Annotated[Any, PlainValidator(several_documents), WithJsonSchema(DOC
 Variables = Annotated[Any, PlainValidator(template_variables), WithJsonSchema({"type": "object"})]
 Stop = str | Annotated[list[Any], Field(max_length=MAX_STOPS)]
 Count = Annotated[int, Field(ge=0)]
+Limit = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 
 
 class Body(BaseModel):
@@ -271,7 +273,7 @@ class ChatBody(Generation):
     }
 
     messages: Annotated[list[Message], FailFast()]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Limit | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: Annotated[list[FunctionTool], FailFast(), Field(max_length=MAX_TOOLS)] = []
@@ -415,4 +417,6 @@ def wanted_of(error: Any) -> str:
         return f"of a type among {error['ctx']['expected_tags']}, for the model reads nothing else"
     if error["type"] == "too_long":
         return f"at most {error['ctx']['max_length']} items long"
+    if error["type"] in ("string_too_short", "string_too_long"):
+        return f"{told.removeprefix('String should have ')} long"
     return WANTED.get(error["type"], told)

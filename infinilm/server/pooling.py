@@ -19,7 +19,7 @@ from torch import Tensor
 from infinilm.engine.request import RequestError
 from infinilm.sampling import SamplingParams
 from infinilm.server.bodies import BodyError, EmbeddingBody, RerankBody
-from infinilm.server.service import BYTES_A_TOKEN, Service
+from infinilm.server.service import BYTES_A_TOKEN, Service, field_of
 from infinilm.server.stream import Call, Operation, Raw, Reply, dumps
 from infinilm.server.turn import Turn, encode
 from infinilm.tokenizer import Tokenizer, TokenizerError
@@ -190,7 +190,8 @@ class Reading:
         try:
             self.service.llm.engine.make_encoding(prompt, self.priority, cache_salt=self.salt)
         except RequestError as error:
-            raise BodyError(f"{self.name}: {error}", self.name) from error
+            wrong = field_of(str(error), self.name, self.name)
+            raise BodyError(f"{wrong}: {error}", wrong) from error
 
     async def state(self, prompt: list[int]) -> Tensor:
         with self.service.tally.watch():

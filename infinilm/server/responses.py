@@ -52,6 +52,7 @@ def turn_of(body: ResponsesBody, defaults: Mapping[str, Any]) -> Turn:
         variables={**effort, **body.chat_template_kwargs},
         salt=body.cache_salt,
         priority=body.priority,
+        prompt_field="input",
         structure_field="text",
     )
 

@@ -11,7 +11,7 @@ from pydantic import (
     Field,
 )
 
-from infinilm.server.bodies import MAX_AGENT_TOOLS, Content, Function, Inner, Sampled, Variables
+from infinilm.server.bodies import MAX_AGENT_TOOLS, Content, Function, Inner, Limit, Sampled, Variables
 
 
 class MessageItem(Inner):
@@ -163,6 +163,7 @@ class ResponsesBody(Sampled):
     }
     refused = {
         "background": "ask for a stream",
+        "chat_template": "the model's own is rendered",
         "context_management": "send what the model is to read",
         "conversation": "send all of it as input",
         "max_completion_tokens": "use max_output_tokens",
@@ -185,7 +186,7 @@ class ResponsesBody(Sampled):
     tool_choice: Literal["none", "auto", "required"] | ChosenTool = "auto"
     parallel_tool_calls: bool = True
     text: TextConfig = TextConfig()
-    max_output_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    max_output_tokens: Limit | None = None
     reasoning: ReasoningConfig = ReasoningConfig()
     chat_template_kwargs: Variables = {}
     metadata: dict[str, Any] = {}

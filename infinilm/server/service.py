@@ -88,7 +88,7 @@ class Service:
 
     def prepare(self, turn: Turn, request_id: str) -> Prepared:
         """In any thread: make a turn's request, so that what is wrong is known before an answer begins."""
-        name = "prompt" if turn.messages is None else "messages"
+        name = turn.prompt_field
         try:
             token_ids = encode(turn, self.tokenizer, self.family)
         except TokenizerError as error:
@@ -135,7 +135,7 @@ class Service:
 def field_of(message: str, prompt: str, structure: str) -> str:
     """The field of a body that an error of the engine is about, which it names first."""
     first = re.split(r"[ :.]", message)[0]
-    if first in ("stop_token_ids", "allowed_token_ids", "logit_bias", "bad_words", "tools"):
+    if first in ("stop_token_ids", "allowed_token_ids", "logit_bias", "bad_words", "tools", "cache_salt"):
         return first
     return structure if first == "structured_outputs" else prompt
 

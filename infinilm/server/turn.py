@@ -46,6 +46,7 @@ class Turn:
     variables: Mapping[str, Any] = field(default_factory=dict)  # that the template sees
     salt: str | None = None  # prefixes are shared with turns of the same alone
     priority: int = 0
+    prompt_field: str = "messages"  # of the body, which is continued
     structure_field: str = "structured_outputs"  # of the body, which asks for a structure
 
     @property
