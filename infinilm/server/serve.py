@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 import h11
 import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from infinilm.engine.request import EngineDead
 from infinilm.server.app import make_app
 from infinilm.server.service import Service
-from infinilm.server.stream import HttpError, Server, Settings, dumps, openai_error
+from infinilm.server.stream import STALL_SECONDS, HttpError, Server, Settings, dumps, openai_error
 
 if TYPE_CHECKING:
     from infinilm.async_llm import AsyncLLM
@@ -116,6 +117,8 @@ def inet_socket(host: str, port: int) -> socket.socket:
         raise ValueError(f"cannot listen on {host!r}, port {port}: {reason}; take another --port") from error
     # For the connections too: else what follows a first small write waits 40 ms for the caller's kernel.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # else a caller who reads nothing keeps an answer here for ever
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STALL_SECONDS * 1e3))
     return sock
 
 
@@ -315,6 +318,28 @@ class Web(uvicorn.Server):
         yield
 
 
+def as_long_as_open(app: Any, transport: Any) -> ASGIApp:
+    """An application that stops writing when its caller has gone, and lets go of one whom it gave up: what is
+    still to be sent would wait for somebody who reads nothing."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        is_complete = False
+
+        async def send_on(message: Message) -> None:
+            nonlocal is_complete
+            if transport.is_closing():
+                await asyncio.sleep(0)  # in which the event loop tells uvicorn, who then writes no more
+            await send(message)
+            is_complete = message["type"] == "http.response.body" and not message.get("more_body", False)
+
+        await app(scope, receive, send_on)
+        if not is_complete:
+            transport.abort()
+            await asyncio.sleep(0)
+
+    return answer
+
+
 class Protocol(H11Protocol):
     """uvicorn's, with a limit on the time to send a request's head, and errors as JSON."""
 
@@ -328,6 +353,7 @@ class Protocol(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         transport.max_size = READ_SIZE
         super().connection_made(transport)
+        self.app = as_long_as_open(self.app, transport)
         self._start()
 
     def data_received(self, data: bytes) -> None:
@@ -342,7 +368,7 @@ class Protocol(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        if self.awaits_head:
+        if self.awaits_head or not self.cycle.response_started:
             with suppress(h11.LocalProtocolError):
                 self._send_error(400, msg)
         self.transport.close()
