@@ -157,8 +157,8 @@ class Front:
         self.server.statuses[(*routed(scope), status)] += 1
 
     def refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> HttpError | None:
-        if self.server.refusal is not None:
-            return self.server.refusal
+        if (refusal := self.server.reason_to_refuse) is not None:
+            return refusal
         limit = self.server.settings.max_header_count
         if len(scope["headers"]) > limit:
             return HttpError(431, f"a request must have at most {limit} headers, but has more")

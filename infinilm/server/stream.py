@@ -21,7 +21,8 @@ from infinilm.engine.request import QueueFull
 from infinilm.folder import parse_object
 from infinilm.server import answers
 from infinilm.server.admission import Overloaded
-from infinilm.server.bodies import Body, BodyError, read
+from infinilm.server.asks import as_body_errors
+from infinilm.server.bodies import Body, read
 from infinilm.server.service import Service
 from infinilm.server.turn import Caller
 
@@ -72,6 +73,12 @@ class Server:
         if self.num_held > self.settings.max_bodies:
             told = "the server holds as many bodies as it can; try again in 1 s"
             raise HttpError(429, told, "rate_limit_error", headers={"retry-after": "1"})
+
+    @property
+    def reason_to_refuse(self) -> HttpError | None:
+        """Why nothing that is new is answered: the server is to end, or its engine is dead."""
+        is_dead = self.service is not None and self.service.llm.death is not None
+        return self.refusal or (engine_dead() if is_dead else None)
 
     def end_calls(self, error: BaseException) -> None:
         """Answer all that are under way with an error: a body, or an event that ends a stream."""
@@ -153,7 +160,9 @@ class Call(Caller):
         return await service.off_loop(self.parse, kind)
 
     def parse(self, kind: type[B]) -> B:
-        return read(kind, parse_object(bytes(self.body), "body", BodyError))
+        with as_body_errors(kind.model_fields):
+            given = parse_object(bytes(self.body), "body", ValueError)
+        return read(kind, given)
 
     def end(self, error: BaseException) -> None:
         self.error = error
@@ -289,8 +298,8 @@ class Endpoint:
         return told
 
     async def reply(self, call: Call, sender: Sender) -> None:
-        if self.server.refusal is not None:
-            await self.send_error(self.server.refusal, sender)
+        if (refusal := self.server.reason_to_refuse) is not None:
+            await self.send_error(refusal, sender)
             return
         reply = await self.operation.handler(call)
         if isinstance(reply, Events):
@@ -310,6 +319,10 @@ class Endpoint:
 
 def too_large(limit: int) -> HttpError:
     return HttpError(413, f"the body must have at most {limit} bytes, but has more")
+
+
+def engine_dead() -> HttpError:
+    return HttpError(503, "the engine has stopped", "server_error", code="engine_dead")
 
 
 def timed_out(settings: Settings) -> HttpError:
