@@ -243,14 +243,15 @@ async def tokenize(call: Call) -> Reply:
     service.check_model(body.model)
     if (body.prompt is None) == (not body.messages):
         raise BodyError("either prompt or messages must be given", "prompt")
-    tokens = await service.off_loop(tokens_of, body, service)
-    strings = [service.tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
-    return {
-        "count": len(tokens),
-        "max_model_len": service.max_model_len,
-        "tokens": tokens,
-        "token_strs": strings if body.return_token_strs else None,
-    }
+    return Raw(await service.off_loop(tokenized, body, service))
+
+
+def tokenized(body: TokenizeBody, service: Service) -> bytes:
+    tokens, strings = tokens_of(body, service), None
+    if body.return_token_strs:
+        strings = [service.tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
+    told = {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens}
+    return dumps({**told, "token_strs": strings}).encode()
 
 
 def tokens_of(body: TokenizeBody, service: Service) -> list[int]:
@@ -271,12 +272,15 @@ async def detokenize(call: Call) -> Reply:
     body = await call.read(DetokenizeBody)
     service = call.service
     service.check_model(body.model)
+    return {"prompt": await service.off_loop(text_of, body, service)}
+
+
+def text_of(body: DetokenizeBody, service: Service) -> str:
     for token in body.tokens:
         if token >= service.vocab_size:
-            raise BodyError(
-                f"tokens has token id {token}; the model's are 0 to {service.vocab_size - 1}", "tokens"
-            )
-    return {"prompt": await service.off_loop(service.tokenizer.decode, body.tokens, False)}
+            told = f"tokens has token id {token}; the model's are 0 to {service.vocab_size - 1}"
+            raise BodyError(told, "tokens")
+    return service.tokenizer.decode(body.tokens, skip_special_tokens=False)
 
 
 OPERATIONS = (
