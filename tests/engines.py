@@ -48,7 +48,8 @@ def write_model(folder: Path, **config: Any) -> Path:
     seed = config.pop("seed", 5)
     template = config.pop("chat_template", CHAT_TEMPLATE)
     config = {**CONFIG, **config}
-    gguf_files.write_folder(folder, random_weights(seed, config["head_dim"]), **config)
+    weights = random_weights(seed, config["head_dim"], config["vocab_size"])
+    gguf_files.write_folder(folder, weights, **config)
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     ids = {token: i for i, token in enumerate([*SPECIALS, *alphabet])}
     library = tokenizers.Tokenizer(tokenizers.models.BPE(ids, []))
@@ -62,11 +63,11 @@ def write_model(folder: Path, **config: Any) -> Path:
     return folder
 
 
-def random_weights(seed: int, head_dim: int) -> dict[str, Tensor]:
+def random_weights(seed: int, head_dim: int, num_rows: int) -> dict[str, Tensor]:
     """Large enough that tokens differ and depend on what came long before"""
     generator = torch.Generator().manual_seed(seed)
     inner, kv = CONFIG["intermediate_size"], NUM_KV_HEADS * head_dim
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB_SIZE, HIDDEN)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (num_rows, HIDDEN)}
     for layer in range(NUM_LAYERS):
         shapes |= {
             f"model.layers.{layer}.{name}.weight": shape

@@ -11,12 +11,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
+import psutil
 from engines import check_idle
 
 from infinilm import LLM, AsyncLLM, SamplingParams
@@ -59,7 +60,12 @@ class Running:
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
         wait_until(lambda: self.process.web.started or not self.thread.is_alive())
-        self.http = httpx.Client(base_url=self.url, timeout=PATIENCE)
+        self.http = self._client()
+
+    def _client(self) -> httpx.Client:
+        return httpx.Client(
+            base_url=self.url, timeout=PATIENCE, verify=False
+        )  # certificates are slow to load
 
     def _run(self) -> None:
         try:
@@ -133,21 +139,13 @@ class Running:
             body = {"messages": HELLO, **body}
         return self.open(request_of(path, json.dumps(body).encode()))
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """The engine makes no step meanwhile."""
-        may_go, has_stopped = threading.Event(), threading.Event()
+        return standing_still(self.llm._worker.inbox.put)
 
-        def stop() -> None:
-            has_stopped.set()
-            may_go.wait(PATIENCE)
-
-        self.llm._worker.inbox.put(stop)
-        assert has_stopped.wait(PATIENCE)
-        try:
-            yield
-        finally:
-            may_go.set()
+    def deaf(self) -> AbstractContextManager[None]:
+        """The event loop does nothing meanwhile."""
+        return standing_still(self.process.loop.call_soon_threadsafe)
 
     def wait_for_tokens(self) -> None:
         """Some request is being answered."""
@@ -162,11 +160,13 @@ class Running:
             assert call.task is not None
             call.task.get_loop().call_soon_threadsafe(call.end, RuntimeError("ends"))
 
-    def open_things(self) -> tuple[int, int]:
-        """Threads and files, without the connections that are kept for a next request"""
+    def open_things(self) -> tuple[int, ...]:
+        """Threads, files, tasks and processes, without the connections that are kept for a next request"""
         self.http.close()
-        self.http = httpx.Client(base_url=self.url, timeout=PATIENCE)
-        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+        self.http = self._client()
+        num_tasks = len(asyncio.all_tasks(self.process.loop))
+        num_children = len(psutil.Process().children(recursive=True))
+        return threading.active_count(), len(os.listdir("/proc/self/fd")), num_tasks, num_children
 
     def check_idle(self) -> None:
         """Nothing is left of requests that have ended."""
@@ -183,6 +183,23 @@ def texts(llm: LLM, content: str = "hello", **params: Any) -> list[str]:
     settings = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, **params})
     (answer,) = llm.chat([{"role": "user", "content": content}], settings)
     return [found.text for found in answer.outputs]
+
+
+@contextmanager
+def standing_still(hand_over: Callable[[Callable[[], None]], object]) -> Iterator[None]:
+    """Those who make the calls that are handed over do nothing else meanwhile."""
+    may_go, has_stopped = threading.Event(), threading.Event()
+
+    def stop() -> None:
+        has_stopped.set()
+        may_go.wait(PATIENCE)
+
+    hand_over(stop)
+    assert has_stopped.wait(PATIENCE)
+    try:
+        yield
+    finally:
+        may_go.set()
 
 
 def request_of(path: str, body: bytes, *headers: str) -> bytes:

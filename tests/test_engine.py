@@ -495,14 +495,19 @@ def test_a_lower_priority_number_goes_first_then_who_came_first(tiny: Tiny) -> N
 
 
 def test_streams_that_are_answered_go_on_beside_a_long_prompt(tiny: Tiny) -> None:
-    engine = tiny.engine(max_num_batched_tokens=64)
-    first = engine.make(prompt(4), SamplingParams(max_tokens=60, ignore_eos=True))
-    engine.enqueue(first)
+    """And it beside them: nobody waits for ever."""
+    engine = tiny.engine(max_num_batched_tokens=64, max_num_seqs=33)
+    params = SamplingParams(max_tokens=400, ignore_eos=True)
+    first = [engine.make(prompt(1, i), params) for i in range(32)]
+    for request in first:
+        engine.enqueue(request)
     engine.step()
-    engine.enqueue(engine.make(prompt(300, 1), GREEDY))
-    for num_drawn in range(2, 30):
+    engine.enqueue(long := engine.make(prompt(300, 1), GREEDY))
+    num_drawn = 1
+    while not long.completions[0].num_drawn:
         engine.step()
-        assert first.completions[0].num_drawn == num_drawn
+        num_drawn += 1
+        assert {request.completions[0].num_drawn for request in first} == {num_drawn}
 
 
 def test_no_step_has_more_tokens_than_it_may(tiny: Tiny) -> None:

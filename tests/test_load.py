@@ -32,6 +32,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="
 
 NUM_CLIENTS = 64
 LEAVING = 0.1  # of all requests
+NONSENSE = 0.05
 MB = 1 << 20
 HEADERS = {"content-type": "application/json"}
 CONTROL = ("/chat/completions", {"messages": [{"role": "user", "content": "control"}], "max_tokens": 64})
@@ -110,6 +111,24 @@ class Caller:
             writer.transport.abort()
         self.counts[f"left, {phase}"] += 1
 
+    async def talk_nonsense(self) -> None:
+        """Ask what is refused"""
+        path, body = self.rng.choice(REFUSED)
+        async with asyncio.timeout(PATIENCE), request(self.address, "POST", path, HEADERS, body) as response:
+            assert response.status == 400, await response.whole()
+            assert set(json.loads(await response.whole())["error"]) == {"message", "type", "param", "code"}
+        self.counts["nonsense"] += 1
+
+
+REFUSED: list[tuple[str, bytes]] = [
+    ("/chat/completions", b""),
+    ("/chat/completions", b"[" * 100_000),
+    ("/chat/completions", b'{"messages": [], "temperature": NaN}'),
+    ("/completions", b'{"prompt": [-1]}'),
+    ("/completions", b'{"prompt": "x", "structured_outputs": {"regex": "("}}'),
+    ("/completions", json.dumps({"prompt": "x" * 2000}).encode()),
+]
+
 
 def choice_told(choice: dict[str, Any]) -> str:
     return choice.get("text") or (choice.get("message") or choice.get("delta") or {}).get("content") or ""
@@ -177,6 +196,9 @@ class Soak:
             number = caller.rng.randrange(len(self.asked))
             if caller.rng.random() < LEAVING:
                 await caller.leave(self.asked[number])
+                continue
+            if caller.rng.random() < NONSENSE:
+                await caller.talk_nonsense()
                 continue
             told = await caller.told(self.asked[number], is_stream=caller.rng.random() < 0.5)
             assert told == self.expected[number], self.asked[number]
@@ -269,6 +291,7 @@ def test_64_clients_of_whom_some_leave_get_what_they_asked_for_and_leave_nothing
     made = soak(subject, 6.0)
     assert made.counts["answered"] > NUM_CLIENTS and made.counts["control"] > 0
     assert sum(count for what, count in made.counts.items() if what.startswith("left")) > 0
+    assert made.counts["nonsense"] > 0
     assert subject.memory() - made.memory_at(0.2) < 64 * MB
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,13 +20,14 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import torch
 from engines import write_model
 from prometheus_client.parser import text_string_to_metric_families
 from servers import ENDLESS, GREEDY, NAME, PATIENCE, Running, read_until, running, wait_until
 
 from infinilm import AsyncLLM, cli
 from infinilm.engine.stats import Histogram
-from infinilm.server import serve
+from infinilm.server import serve, service
 from infinilm.server.pages import CONTENT_SECURITY_POLICY, page_files
 from infinilm.server.stream import Settings
 from infinilm.server.tally import counts_up_to
@@ -92,6 +95,7 @@ def test_metrics_count_what_was_asked_and_answered(server: Running) -> None:
     assert found["generation_tokens_total"] == found["request_generation_tokens_sum"] == 14
     assert found["request_prompt_tokens_sum"] == 2 * num_prompt
     assert found['request_success_total{"finished_reason": "length"}'] == 2
+    assert found['request_success_total{"finished_reason": "abort"}'] == 0
     assert found["time_to_first_token_seconds_count"] == found["e2e_request_latency_seconds_count"] == 2
     assert found["inter_token_latency_seconds_count"] == 12  # between 7 tokens of each
     assert found["request_params_max_tokens_sum"] == 14 and found["request_params_n_sum"] == 2
@@ -219,16 +223,16 @@ def error_in(event: str) -> dict[str, Any]:
 def test_a_server_that_is_told_to_end_finishes_answers_and_refuses_new_ones(folder: Path) -> None:
     with no_thread_left(), running(folder, shutdown_seconds=PATIENCE) as server:
         with server.paused():
-            stream = server.ask(stream=True, max_tokens=5, **GREEDY)
+            streams = [server.ask(stream=True, max_tokens=5, **GREEDY) for _ in range(10)]
             whole = server.ask(max_tokens=5, **GREEDY)
-            wait_for_calls(server, 2)
+            wait_for_calls(server, 11)
             stop(server)
             wait_until(lambda: server.process.server.refusal)
             for response in (server.chat(), server.http.get("/health"), server.http.get("/v1/models")):
                 assert response.status_code == 503 and response.headers["connection"] == "close"
                 assert response.json()["error"]["code"] == "shutting_down"
                 assert int(response.headers["retry-after"]) >= 1
-        assert read_all(stream).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        assert all(read_all(one).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n") for one in streams)
         assert b'"completion_tokens":5' in read_all(whole)
         server.thread.join(PATIENCE)
         assert server.failure is None and not server.thread.is_alive()
@@ -263,6 +267,50 @@ def test_a_body_that_is_complete_after_the_end_began_is_refused(folder: Path) ->
         assert slow.recv(12) == b"HTTP/1.1 503"
         slow.close()
         other.close()
+
+
+def test_an_engine_that_hangs_is_told_by_its_health_and_does_not_keep_requests_waiting(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "PULSE_SECONDS", 0.05)
+    monkeypatch.setattr(service, "PATIENCE_SECONDS", 0.2)
+    with running(folder, Settings(request_seconds=0.3)) as server:
+        with server.paused():
+            response = server.http.get("/health")
+            assert response.status_code == 503 and response.json()["error"]["code"] == "engine_dead"
+            assert server.chat(max_tokens=1).json()["error"]["code"] == "request_timeout"
+            events = server.chat(max_tokens=1, stream=True).text.split("\n\n")
+            assert error_in(events[-3])["code"] == "request_timeout" and events[-2:] == ["data: [DONE]", ""]
+        wait_until(lambda: server.http.get("/health").status_code == 200)
+        server.check_idle()
+
+
+# ---- NaN ---------------------------------------------------------------------------------------------------
+
+
+def spoil(server: Running) -> None:
+    """What the cache holds of the longest prompt there is becomes NaN."""
+    engine = server.llm.engine
+    longest = max(engine.scheduler.running, key=lambda stream: len(stream.request.prompt_token_ids))
+    for keys, values in engine.cache.layers:
+        keys[longest.block_ids] = values[longest.block_ids] = torch.nan
+
+
+def test_nan_fails_the_request_that_has_it_and_no_other(server: Running) -> None:
+    alone = server.chat("neighbour", max_tokens=300, **GREEDY).json()["choices"]
+    body = {"prompt": PROMPT, "max_tokens": 6, "logprobs": 5, **GREEDY}
+    before = server.post("/v1/completions", **body, cache_salt="before").json()["choices"]
+    with ThreadPoolExecutor(2) as threads:
+        neighbour = threads.submit(server.chat, "neighbour", max_tokens=300, **GREEDY)
+        with server.ask("/v1/completions", prompt=PROMPT, stream=True, **ENDLESS) as caller:
+            read_until(caller, b'"text":')
+            spoilt = server.llm.run(lambda: spoil(server))
+            asyncio.run_coroutine_threadsafe(spoilt, server.process.loop).result()
+            *_, error, done, _ = read_until(caller, b"\r\n0\r\n").decode().split("\n\n")
+        assert error_in(error.split("\n")[-1])["type"] == "server_error" and "[DONE]" in done
+        assert neighbour.result().json()["choices"] == alone
+    answer = server.post("/v1/completions", **body).json()
+    assert answer["choices"] == before and answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
 class Death(Exception):
@@ -300,8 +348,16 @@ def serve_until_dead(folder: Path, ask: Callable[[httpx.Client, AsyncLLM], None]
         caller.join()
 
 
+def fail_in_a_step(llm: AsyncLLM) -> None:
+    def run(work: Any) -> Any:
+        raise Death("no more memory\nin the world")
+
+    llm.engine.runner.run = run  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("kill", [kill_engine, fail_in_a_step])
 def test_when_the_engine_dies_all_are_told_and_the_process_fails(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    kill: Callable[[AsyncLLM], None], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: dict[str, Any] = {}
 
@@ -310,9 +366,9 @@ def test_when_the_engine_dies_all_are_told_and_the_process_fails(
         with http.stream("POST", "/v1/completions", json=body) as answer:
             lines = answer.iter_lines()
             next(lines)
-            kill_engine(llm)
+            kill(llm)
             found["stream"] = [line for line in lines if line][-2:]
-        found["health"] = http.get("/health").status_code
+        found["gets"] = {http.get(path).status_code for path in ("/health", "/v1/models", "/version")}
         found["new"] = http.post("/v1/completions", json={"prompt": "a"})
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
         os.kill(os.getpid(), signal.SIGTERM)  # nobody need wait any longer
@@ -321,7 +377,7 @@ def test_when_the_engine_dies_all_are_told_and_the_process_fails(
     assert serve_until_dead(folder, ask) == 1
     error, done = found["stream"]
     assert error_in(error)["type"] == "server_error" and done == "data: [DONE]"
-    assert found["health"] == 503 and found["new"].status_code == 503
+    assert found["gets"] == {503} and found["new"].status_code == 503
     assert "memory" not in found["new"].text  # what it died of is the log's
 
 

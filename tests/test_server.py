@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
+import struct
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +39,7 @@ from infinilm.engine.engine import Engine
 from infinilm.engine.grammar import GrammarCompiler
 from infinilm.server import stream
 from infinilm.server.app import OPERATIONS
+from infinilm.server.service import Service
 from infinilm.server.stream import Settings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -399,11 +403,23 @@ def test_a_body_that_is_no_object_of_json_is_told(body: bytes, idle: Running) ->
 
 def test_a_prompt_beyond_the_context_is_told_its_limit(folder: Path) -> None:
     with running(folder, engine={"max_model_len": 64}) as server:
-        for length, status in ((63, 200), (64, 400)):
+        answer = server.chat("x" * (63 - 6), max_tokens=5, **GREEDY).json()
+        assert answer["choices"][0]["finish_reason"] == "length" and answer["usage"]["total_tokens"] == 64
+        for length in (64, 65):
             response = server.chat("x" * (length - 6), max_tokens=5)
-            assert response.status_code == status
+            assert response.status_code == 400
         assert error_of(response)["code"] == "context_length_exceeded"
         assert "64 tokens" in error_of(response)["message"] and error_of(response)["param"] == "messages"
+        server.check_idle()
+
+
+def test_a_prompt_that_no_cache_here_can_hold_is_told_its_limit(folder: Path) -> None:
+    with running(folder, engine={"kv_cache_memory": 20 << 10}) as server:
+        limit = server.http.get(f"/v1/models/{NAME}").json()["max_model_len"]
+        assert limit < 200
+        response = server.chat("x" * limit)
+        assert response.status_code == 400 and error_of(response)["code"] == "context_length_exceeded"
+        assert server.chat(**GREEDY).json()["usage"]["total_tokens"] == limit
         server.check_idle()
 
 
@@ -497,6 +513,8 @@ def test_every_route_but_the_public_ones_needs_the_key(folder: Path) -> None:
             ):
                 response = server.http.request(operation.method, path, headers=headers)
                 assert (response.status_code == 401) == (path not in ("/health", "/")), path
+                if response.status_code == 401 and operation.method != "HEAD":
+                    assert response.json()["error"]["type"] == "authentication_error"
         assert server.http.get("/nothing", headers={"host": "x/health?"}).status_code == 401
         for headers in ({"authorization": "Bearer secret"}, {"x-api-key": "other"}):
             assert server.http.get("/v1/models", headers=headers).status_code == 200
@@ -549,6 +567,17 @@ def test_an_answer_that_takes_too_long_ends_with_an_error(folder: Path) -> None:
         server.check_idle()
 
 
+def test_one_that_has_waited_too_long_for_its_turn_ends_with_an_error_and_waits_no_more(folder: Path) -> None:
+    with running(folder, Settings(request_seconds=0.3), engine={"max_num_seqs": 1}) as server:
+        with server.paused():
+            response = server.chat(max_tokens=1)
+            assert response.status_code == 503 and error_of(response)["code"] == "request_timeout"
+            service = server.process.server.service
+            assert service is not None and service.admission.num_answers == 0
+        server.check_idle()
+        assert server.chat(max_tokens=1).status_code == 200
+
+
 def test_the_server_can_end_what_is_under_way(idle: Running) -> None:
     """Streams by an event that OpenAI's client raises, the others by a body."""
     with idle.client() as client, ThreadPoolExecutor(1) as threads:
@@ -581,6 +610,36 @@ def test_who_leaves_before_the_engine_has_looked_frees_its_place(stream: bool, i
         wait_until(lambda: not idle.process.server.calls)
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_leaves_while_the_prompt_is_read_frees_its_place(stream: bool, idle: Running) -> None:
+    with idle.ask("/v1/completions", prompt=[9] * 90_000, stream=stream, max_tokens=5):
+        wait_until(lambda: any(one.num_computed > 0 for one in streams(idle)))
+        assert not any(one.num_drawn for one in streams(idle))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_leaves_after_the_last_token_is_counted_once(stream: bool, idle: Running) -> None:
+    tally = service_of(idle).tally
+    before = sum(tally.finished.values())
+    with idle.ask(stream=stream, max_tokens=2000, **GREEDY) as sock:
+        idle.wait_for_tokens()
+        with idle.deaf():
+            assert idle.llm.engine.has_work
+            wait_until(lambda: not idle.llm.engine.has_work)
+            sock.close()
+    idle.check_idle()
+    assert sum(tally.finished.values()) == before + 1
+
+
+def streams(server: Running) -> list[Any]:
+    return [one for request in list(server.llm.engine.requests.values()) for one in request.completions]
+
+
+def service_of(server: Running) -> Service:
+    assert server.process.server.service is not None
+    return server.process.server.service
+
+
 def test_who_leaves_while_sending_a_body_leaves_nothing(idle: Running) -> None:
     with idle.open(b"POST /v1/completions HTTP/1.1\r\nhost: here\r\ncontent-length: 100\r\n\r\n{"):
         pass
@@ -598,13 +657,41 @@ def test_who_reads_nothing_is_given_up(idle: Running, monkeypatch: pytest.Monkey
         "stream": True,
         "ignore_eos": True,
     }
-    with idle.ask("/v1/completions", **prompt):
+    before = idle.open_things()
+    with idle.ask("/v1/completions", **prompt) as sock:
         wait_until(lambda: idle.process.server.calls)
         wait_until(lambda: not idle.process.server.calls)
+        wait_until(lambda: idle.open_things()[1] <= before[1] + 1)  # though the caller keeps its own end
+        assert sock.fileno() >= 0
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the kernel does not count the time")
+def test_who_reads_nothing_of_a_whole_answer_is_given_up_by_the_kernel(idle: Running) -> None:
+    idle.http.get("/version")
+    (one, *_) = idle.process.web.server_state.connections
+    limit = one.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+    assert limit == stream.STALL_SECONDS * 1e3
+
+
+def test_nothing_is_written_to_who_has_left(idle: Running, caplog: pytest.LogCaptureFixture) -> None:
+    """Though what came for it meanwhile, of 64 answers, is found together with its leaving"""
+    with idle.ask(stream=True, n=64, **ENDLESS) as sock:
+        read_until(sock, b'{"content":"')
+        with idle.deaf():
+            num_drawn = streams(idle)[0].num_drawn
+            wait_until(lambda: streams(idle)[0].num_drawn > num_drawn + 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # without a word
+            sock.close()
+    idle.check_idle()
+    assert not [one.getMessage() for one in caplog.records if one.name in ("asyncio", "uvicorn.error")]
 
 
 def test_one_of_ten_leaves_and_all_others_get_what_they_asked_for(idle: Running) -> None:
-    alone = idle.chat("one", max_tokens=50, **GREEDY).json()["choices"]
+    def told(number: int) -> Any:
+        n = 3 if number % 4 == 1 else 1
+        return idle.chat("one", max_tokens=50, seed=1, n=n, ignore_eos=True).json()["choices"]
+
+    alone = [told(number) for number in range(4)]
 
     def ask(number: int) -> bool:
         if number % 10 == 0:
@@ -612,10 +699,10 @@ def test_one_of_ten_leaves_and_all_others_get_what_they_asked_for(idle: Running)
                 sock.settimeout(PATIENCE)
                 wait_until(lambda: idle.llm.engine.requests)
             return True
-        return bool(idle.chat("one", max_tokens=50, **GREEDY).json()["choices"] == alone)
+        return bool(told(number) == alone[number % 4])
 
     with ThreadPoolExecutor(16) as threads:
-        assert all(threads.map(ask, range(50)))
+        assert all(threads.map(ask, range(100)))
 
 
 # ---- too many ----------------------------------------------------------------------------------------------
@@ -635,13 +722,31 @@ def test_as_many_as_there_are_places_are_let_in_and_the_others_come_again(folder
         server.check_idle()
 
 
-def test_tokens_of_prompts_that_wait_are_bounded_before_they_are_encoded(folder: Path) -> None:
+def test_each_of_several_answers_takes_a_place_and_all_are_let_in_or_none(folder: Path) -> None:
+    with running(folder, max_num_seqs=2, max_queue=8) as server, ThreadPoolExecutor(2) as threads:
+        with server.paused():
+            first = threads.submit(server.chat, max_tokens=2, n=6)
+            admission = service_of(server).admission
+            wait_until(lambda: admission.num_answers == 6)
+            assert server.chat(max_tokens=2, n=8).status_code == 429
+            assert admission.num_answers == 6
+            second = threads.submit(server.chat, max_tokens=2, n=4)
+            wait_until(lambda: admission.num_answers == 10)
+        assert [len(one.result().json()["choices"]) for one in (first, second)] == [6, 4]
+        server.check_idle()
+
+
+def test_tokens_of_prompts_that_wait_are_bounded_before_they_are_encoded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with running(folder, max_queue_tokens=1000) as server:
         with server.paused(), server.ask(messages=[{"role": "user", "content": "x" * 900}], max_tokens=1):
             service = server.process.server.service
             wait_until(lambda: service and service.admission.num_tokens > 900)
+            monkeypatch.setattr(service, "prepare", None)  # whom it would be encoded by
             response = server.chat("x" * 900)
             assert response.status_code == 429 and "tokens" in error_of(response)["message"]
+            monkeypatch.undo()
         server.check_idle()
         assert server.chat("x" * 5000, max_tokens=1).status_code == 200  # too many for any queue, but alone
 
@@ -689,17 +794,38 @@ def test_an_answer_does_not_wait_for_the_callers_kernel(idle: Running) -> None:
     assert min(seconds) < 0.03
 
 
-def test_the_event_loop_goes_on_while_a_long_text_is_encoded(default_server: Running) -> None:
+@pytest.mark.parametrize(
+    "text",
+    ["a b " * 250_000, "a" * 1_000_000, " " * 1_000_000, "the" * 333_333, "👩\u200d👩\u200d👧" * 100_000],
+    ids=lambda text: repr(text[:5]),
+)
+def test_the_event_loop_goes_on_while_a_long_text_is_encoded(text: str, default_server: Running) -> None:
     with (
         ThreadPoolExecutor(1) as threads,
         httpx.Client(base_url=default_server.url, timeout=PATIENCE) as http,
     ):
-        asked = threads.submit(default_server.chat, "a b " * 250_000)
+        asked = threads.submit(default_server.chat, text)
         num_answers = 0
         while not asked.done():
             assert http.get("/health").status_code == 200
             num_answers += 1
     assert asked.result().status_code == 400 and num_answers > 10
+
+
+def test_tokens_of_a_long_text_are_not_told_by_the_event_loop(
+    idle: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, threads = service_of(idle).tokenizer, set[str]()
+    decode = tokenizer.decode
+
+    def noted(*given: Any, **how: Any) -> str:
+        threads.add(threading.current_thread().name)
+        return decode(*given, **how)
+
+    monkeypatch.setattr(tokenizer, "decode", noted)
+    tokens = idle.post("/tokenize", prompt="x" * 1000, return_token_strs=True).json()["tokens"]
+    assert idle.post("/detokenize", tokens=tokens).json() == {"prompt": "x" * 1000}
+    assert threads and all(name.startswith("infinilm-server") for name in threads)
 
 
 def test_small_routes(idle: Running) -> None:
