@@ -88,12 +88,14 @@ def control(server: Running, http: httpx.Client) -> list[Any]:
 
 def warm_up(server: Running) -> None:
     """Threads and processes are started by the first who need them, and kept."""
-    with httpx.Client(timeout=PATIENCE, verify=False) as http:
-        control(server, http)
-    sockets = [server.ask(max_tokens=30, structured_outputs={"regex": "[ab]*"}) for _ in range(8)]
-    for sock in sockets:
-        read_until(sock, b"\r\n")
-        sock.close()
+    service = server.process.server.service
+    assert service is not None
+    for pool in (service._threads, server.llm._encoders):
+        both = threading.Barrier(3)
+        for _ in range(2):
+            pool.submit(both.wait, PATIENCE)
+        both.wait(PATIENCE)
+    assert server.chat(max_tokens=9, structured_outputs={"regex": "[ab]*"}).status_code == 200
     server.check_idle()
 
 
