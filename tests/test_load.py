@@ -126,7 +126,7 @@ REFUSED: list[tuple[str, bytes]] = [
     ("/chat/completions", b'{"messages": [], "temperature": NaN}'),
     ("/completions", b'{"prompt": [-1]}'),
     ("/completions", b'{"prompt": "x", "structured_outputs": {"regex": "("}}'),
-    ("/completions", json.dumps({"prompt": "x" * 2000}).encode()),
+    ("/completions", json.dumps({"prompt": "x " * 10_000}).encode()),
 ]
 
 
@@ -296,13 +296,13 @@ def test_64_clients_of_whom_some_leave_get_what_they_asked_for_and_leave_nothing
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[Subject]:
+def alone(model: Path) -> Iterator[Subject]:
     """`infinilm serve` in a process of its own"""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]
-    options = {"port": port, "threads": 1, "kv-cache-memory": "32MB", "log-level": "warning"}
+    options = {"port": port, "kv-cache-memory": "256MB", "log-level": "warning"}
     given = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    process = subprocess.Popen([sys.executable, "-m", "infinilm", "serve", str(folder), *given])
+    process = subprocess.Popen([sys.executable, "-m", "infinilm", "serve", str(model), *given])
     try:
         url = f"http://127.0.0.1:{port}"
         wait_until(lambda: process.poll() is not None or is_well(url))
@@ -322,12 +322,12 @@ def is_well(url: str) -> bool:
 @needs_proc
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_memory_is_flat_and_health_is_quick_through_five_minutes_of_load(folder: Path) -> None:
-    with alone(folder) as subject:
+def test_memory_is_flat_and_health_is_quick_through_five_minutes_of_load(default_model_path: Path) -> None:
+    with alone(default_model_path) as subject:
         made = soak(subject, 300.0)
         assert made.counts["answered"] > 10 * NUM_CLIENTS
         assert subject.memory() - made.memory_at(0.2) < 32 * MB
-        assert percentile(sorted(made.health), 0.99) < 1.0  # wide: clients and others have the same cores
+        assert percentile(sorted(made.health), 0.99) < 0.1
 
 
 # ---- lm-eval ----
