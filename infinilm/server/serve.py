@@ -35,7 +35,6 @@ LAST_SECONDS = 2.0  # for callers to read how their answers ended
 CLOSE_SECONDS = 60.0  # for the engine to save and to end
 DEAD_SECONDS = 3.0  # for all who ask to learn that the engine is dead
 KEEP_ALIVE_SECONDS = 75  # longer than proxies keep a connection, so that none is closed under their request
-SWITCH_SECONDS = 0.001  # that the engine keeps the interpreter when the event loop wants it, as it does often
 # Bytes that are read at once: a caller may make of 256 KB 40,000 chunks, which take seconds to be told apart.
 READ_SIZE = 4 << 10
 MAX_HEAD = 64 << 10  # bytes of a request before its body
@@ -63,7 +62,6 @@ def run(options: Options, load: Callable[[], AsyncLLM]) -> int:
     engine has died, the reason for which is the last that is told."""
     prepare_logs(options.log_level)
     check_folder(options.prefix_file)
-    sys.setswitchinterval(SWITCH_SECONDS)
     status = 0
     with listening(options) as sock:
         process = Process(options, load, sock)
