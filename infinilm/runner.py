@@ -202,7 +202,8 @@ class Recording:
                 num_wanted += 1
         for values in (self.token_ids, self.streams, self.slots, self.spans):
             values[at:] = array("q", [values[at - 1]]) * (len(values) - at)
-        self.settings.fill(rows)
+        if self.is_drawn:
+            self.settings.fill(rows)
 
     def run(self, model: Any, cache: PagedCache, rope: Any, arena: Arena | CudaArena) -> None:
         if not self.is_drawn:

@@ -15,10 +15,16 @@ import torch
 from torch import Tensor
 
 from infinicore import ops
+from infinicore.graph import CudaArena, Graph, RecordError
 from infinicore.ops import registry
 from infinicore.ops.attention_reference import forget_unseen, paged, unfold_keys
 from infinicore.ops.registry import OPS, Kernel, Op
 from infinicore.ops.triton import FAMILIES
+from infinilm.batch import Stream
+from infinilm.config import LlamaConfig
+from infinilm.models.llama import LlamaForCausalLM
+from infinilm.runner import Work
+from infinilm.sampling import SamplingParams
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 HAS_GPU = torch.cuda.is_available() and not IS_INTERPRETED
@@ -42,7 +48,10 @@ HEAD_SIZES = (64, 80, 96, 128, 256)
 @pytest.fixture(autouse=True)
 def _devices(monkeypatch: pytest.MonkeyPatch) -> None:
     if IS_INTERPRETED:
+        from infinicore.ops.triton import attention
+
         monkeypatch.setattr(registry, "ACCELERATOR_DEVICES", ("cpu",))
+        monkeypatch.setattr(attention, "num_processors", lambda device: 8)  # so that keys are split
 
 
 @pytest.fixture(autouse=True)
@@ -63,8 +72,9 @@ def placed(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def run(op: Op[Any], *args: Any, out: Any = None) -> Any:
     """By the kernel, which accepts it and waits for nothing"""
+    args = placed(args)
     with no_waiting():
-        result = kernel_of(op).run(out, *placed(args))
+        result = kernel_of(op).run(out, *args)
     assert result is not None, f"{op.name} was declined"
     return result
 
@@ -388,3 +398,51 @@ def test_pools_hold_what_was_stored_where_attention_reads_it() -> None:
     places = torch.zeros(40, dtype=torch.int64, device=DEVICE), torch.arange(40, device=DEVICE)
     run(ops.store_kv, keys, values, k, v, tables, *places, out=(keys, values))
     assert torch.equal(unfold_keys(keys)[tables[0]].transpose(0, 1).flatten(1, 2)[:, :40], k.transpose(0, 1))
+
+
+# ---- a whole model -----------------------------------------------------------------------------------------
+
+
+def model(dtype: torch.dtype) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=577, hidden_size=192, intermediate_size=400, num_hidden_layers=3, num_attention_heads=6,
+        num_key_value_heads=2, max_position_embeddings=512, eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).to(dtype)
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="the interpreter is slow")
+def test_recorded_steps_of_a_model_give_the_tokens_of_the_cpu() -> None:
+    prompts = [list(range(5, 75)), [3, 9], [7]]
+    made = model(torch.float32)
+    expected = made.generate(prompts, 30)
+    made.to(DEVICE)
+    assert torch.equal(made.generate(prompts, 30).cpu(), expected)
+    made.lay_out()
+    assert torch.equal(made.generate(prompts, 30).cpu(), expected)
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="the interpreter is slow")
+def test_a_recorded_step_gives_the_logits_of_a_plain_one() -> None:
+    made = model(torch.bfloat16).to(DEVICE)
+    streams = [Stream(ids, SamplingParams(temperature=0.0)) for ids in (range(1, 70), range(9), [4])]
+    runner = made.runner(streams, 40)
+    for _ in range(20):
+        made.advanced(runner, streams)
+    (recording,) = runner._recordings.values()
+    work = [Work(stream, 1) for stream in streams]
+    plain = runner._outcome(work)[1]
+    runner.run(work)
+    found = recording.outcome(3)[1]
+    assert (found - plain).norm() <= 0.02 * plain.norm()
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="the interpreter is slow")
+def test_what_waits_for_the_device_cannot_be_recorded() -> None:
+    x = random(4, dtype=torch.float32)
+    with pytest.raises(RecordError, match="a CUDA graph cannot repeat this"):
+        Graph.record(lambda: x + x.max().item(), CudaArena(DEVICE))
+    graph = Graph.record(lambda: ops.silu(x), CudaArena(DEVICE))
+    x.mul_(2)
+    assert torch.equal(graph.replay(), ops.silu(x))

@@ -1,7 +1,7 @@
 """attention over pools of blocks: one kernel for tokens that stand alone, one for runs of a stream.
 
-Which token is of which kind is found on the device, so both kernels are launched where there may be both. A
-token that stands alone, such as the next one of each of many streams, is a program for each key/value head
+Which token is of which kind is found on the device, so both kernels are launched where there may be both, and
+the first reads a list of those that are its own. A token that stands alone, such as the next one of each of many streams, is a program for each key/value head
 and split of its keys: all query heads of the group read the keys once. How many splits there are follows from
 the number of tokens, how long they are from the token's slot, so a recorded launch serves any lengths; the
 parts are folded afterwards, in their order. A run, such as a prompt, goes by tiles of tokens.
@@ -32,8 +32,8 @@ from infinicore.ops.triton.tensors import (
 # N tokens, B streams, M blocks of a stream, P blocks of a pool, S slots of a block, H query heads,
 # K key/value heads, G query heads of each, D head size, KEYS keys that are looked at together
 LONG = tl.constexpr(8)  # tokens of one stream in a row that make a run
-PROGRAMS = 8  # for each processor, which the keys are split for
-MOST_SPLITS = 64
+PROGRAMS = 4  # for each processor, which the keys are split for
+MOST_SPLITS = 32
 
 
 @triton.jit
@@ -61,6 +61,13 @@ def blocks_of(table_ptr, key, is_seen, K, P, head, S: tl.constexpr):
     is_there = (block >= 0) & (block < P)
     lost = tl.where(is_there, 0.0, float("nan"))
     return (tl.where(is_there, block, 0) * K + head) * S, lost
+
+
+@triton.jit
+def with_lanes(key, begin, end, LANES: tl.constexpr):
+    """Whether a key from begin to end is among the lanes of these: those are loaded together"""
+    lane = key // LANES * LANES
+    return (lane + LANES > begin) & (lane < end)
 
 
 @triton.jit
@@ -115,36 +122,30 @@ def place_of(stream_ptr, slot_ptr, n, is_in, B, M, S: tl.constexpr):
 
 
 @triton.jit
-def alone_kernel(
-    y_ptr, part_ptr, q_ptr, key_ptr, value_ptr, table_ptr, stream_ptr, slot_ptr,
-    q_token_stride, q_head_stride, scale, window, N, B, M, P, K, G, D,
-    S: tl.constexpr, LANES: tl.constexpr, LONG: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
-    KEYS: tl.constexpr, SPLITS: tl.constexpr, HAS_RUNS: tl.constexpr, DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    """The heads of a group over a split of the keys of one token: the result, or its part of it"""
+def list_kernel(list_ptr, stream_ptr, N, LONG: tl.constexpr, TILE: tl.constexpr, OVERLAPS: tl.constexpr):
+    """How many tokens stand alone, and which those are, in their order"""
     wait_for_inputs(OVERLAPS)
-    token, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    if HAS_RUNS:
-        if in_run(stream_ptr, token, N, LONG):
-            return
-    stream, slot, lost = place_of(stream_ptr, slot_ptr, token, True, B, M, S)
-    seen, begin, end = share_of(slot, split, window, SPLITS, KEYS)
-    if begin >= end:
-        return
-    g, d = tl.arange(0, HEADS), tl.arange(0, DIM)
-    is_value = (g < G)[:, None] & (d < D)[None, :]
-    q_at = q_ptr + token * q_token_stride + (head * G + g)[:, None] * q_head_stride + d[None, :]
-    q = tl.load(q_at, mask=is_value, other=0.0).to(DTYPE)
+    count = 0
+    for start in range(0, N, TILE):
+        n = start + tl.arange(0, TILE)
+        is_alone = ((n < N) & (in_run(stream_ptr, n, N, LONG) == 0)).to(tl.int32)
+        tl.store(list_ptr + count + tl.cumsum(is_alone, 0), n, mask=is_alone > 0)
+        count += tl.sum(is_alone, 0)
+    tl.store(list_ptr, count)
 
-    largest = tl.full((HEADS,), -float("inf"), tl.float32)
-    total = tl.zeros((HEADS,), tl.float32)
-    sums = tl.zeros((HEADS, DIM), tl.float32)
-    table = table_ptr + stream * M
+
+@triton.jit
+def attend_alone(
+    sums, largest, total, q, seen, begin, end, lost, key_ptr, value_ptr, table, scale, K, P, head, D,
+    S: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What the heads of a group sum up over the keys from begin to end, as far as those are seen"""
+    d = tl.arange(0, DIM)
     for start in range(begin, end, KEYS):
         key = start + tl.arange(0, KEYS)
         is_seen = (key >= seen) & (key < end)
-        first, missing = blocks_of(table, key, is_seen, K, P, head, S)
+        first, missing = blocks_of(table, key, with_lanes(key, seen, end, LANES), K, P, head, S)
         keys = load_keys(key_ptr, first, key, d, D, S, LANES).to(DTYPE)
         scores = tl.dot(q, keys, input_precision=PRECISION) * scale + (missing + lost)[None, :]
         scores = tl.where(is_seen[None, :], scores, -float("inf"))
@@ -152,44 +153,71 @@ def alone_kernel(
         values = load_values(value_ptr, first, key, is_seen, d, D, S).to(DTYPE)
         total = total * scaled + tl.sum(weights, 1)
         sums = tl.dot(weights.to(DTYPE), values, sums * scaled[:, None], input_precision=PRECISION)
+    return sums, largest, total
 
-    row = (token * K + head) * G + g
-    if SPLITS == 1:
-        y = sums / total[:, None]
-        tl.store(y_ptr + row[:, None] * D + d[None, :], y.to(y_ptr.dtype.element_ty), mask=is_value)
-    else:
-        part = part_ptr + (row * SPLITS + split) * (D + 2)
-        tl.store(part[:, None] + d[None, :], sums, mask=is_value)
-        tl.store(part + D, largest, mask=g < G)
-        tl.store(part + D + 1, total, mask=g < G)
+
+@triton.jit
+def alone_kernel(
+    y_ptr, part_ptr, weight_ptr, list_ptr, q_ptr, key_ptr, value_ptr, table_ptr, stream_ptr, slot_ptr,
+    q_token_stride, q_head_stride, scale, window, N, B, M, P, K, G, D,
+    S: tl.constexpr, LANES: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr,
+    SPLITS: tl.constexpr, HAS_RUNS: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """The heads of a group over a split of the keys of one token: the result, or its part of it"""
+    wait_for_inputs(OVERLAPS)
+    head, split = tl.program_id(1), tl.program_id(2)
+    g, d = tl.arange(0, HEADS), tl.arange(0, DIM)
+    is_value = (g < G)[:, None] & (d < D)[None, :]
+    num_tokens = tl.load(list_ptr) if HAS_RUNS else N
+    for i in range(tl.program_id(0), num_tokens, tl.num_programs(0)):
+        token = (tl.load(list_ptr + 1 + i) if HAS_RUNS else tl.program_id(0)).to(tl.int64)
+        stream, slot, lost = place_of(stream_ptr, slot_ptr, token, True, B, M, S)
+        seen, begin, end = share_of(slot, split, window, SPLITS, KEYS)
+        if begin < end:
+            q_at = q_ptr + token * q_token_stride + (head * G + g)[:, None] * q_head_stride + d[None, :]
+            q = tl.load(q_at, mask=is_value, other=0.0).to(DTYPE)
+            largest = tl.full((HEADS,), -float("inf"), tl.float32)
+            total, sums = tl.zeros((HEADS,), tl.float32), tl.zeros((HEADS, DIM), tl.float32)
+            sums, largest, total = attend_alone(
+                sums, largest, total, q, seen, begin, end, lost, key_ptr, value_ptr, table_ptr + stream * M,
+                scale, K, P, head, D, S, LANES, DIM, KEYS, DTYPE, PRECISION,
+            )  # fmt: skip
+            row = (token * K + head) * G + g
+            if SPLITS == 1:
+                y = (sums / total[:, None]).to(y_ptr.dtype.element_ty)
+                tl.store(y_ptr + row[:, None] * D + d[None, :], y, mask=is_value)
+            else:
+                part = row * SPLITS + split
+                tl.store(part_ptr + part[:, None] * DIM + d[None, :], sums, mask=(g < G)[:, None])
+                tl.store(weight_ptr + 2 * part, largest, mask=g < G)
+                tl.store(weight_ptr + 2 * part + 1, total, mask=g < G)
 
 
 @triton.jit
 def fold_kernel(
-    y_ptr, part_ptr, stream_ptr, slot_ptr, window, N, B, M, H, D,
-    S: tl.constexpr, LONG: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
-    HAS_RUNS: tl.constexpr, OVERLAPS: tl.constexpr,
+    y_ptr, part_ptr, weight_ptr, list_ptr, stream_ptr, slot_ptr, window, N, B, M, H, D,
+    S: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, HAS_RUNS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """The parts of a head of one token, weighed by their largest scores"""
     wait_for_inputs(OVERLAPS)
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if HAS_RUNS:
-        if in_run(stream_ptr, token, N, LONG):
-            return
-    _, slot, _ = place_of(stream_ptr, slot_ptr, token, True, B, M, S)
-    split, d = tl.arange(0, SPLITS), tl.arange(0, DIM)
-    _, begin, end = share_of(slot, split, window, SPLITS, KEYS)
-    is_used = begin < end
-    part = part_ptr + ((token * H + head) * SPLITS + split) * (D + 2)
-    largest = tl.load(part + D, mask=is_used, other=-float("inf"))
-    total = tl.load(part + D + 1, mask=is_used, other=0.0)
-    is_in = is_used[:, None] & (d < D)[None, :]
-    sums = tl.load(part[:, None] + d[None, :], mask=is_in, other=0.0)
-    base = tl.max(largest, 0)
-    weight = tl.exp2(largest - tl.where(base == -float("inf"), 0.0, base))
-    # A part that is not used has the weight 0 and nothing to weigh.
-    y = tl.sum(sums * weight[:, None], 0) / tl.sum(total * weight, 0)
-    tl.store(y_ptr + (token * H + head) * D + d, y.to(y_ptr.dtype.element_ty), mask=d < D)
+    head, split, d = tl.program_id(1), tl.arange(0, SPLITS), tl.arange(0, DIM)
+    num_tokens = tl.load(list_ptr) if HAS_RUNS else N
+    for i in range(tl.program_id(0), num_tokens, tl.num_programs(0)):
+        token = (tl.load(list_ptr + 1 + i) if HAS_RUNS else tl.program_id(0)).to(tl.int64)
+        _, slot, _ = place_of(stream_ptr, slot_ptr, token, True, B, M, S)
+        _, begin, end = share_of(slot, split, window, SPLITS, KEYS)
+        is_used = begin < end
+        part = (token * H + head) * SPLITS + split
+        largest = tl.load(weight_ptr + 2 * part, mask=is_used, other=-float("inf"))
+        total = tl.load(weight_ptr + 2 * part + 1, mask=is_used, other=0.0)
+        sums = tl.load(part_ptr + part[:, None] * DIM + d[None, :], mask=is_used[:, None], other=0.0)
+        base = tl.max(largest, 0)
+        weight = tl.exp2(largest - tl.where(base == -float("inf"), 0.0, base))
+        # A part that is not used has the weight 0 and nothing to weigh.
+        y = tl.sum(sums * weight[:, None], 0) / tl.sum(total * weight, 0)
+        tl.store(y_ptr + (token * H + head) * D + d, y.to(y_ptr.dtype.element_ty), mask=d < D)
 
 
 @triton.jit
@@ -288,6 +316,18 @@ def num_splits(num_tokens: int, num_heads: int, device: torch.device) -> int:
     return min(triton.next_power_of_2(max(wanted, 1)), MOST_SPLITS)
 
 
+def alone_tile(is_wide: bool, dim: int) -> tuple[int, int, int]:
+    """Keys at once, warps, stages"""
+    return (64, 2, 4) if not is_wide and dim <= 128 else (32, 4, 2)
+
+
+def runs_tile(is_wide: bool, dim: int) -> tuple[int, int, int, int]:
+    """Tokens and keys at once, warps, stages"""
+    if is_wide:
+        return 32, 32, 4, 2
+    return (128, 64, 8, 3) if dim <= 128 else (64, 32, 4, 3)
+
+
 def arithmetic(q: Tensor, values: Tensor) -> dict[str, Any]:
     """What products are computed in: the dtype that queries and pools share, float32 where they differ"""
     dtypes = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -296,42 +336,51 @@ def arithmetic(q: Tensor, values: Tensor) -> dict[str, Any]:
 
 
 def launch_alone(y: Tensor, tensors: tuple[Tensor, ...], sizes: tuple[Any, ...], has_runs: bool) -> None:
-    q, _, values, _, streams, slots = tensors
+    q, _, values, tables, streams, slots = tensors
     num_tokens, num_heads, size = q.shape
     num_kv_heads, block_size = values.shape[1:3]
-    splits = num_splits(num_tokens, num_kv_heads, q.device)
+    alone = listed(streams) if has_runs else streams
+    # Where a stream's tokens come one after the other, no more of them stand alone.
+    num_programs = min(num_tokens, (LONG.value - 1) * len(tables)) if has_runs else num_tokens
+    splits = num_splits(num_programs, num_kv_heads, q.device)
     math_of = arithmetic(q, values)
-    is_wide = math_of["DTYPE"] == tl.float32
     dim = max(triton.next_power_of_2(size), 16)
-    keys = 64 if not is_wide and dim <= 128 else 32
-    shared = {"S": block_size, "LONG": LONG, "DIM": dim, "KEYS": keys, "SPLITS": splits, "HAS_RUNS": has_runs}
-    parts = y
-    if splits > 1:
-        parts = torch.empty(num_tokens * num_heads * splits * (size + 2), device=q.device)
-    alone_kernel[(num_tokens, num_kv_heads, splits)](
-        y, parts, *tensors, *q.stride()[:2], *sizes,
+    keys, num_warps, num_stages = alone_tile(math_of["DTYPE"] == tl.float32, dim)
+    shared = {"S": block_size, "DIM": dim, "KEYS": keys, "SPLITS": splits, "HAS_RUNS": has_runs}
+    num_parts = num_tokens * num_heads * splits if splits > 1 else 0
+    parts, weights = (q.new_empty(num_parts, n, dtype=torch.float32) for n in (dim, 2))
+    alone_kernel[(num_programs, num_kv_heads, splits)](
+        y, parts, weights, alone, *tensors, *q.stride()[:2], *sizes,
         LANES=LANES, HEADS=max(triton.next_power_of_2(num_heads // num_kv_heads), 16),
-        num_warps=4, num_stages=2 if is_wide else 3, **shared, **math_of, **overlap(q.device),
+        num_warps=num_warps, num_stages=num_stages, **shared, **math_of, **overlap(q.device),
     )  # fmt: skip
     if splits > 1:
         _, window, _, num_streams, room, *_ = sizes
-        fold_kernel[(num_tokens, num_heads)](
-            y, parts, streams, slots, window, num_tokens, num_streams, room, num_heads, size,
+        fold_kernel[(num_programs, num_heads)](
+            y, parts, weights, alone, streams, slots, window, num_tokens, num_streams, room, num_heads, size,
             num_warps=4, **shared, **overlap(q.device),
         )  # fmt: skip
+
+
+def listed(streams: Tensor) -> Tensor:
+    """How many tokens stand alone, then which"""
+    tokens = torch.empty(len(streams) + 1, dtype=torch.int32, device=streams.device)
+    list_kernel[(1,)](
+        tokens, streams, len(streams), LONG=LONG, TILE=1024, num_warps=8, **overlap(streams.device)
+    )
+    return tokens
 
 
 def launch_runs(y: Tensor, tensors: tuple[Tensor, ...], sizes: tuple[Any, ...]) -> None:
     q, _, values, *_ = tensors
     num_tokens, num_heads, size = q.shape
     math_of = arithmetic(q, values)
-    is_wide = math_of["DTYPE"] == tl.float32
     dim = max(triton.next_power_of_2(size), 16)
-    tokens, keys = (32, 32) if is_wide else (128, 64) if dim <= 128 else (64, 32)
+    tokens, keys, num_warps, num_stages = runs_tile(math_of["DTYPE"] == tl.float32, dim)
     runs_kernel[(num_heads, triton.cdiv(num_tokens, tokens))](
         y, *tensors, *q.stride()[:2], *sizes,
         S=values.shape[2], LANES=LANES, LONG=LONG, TOKENS=tokens, DIM=dim, KEYS=keys,
-        num_warps=8 if tokens == 128 else 4, num_stages=2 if is_wide else 3, **math_of, **overlap(q.device),
+        num_warps=num_warps, num_stages=num_stages, **math_of, **overlap(q.device),
     )  # fmt: skip
 
 
