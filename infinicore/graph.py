@@ -68,9 +68,7 @@ class Graph(Generic[Result]):
         self.result = result
 
     @classmethod
-    def record(
-        cls, function: Callable[[], Result], arena: Arena | CudaArena | None = None
-    ) -> Graph[Result]:
+    def record(cls, function: Callable[[], Result], arena: Arena | CudaArena | None = None) -> Graph[Result]:
         """Run the function and keep its ops; what they make lies in the arena, or in one of its own."""
         arena = Arena() if arena is None else arena
         if isinstance(arena, CudaArena):

@@ -26,6 +26,8 @@ FULL = 8
 # On a GPU, where a few more tokens cost little and a recording much, every step is filled up.
 CAPTURED = (1, 2, 4, *range(8, 64, 8), *range(64, MAX_CAPTURED + 1, 16))
 
+NOWHERE = range(0)
+
 # N tokens of the step, B streams, M blocks of a stream, R rows of logits, V vocabulary
 
 
@@ -45,8 +47,9 @@ class Work(NamedTuple):
     def prompt_positions(self) -> range:
         """Those of the prompt whose logprobs are wanted and follow a token of this work"""
         stream, start = self.stream, self.stream.num_computed + 1
-        end = start if stream.params.prompt_logprobs is None else start + self.num_tokens
-        return range(start, min(end, stream.num_prompt))
+        if stream.params.prompt_logprobs is None:
+            return NOWHERE
+        return range(start, min(start + self.num_tokens, stream.num_prompt))
 
 
 @dataclass
@@ -86,7 +89,8 @@ class Runner:
         """Compute the tokens of all work; each stream has the blocks for them."""
         self._fill_tables(work)
         rows = [Row(item.stream, len(item.stream) + i) for item in work for i in range(item.num_drawn)]
-        recording = self._replayed(work, rows) if self.can_record and is_small(work, self.device) else None
+        is_recorded = self.can_record and is_small(work, len(rows), self.device)
+        recording = self._replayed(work, rows) if is_recorded else None
         if recording is not None:
             return collected(work, *recording.outcome(len(rows)), rows, recording.drawn())
         return collected(work, *self._outcome(work), rows)
@@ -179,7 +183,7 @@ class Recording:
         lengths = [num_tokens] * 5 + [num_rows]
         self._numbers = tensor(numbers)
         self._sent = self._numbers.to(tables.device)  # what the step reads: the same memory on a CPU
-        token_ids, rope_rows, streams, slots, _, logit_rows = self._sent.split(lengths)
+        token_ids, rope_rows, streams, slots, _, logit_rows = torch.split(self._sent, lengths)
         ends = [sum(lengths[: i + 1]) for i in range(6)]
         self.token_ids, self.rope_rows, self.streams, self.slots, self.spans, self.logit_rows = (
             memoryview(numbers)[end - length : end] for end, length in zip(ends, lengths, strict=True)
@@ -197,6 +201,8 @@ class Recording:
                 self.token_ids[at], self.streams[at], self.slots[at] = token_id, row, start + i
                 self.spans[at] = stream.span(start + i)
                 at += 1
+            if self.batch.logit_rows is None:
+                continue
             for i in range(at - item.num_drawn, at):
                 self.logit_rows[num_wanted] = i
                 num_wanted += 1
@@ -243,7 +249,7 @@ def recorded_size(num_tokens: int, num_rows: int, device: torch.device) -> tuple
     return -(-num_tokens // FULL) * FULL if is_filled_up else num_tokens, num_rows
 
 
-def is_small(work: Sequence[Work], device: torch.device) -> bool:
+def is_small(work: Sequence[Work], num_rows: int, device: torch.device) -> bool:
     """Whether a step may be recorded: few tokens, some drawn, and no logprobs of prompts
 
     On a GPU something follows each of the tokens: others are so many that they do not wait for Python.
@@ -252,8 +258,8 @@ def is_small(work: Sequence[Work], device: torch.device) -> bool:
     if any(w.prompt_positions for w in work):
         return False
     if device.type != "cpu":
-        return num_tokens <= MAX_CAPTURED and num_tokens == sum(w.num_drawn for w in work)
-    return num_tokens <= MAX_RECORDED and any(w.num_drawn for w in work)
+        return num_tokens <= MAX_CAPTURED and num_tokens == num_rows
+    return num_tokens <= MAX_RECORDED and num_rows > 0
 
 
 def collected(
@@ -319,6 +325,6 @@ def chosen_logprobs(logits: Tensor, streams: Sequence[Stream], tokens: list[int]
     return found
 
 
-def tensor(numbers: array[int]) -> Tensor:
+def tensor(numbers: array[int] | memoryview[int]) -> Tensor:
     """A view of plain memory"""
     return torch.frombuffer(numbers, dtype=torch.int64) if numbers else torch.empty(0, dtype=torch.int64)

@@ -1,7 +1,7 @@
 """Products that share a pass over memory where their weights are packed: what a decoder layer is made of.
 
-Each is the same as its parts, which it falls back to for weights of any other kind. On a GPU dense weights that
-lie one after the other are multiplied as one.
+Each is the same as its parts, which it falls back to for weights of any other kind. On a GPU dense weights
+that lie one after the other are multiplied as one.
 """
 
 from __future__ import annotations
@@ -73,18 +73,14 @@ def joined(
 
 def as_one(parts: Sequence[Tensor | QuantizedTensor | None]) -> Tensor | None:
     """A view of all of them, if one begins where the one before it ends"""
-    end = None
-    for part in parts:
-        if not isinstance(part, Tensor) or not part.is_contiguous():
-            return None
-        if end is not None and part.data_ptr() != end:
-            return None
-        end = part.data_ptr() + part.nbytes
-    first = parts[0]
-    if not isinstance(first, Tensor) or end - first.data_ptr() > room_after(first):  # type: ignore[operator]
+    tensors = [part for part in parts if isinstance(part, Tensor) and part.is_contiguous()]
+    ends = [part.data_ptr() + part.nbytes for part in tensors]
+    first = tensors[0] if len(tensors) == len(parts) else None
+    if first is None or any(end != part.data_ptr() for end, part in zip(ends, tensors[1:], strict=False)):
         return None
-    num_rows = sum(len(part) for part in parts)  # type: ignore[arg-type]
-    return first.as_strided((num_rows, *first.shape[1:]), first.stride())
+    if ends[-1] - first.data_ptr() > room_after(first):
+        return None
+    return first.as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride())
 
 
 def room_after(first: Tensor) -> int:

@@ -141,7 +141,7 @@ def lay_together(*layers: BaseLinear) -> None:
     for name in ("weight", "bias"):
         parts = [getattr(layer, name) for layer in layers]
         if all(isinstance(part, Tensor) for part in parts) and len({part.dtype for part in parts}) == 1:
-            together = torch.cat([part.data for part in parts]).split([len(part) for part in parts])
+            together = torch.split(torch.cat([part.data for part in parts]), [len(part) for part in parts])
             for part, place in zip(parts, together, strict=True):
                 part.data = place
 

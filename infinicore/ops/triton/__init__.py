@@ -19,7 +19,7 @@ from infinicore.ops.registry import OPS, Kernel
 
 FAMILIES = {
     "norm": ("rms_norm", "add_rms_norm"),
-    "activation": ("silu", "swiglu"),
+    "elementwise": ("add", "silu", "swiglu"),
     "rope": ("rope",),
     "embedding": ("embedding",),
     "linear": ("linear",),

@@ -1,10 +1,11 @@
 """attention over pools of blocks: one kernel for tokens that stand alone, one for runs of a stream.
 
 Which token is of which kind is found on the device, so both kernels are launched where there may be both, and
-the first reads a list of those that are its own. A token that stands alone, such as the next one of each of many streams, is a program for each key/value head
-and split of its keys: all query heads of the group read the keys once. How many splits there are follows from
-the number of tokens, how long they are from the token's slot, so a recorded launch serves any lengths; the
-parts are folded afterwards, in their order. A run, such as a prompt, goes by tiles of tokens.
+the first reads a list of those that are its own. A token that stands alone, such as the next one of each of
+many streams, is a program for each key/value head and split of its keys: all query heads of the group read
+the keys once. How many splits there are follows from the number of tokens, how long they are from the token's
+slot, so a recorded launch serves any lengths; the parts are folded afterwards, in their order. A run, such as
+a prompt, goes by tiles of tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from infinicore.ops.triton.tensors import (
 # K key/value heads, G query heads of each, D head size, KEYS keys that are looked at together
 LONG = tl.constexpr(8)  # tokens of one stream in a row that make a run
 PROGRAMS = 4  # for each processor, which the keys are split for
-MOST_SPLITS = 32
+MOST_SPLITS = 64
+MOST_PARTS = 1 << 24  # values of splits that wait to be folded
 
 
 @triton.jit
@@ -74,7 +76,7 @@ def with_lanes(key, begin, end, LANES: tl.constexpr):
 def load_keys(key_ptr, first, key, d, D, S: tl.constexpr, LANES: tl.constexpr):
     """[D, KEYS], of which LANES lie side by side
 
-    Also of those that are not seen, which have a block too: a mask that ends among lanes would cut wide loads.
+    Also of those that are not seen, which have a block too: a mask that ends among lanes would cut loads.
     """
     place = key % S
     at = (first + place // LANES * LANES) * D + place % LANES
@@ -121,7 +123,7 @@ def place_of(stream_ptr, slot_ptr, n, is_in, B, M, S: tl.constexpr):
     return tl.where(is_there, stream, 0), tl.where(is_there, slot, 0).to(tl.int32), lost
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def list_kernel(list_ptr, stream_ptr, N, LONG: tl.constexpr, TILE: tl.constexpr, OVERLAPS: tl.constexpr):
     """How many tokens stand alone, and which those are, in their order"""
     wait_for_inputs(OVERLAPS)
@@ -156,7 +158,7 @@ def attend_alone(
     return sums, largest, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "N", "B", "M", "P"])
 def alone_kernel(
     y_ptr, part_ptr, weight_ptr, list_ptr, q_ptr, key_ptr, value_ptr, table_ptr, stream_ptr, slot_ptr,
     q_token_stride, q_head_stride, scale, window, N, B, M, P, K, G, D,
@@ -194,7 +196,7 @@ def alone_kernel(
                 tl.store(weight_ptr + 2 * part + 1, total, mask=g < G)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "N", "B", "M"])
 def fold_kernel(
     y_ptr, part_ptr, weight_ptr, list_ptr, stream_ptr, slot_ptr, window, N, B, M, H, D,
     S: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, HAS_RUNS: tl.constexpr,
@@ -257,7 +259,7 @@ def add_keys(
     return sums, total, largest
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "N", "B", "M", "P"])
 def runs_kernel(
     y_ptr, q_ptr, key_ptr, value_ptr, table_ptr, stream_ptr, slot_ptr,
     q_token_stride, q_head_stride, scale, window, N, B, M, P, K, G, D,
@@ -310,15 +312,18 @@ def runs_kernel(
         is_any = tl.max(todo.to(tl.int32), 0)
 
 
-def num_splits(num_tokens: int, num_heads: int, device: torch.device) -> int:
-    """As many as give every processor work"""
-    wanted = PROGRAMS * num_processors(device) // (num_tokens * num_heads)
-    return min(triton.next_power_of_2(max(wanted, 1)), MOST_SPLITS)
+def num_splits(num_programs: int, num_values: int, device: torch.device) -> int:
+    """As many as give every processor work, and whose parts take no more memory than they are worth"""
+    wanted = PROGRAMS * num_processors(device) // num_programs
+    most = min(max(MOST_PARTS // num_values, 1), MOST_SPLITS)
+    return min(1 << max(wanted - 1, 0).bit_length(), 1 << most.bit_length() - 1)
 
 
-def alone_tile(is_wide: bool, dim: int) -> tuple[int, int, int]:
-    """Keys at once, warps, stages"""
-    return (64, 2, 4) if not is_wide and dim <= 128 else (32, 4, 2)
+def alone_tile(is_wide: bool, dim: int, is_crowded: bool) -> tuple[int, int, int]:
+    """Keys at once, warps, stages, as an H200 does best"""
+    if is_wide or dim > 128:
+        return 32, 4, 2
+    return (64, 2, 4) if is_crowded else (64, 4, 4)
 
 
 def runs_tile(is_wide: bool, dim: int) -> tuple[int, int, int, int]:
@@ -342,10 +347,11 @@ def launch_alone(y: Tensor, tensors: tuple[Tensor, ...], sizes: tuple[Any, ...],
     alone = listed(streams) if has_runs else streams
     # Where a stream's tokens come one after the other, no more of them stand alone.
     num_programs = min(num_tokens, (LONG.value - 1) * len(tables)) if has_runs else num_tokens
-    splits = num_splits(num_programs, num_kv_heads, q.device)
     math_of = arithmetic(q, values)
     dim = max(triton.next_power_of_2(size), 16)
-    keys, num_warps, num_stages = alone_tile(math_of["DTYPE"] == tl.float32, dim)
+    splits = num_splits(num_programs * num_kv_heads, num_tokens * num_heads * dim, q.device)
+    is_crowded = num_programs * num_kv_heads > num_processors(q.device)
+    keys, num_warps, num_stages = alone_tile(math_of["DTYPE"] == tl.float32, dim, is_crowded)
     shared = {"S": block_size, "DIM": dim, "KEYS": keys, "SPLITS": splits, "HAS_RUNS": has_runs}
     num_parts = num_tokens * num_heads * splits if splits > 1 else 0
     parts, weights = (q.new_empty(num_parts, n, dtype=torch.float32) for n in (dim, 2))

@@ -16,7 +16,7 @@ BLOCK_SIZES = (16, 32, 64, 128, 256)
 LARGEST_HEAD = 256
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "M", "P"])
 def store_kernel(
     key_ptr, value_ptr, k_ptr, v_ptr, table_ptr, stream_ptr, slot_ptr,
     k_token_stride, k_head_stride, v_token_stride, v_head_stride, B, M, P, K, D,
@@ -75,9 +75,7 @@ def are_places(num_tokens: int, device: Any, tables: Any, streams: Any, slots: A
     )
 
 
-def accepts_store_kv(
-    out: Any, keys: Tensor, values: Tensor, k: Tensor, v: Tensor, *places: Tensor
-) -> bool:
+def accepts_store_kv(out: Any, keys: Tensor, values: Tensor, k: Tensor, v: Tensor, *places: Tensor) -> bool:
     return (
         are_pools(keys, values)
         and are_plain(keys.device, FLOATS, k, v)

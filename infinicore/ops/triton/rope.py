@@ -24,7 +24,7 @@ TILE = 1024  # pairs that one program rotates
 LARGEST_HEAD = 2048
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_positions", "table_length"])
 def rope_kernel(
     y_ptr, x_ptr, position_ptr, sin_ptr, cos_ptr, token_stride, head_stride, sin_stride, cos_stride,
     H, HALF, num_positions, table_length,

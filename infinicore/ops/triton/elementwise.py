@@ -1,4 +1,4 @@
-"""silu and swiglu: elementwise over rows that may lie apart."""
+"""add, silu and swiglu: elementwise over rows that may lie apart."""
 
 from __future__ import annotations
 
@@ -39,12 +39,26 @@ def silu_kernel(
     tl.store(y_ptr + row * E + column, y.to(y_ptr.dtype.element_ty), mask=is_in)
 
 
-def launch(y: Tensor, x: Tensor, up: Tensor) -> None:
-    rows, ups = rows_of(x), rows_of(up)
+@triton.jit
+def add_kernel(
+    y_ptr, a_ptr, b_ptr, a_stride, b_stride, E, TILE: tl.constexpr, OVERLAPS: tl.constexpr
+):  # fmt: skip
+    """y = a + b"""
+    wait_for_inputs(OVERLAPS)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    is_in = column < E
+    a = tl.load(a_ptr + row * a_stride + column, mask=is_in, other=0.0).to(tl.float32)
+    b = tl.load(b_ptr + row * b_stride + column, mask=is_in, other=0.0).to(tl.float32)
+    tl.store(y_ptr + row * E + column, (a + b).to(y_ptr.dtype.element_ty), mask=is_in)
+
+
+def launch(kernel: Any, y: Tensor, a: Tensor, b: Tensor, **options: bool) -> None:
+    rows, others = rows_of(a), rows_of(b)
     num_rows, size = rows.shape
-    silu_kernel[(num_rows, triton.cdiv(size, TILE))](
-        y, rows, ups, rows.stride(0), ups.stride(0), size,
-        GATES=up is not x, TILE=TILE, num_warps=4, **overlap(x.device),
+    kernel[(num_rows, triton.cdiv(size, TILE))](
+        y, rows, others, rows.stride(0), others.stride(0), size,
+        TILE=TILE, num_warps=4, **options, **overlap(a.device),
     )  # fmt: skip
 
 
@@ -55,7 +69,7 @@ def accepts_silu(out: Any, x: Tensor) -> bool:
 
 def silu(out: Tensor | None, x: Tensor) -> Tensor:
     y = target(out, x, rows=(x,))
-    launch(y, x, x)
+    launch(silu_kernel, y, x, x, GATES=False)
     return settled(y, out)
 
 
@@ -66,5 +80,15 @@ def accepts_swiglu(out: Any, gate: Tensor, up: Tensor) -> bool:
 
 def swiglu(out: Tensor | None, gate: Tensor, up: Tensor) -> Tensor:
     y = target(out, gate, rows=(gate, up))
-    launch(y, gate, up)
+    launch(silu_kernel, y, gate, up, GATES=True)
+    return settled(y, out)
+
+
+def accepts_add(out: Any, a: Tensor, b: Tensor) -> bool:
+    return accepts_swiglu(out, a, b)
+
+
+def add(out: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    y = target(out, a, rows=(a, b))
+    launch(add_kernel, y, a, b)
     return settled(y, out)
