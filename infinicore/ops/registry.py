@@ -140,10 +140,11 @@ def op(
 
 
 def if_accelerated(kernel: Kernel) -> Kernel:
-    """An accelerator's kernel, which declines what `infinicore.use_ntops` keeps from it."""
+    """An accelerator's kernel, which declines what `infinicore.use_ntops` keeps from it, and while a native
+    graph is recorded, which could not keep its calls."""
 
     def accepts(out: Any, *args: Any) -> bool:
-        if not infinicore.use_ntops:
+        if not infinicore.use_ntops or RECORDING.stack:
             return False
         first = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
         is_there = first is not None and first.device.type in ACCELERATOR_DEVICES

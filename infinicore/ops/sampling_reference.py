@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from infinicore.ops.reference import EXACT, NOT_FINITE, ODD_SIZES, Samples, not_finite, random
-from infinicore.ops.registry import DEFAULT_TOLERANCES, Kernel, Tolerance, op
+from infinicore.ops.registry import DEFAULT_TOLERANCES, RECORDING, Kernel, Tolerance, op
 
 
 def random_sample_samples(dtype: torch.dtype) -> Samples:
@@ -90,7 +90,8 @@ def sample(logits: Tensor, uniforms: Tensor, settings: Tensor, top_k: Tensor) ->
 
 def is_greedy(out: Tensor | None, logits: Tensor, uniforms: Tensor, settings: Tensor, _: Tensor) -> bool:
     """Whether the largest logit of each row is wanted, which is known without waiting for a device"""
-    return out is None and not logits.is_cpu and settings.is_cpu and not settings[:, 0].any()
+    is_elsewhere = out is None and not logits.is_cpu and settings.is_cpu and not RECORDING.stack
+    return is_elsewhere and not settings[:, 0].any()
 
 
 def largest(logits: Tensor) -> Tensor:
