@@ -1,4 +1,4 @@
-"""Graph: record the ops of a function once, replay them in one native call.
+"""Graph: record the ops of a function once, replay them in one native call, or as one CUDA graph.
 
 The function runs on fixed buffers. What changes from step to step (tokens, positions) is written into them
 before a replay, never decided in Python. Only ops with native kernels can be recorded; whatever else torch
@@ -6,6 +6,9 @@ would compute during the recording is refused, because a replay would leave it o
 
 What the function makes lies in an arena, and a tensor that has died leaves its place to the next: a recording
 takes the memory of what lives at once, and the next one with that arena takes the same.
+
+On a GPU an arena is a CudaArena, and its graphs are CUDA's: whatever the function launches there is recorded,
+torch's own kernels too, and what would wait for the device is refused.
 """
 
 from __future__ import annotations
@@ -42,21 +45,34 @@ class Arena(_native.Arena):
         self.lock = threading.RLock()
 
 
+class CudaArena:
+    """The same on a GPU: what CUDA graphs make lies in one pool of torch's allocator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.lock = threading.RLock()
+        self.pool = torch.cuda.graph_pool_handle()
+
+
 class Graph(Generic[Result]):
     """The recorded calls and the result they write to: each `replay` computes it anew.
 
     The result stays as it is until this graph, or one with the same arena, is replayed or recorded.
     """
 
-    def __init__(self, graph: _native.Graph, arena: Arena, result: Result) -> None:
+    def __init__(
+        self, graph: _native.Graph | torch.cuda.CUDAGraph, arena: Arena | CudaArena, result: Result
+    ) -> None:
         self._graph = graph
         self._arena = arena
         self.result = result
 
     @classmethod
-    def record(cls, function: Callable[[], Result], arena: Arena | None = None) -> Graph[Result]:
+    def record(cls, function: Callable[[], Result], arena: Arena | CudaArena | None = None) -> Graph[Result]:
         """Run the function and keep its ops; what they make lies in the arena, or in one of its own."""
         arena = Arena() if arena is None else arena
+        if isinstance(arena, CudaArena):
+            return cls(*captured(function, arena))
         graph = _native.Graph(arena)
         with alone_in(arena), recording(graph), torch.inference_mode(), OnlyViews(graph):
             result = function()
@@ -72,11 +88,32 @@ class Graph(Generic[Result]):
         return self.result
 
     def __len__(self) -> int:
-        return len(self._graph)
+        """How many native calls it has; a CUDA graph tells nothing of its kernels."""
+        return 0 if isinstance(self._graph, torch.cuda.CUDAGraph) else len(self._graph)
+
+
+def captured(
+    function: Callable[[], Result], arena: CudaArena
+) -> tuple[torch.cuda.CUDAGraph, CudaArena, Result]:
+    """Run the function, which compiles and loads what it needs, and then again for the graph to keep it.
+
+    What it has computed is there after the next replay.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with alone_in(arena), torch.inference_mode(), torch.cuda.device(arena.device):
+        function()
+        torch.cuda.synchronize()
+        try:
+            with torch.cuda.graph(graph, pool=arena.pool, capture_error_mode="thread_local"):
+                result = function()
+        except RuntimeError as error:
+            raise RecordError(f"a CUDA graph cannot repeat this: {error}") from error
+    graph.replay()
+    return graph, arena, result
 
 
 @contextmanager
-def alone_in(arena: Arena) -> Iterator[None]:
+def alone_in(arena: Arena | CudaArena) -> Iterator[None]:
     """Never waits: two recordings that each wait for the other's arena would do so for ever."""
     if not arena.lock.acquire(blocking=False):
         raise RecordError("the arena is in use by another thread; give each thread an Arena of its own")

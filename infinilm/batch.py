@@ -67,6 +67,8 @@ class Stream:
 
     def pending(self, count: int) -> list[int]:
         start, end = self.num_computed, self.num_computed + count
+        if count == 1 and start < len(self.token_ids):
+            return [self.token_ids[start]]
         known = self.token_ids[start:end].tolist()
         return known + self.drafts[: count - len(known)]
 

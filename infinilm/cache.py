@@ -70,13 +70,13 @@ def attend(  # noqa: PLR0913  those of the op
 ) -> Tensor:
     """Store k and v [N, K, D], and let q [N, H, D] attend to all that each token may see -> [N, H, D]
 
-    In several calls where one takes long; the bits are the same.
+    In several calls where one takes long on a CPU; the bits are the same.
     """
     ops.store_kv(*pools, k, v, batch.block_tables, batch.streams, batch.slots, out=pools)
     num_keys = max(batch.lengths)
     work = q[0].numel() * min(num_keys, window or num_keys)  # of a token
     size = max(CALL_WORK // work // LANES, 1) * LANES  # the kernel takes so many together
-    if len(q) <= size:
+    if len(q) <= size or not q.is_cpu:
         return ops.attention(q, *pools, batch.block_tables, batch.streams, batch.slots, scale, window or 0)
     out = torch.empty_like(q)
     for start in range(0, len(q), size):

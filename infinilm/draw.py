@@ -93,7 +93,7 @@ class Settings:
         if logits.is_cpu:
             ops.sample(logits, *self.tensors, out=self.tokens)
         else:
-            self.tokens.copy_(ops.sample(logits, *(t.to(logits.device) for t in self.tensors)))
+            self.tokens.copy_(ops.sample(logits, *self.tensors))
 
 
 def draw(logits: Tensor, rows: Sequence[Row]) -> list[int]:

@@ -11,17 +11,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from infinicore.graph import Arena, Graph, RecordError
+from infinicore.graph import Arena, CudaArena, Graph, RecordError
 from infinilm.batch import Batch, Stream
 from infinilm.cache import PagedCache
 from infinilm.draw import Ranked, Row, Settings, draw, needs_adjusting, ranked
 
 MAX_RECORDED = 64  # tokens of a step that is recorded
+MAX_CAPTURED = 256  # and of one that is a CUDA graph
 MAX_RECORDINGS = 96  # one for each number of tokens, and of those whose logits are wanted
 # To record takes longer than to run: it is not for numbers that come once or twice, as when streams end.
 RECORDED_AT = 3
 # Beyond 16 tokens, if some are of prompts, a step is filled up to a multiple of this: few recordings do.
 FULL = 8
+# On a GPU, where a few more tokens cost little and a recording much, every step is filled up.
+CAPTURED = (1, 2, 4, *range(8, 64, 8), *range(64, MAX_CAPTURED + 1, 16))
+
+NOWHERE = range(0)
 
 # N tokens of the step, B streams, M blocks of a stream, R rows of logits, V vocabulary
 
@@ -42,8 +47,9 @@ class Work(NamedTuple):
     def prompt_positions(self) -> range:
         """Those of the prompt whose logprobs are wanted and follow a token of this work"""
         stream, start = self.stream, self.stream.num_computed + 1
-        end = start if stream.params.prompt_logprobs is None else start + self.num_tokens
-        return range(start, min(end, stream.num_prompt))
+        if stream.params.prompt_logprobs is None:
+            return NOWHERE
+        return range(start, min(start + self.num_tokens, stream.num_prompt))
 
 
 @dataclass
@@ -69,29 +75,37 @@ class Runner:
         self.device = model.device
         num_blocks = -(-max_length // cache.shape.size)
         self.tables = torch.zeros(max_streams, num_blocks, dtype=torch.int32)
+        self._tables = self.tables.to(self.device)  # the same memory on a CPU
         self._rows = self.tables.numpy()
         self._held: list[tuple[list[int], int]] = [([], 0)] * max_streams  # what each row of the tables shows
         self._recordings: dict[tuple[int, int], Recording] = {}
         self._num_seen: Counter[tuple[int, int]] = Counter()  # steps that would be of one recording
-        self._arena = Arena()
-        self.can_record = self.device.type == "cpu"
+        is_cuda = self.device.type == "cuda"
+        self._arena = CudaArena(self.device) if is_cuda else Arena()
+        self.can_record = is_cuda or self.device.type == "cpu"
 
     @torch.inference_mode()
     def run(self, work: Sequence[Work]) -> list[Drawn]:
         """Compute the tokens of all work; each stream has the blocks for them."""
         self._fill_tables(work)
         rows = [Row(item.stream, len(item.stream) + i) for item in work for i in range(item.num_drawn)]
-        recording = self._replayed(work, rows) if self.can_record and is_small(work) else None
+        is_recorded = self.can_record and is_small(work, len(rows), self.device)
+        recording = self._replayed(work, rows) if is_recorded else None
         if recording is not None:
-            return collected(work, *recording.graph.result, rows, recording.settings.drawn())
+            return collected(work, *recording.outcome(len(rows)), rows, recording.drawn())
         return collected(work, *self._outcome(work), rows)
 
     def _fill_tables(self, work: Sequence[Work]) -> None:
+        changed = []
         for row, (stream, _) in enumerate(work):
             block_ids, shown = stream.block_ids, self._held[row]
             if shown[0] is not block_ids or shown[1] != len(block_ids):
                 self._rows[row, : len(block_ids)] = block_ids
                 self._held[row] = block_ids, len(block_ids)
+                changed.append(row)
+        if changed and self._tables is not self.tables:
+            rows = slice(changed[0], changed[-1] + 1)
+            self._tables[rows].copy_(self.tables[rows], non_blocking=True)
 
     def _outcome(self, work: Sequence[Work]) -> tuple[Tensor, Tensor]:
         """States [R, E] and logits [R, V] for the logprobs of prompts and for what is drawn, in the order of
@@ -125,13 +139,13 @@ class Runner:
 
     def _replayed(self, work: Sequence[Work], rows: Sequence[Row]) -> Recording | None:
         """A recording that has run this work, or None where there is none"""
-        size = recorded_size(sum(item.num_tokens for item in work), len(rows))
+        size = recorded_size(sum(item.num_tokens for item in work), len(rows), self.device)
         recording = self._recordings.get(size)
         if recording is None:
             self._num_seen[size] += 1
             if self._num_seen[size] < RECORDED_AT:
                 return None
-            recording = Recording(*size, self.tables)
+            recording = Recording(*size, self._tables)
         recording.fill(work, rows)
         if (rope := self._fixed_rope(recording)) is None:
             return None
@@ -165,14 +179,16 @@ class Recording:
     graph: Graph[tuple[Tensor, Tensor]]
 
     def __init__(self, num_tokens: int, num_rows: int, tables: Tensor) -> None:
-        self.token_ids, self.rope_rows, self.streams, self.slots, self.spans = (
-            array("q", [0]) * num_tokens for _ in range(5)
+        numbers = array("q", [0]) * (5 * num_tokens + num_rows)
+        lengths = [num_tokens] * 5 + [num_rows]
+        self._numbers = tensor(numbers)
+        self._sent = self._numbers.to(tables.device)  # what the step reads: the same memory on a CPU
+        token_ids, rope_rows, streams, slots, _, logit_rows = torch.split(self._sent, lengths)
+        ends = [sum(lengths[: i + 1]) for i in range(6)]
+        self.token_ids, self.rope_rows, self.streams, self.slots, self.spans, self.logit_rows = (
+            memoryview(numbers)[end - length : end] for end, length in zip(ends, lengths, strict=True)
         )
-        token_ids, rope_rows, streams, slots = map(
-            tensor, (self.token_ids, self.rope_rows, self.streams, self.slots)
-        )
-        self.logit_rows = array("q", [0]) * num_rows
-        wanted = None if num_rows == num_tokens else tensor(self.logit_rows)
+        wanted = None if num_rows == num_tokens else logit_rows
         self.batch = Batch(token_ids, rope_rows, streams, slots, tables, [1], wanted)
         self.settings = Settings(num_rows)
         self.rope: Any = None
@@ -185,36 +201,65 @@ class Recording:
                 self.token_ids[at], self.streams[at], self.slots[at] = token_id, row, start + i
                 self.spans[at] = stream.span(start + i)
                 at += 1
+            if self.batch.logit_rows is None:
+                continue
             for i in range(at - item.num_drawn, at):
                 self.logit_rows[num_wanted] = i
                 num_wanted += 1
         for values in (self.token_ids, self.streams, self.slots, self.spans):
             values[at:] = array("q", [values[at - 1]]) * (len(values) - at)
-        self.settings.fill(rows)
+        if self.is_drawn:
+            self.settings.fill(rows)
 
-    def run(self, model: Any, cache: PagedCache, rope: Any, arena: Arena) -> None:
+    def run(self, model: Any, cache: PagedCache, rope: Any, arena: Arena | CudaArena) -> None:
+        if not self.is_drawn:
+            self._sent.copy_(self._numbers, non_blocking=True)
         if rope is self.rope:
             self.graph.replay()
             return
 
         def step() -> tuple[Tensor, Tensor]:
             states, logits = model.step(self.batch, cache, rope)
-            self.settings.draw(logits)
+            if self.is_drawn:
+                self.settings.draw(logits)
             return states, logits
 
         self.graph = Graph.record(step, arena)
         self.rope = rope
 
+    @property
+    def is_drawn(self) -> bool:
+        """Whether its tokens are drawn by the recording; on a GPU they are drawn after it."""
+        return self._sent is self._numbers
 
-def recorded_size(num_tokens: int, num_rows: int) -> tuple[int, int]:
+    def outcome(self, num_rows: int) -> tuple[Tensor, Tensor]:
+        """The states and logits of so many rows, of those that it has"""
+        states, logits = self.graph.result
+        return (states, logits) if self.is_drawn else (states[:num_rows], logits[:num_rows])
+
+    def drawn(self) -> list[int] | None:
+        return self.settings.drawn() if self.is_drawn else None
+
+
+def recorded_size(num_tokens: int, num_rows: int, device: torch.device) -> tuple[int, int]:
+    if device.type != "cpu":
+        size = next(size for size in CAPTURED if size >= num_tokens)
+        return size, size
     is_filled_up = num_tokens > max(2 * FULL, num_rows)
     return -(-num_tokens // FULL) * FULL if is_filled_up else num_tokens, num_rows
 
 
-def is_small(work: Sequence[Work]) -> bool:
-    """Whether a step may be recorded: few tokens, some drawn, and no logprobs of prompts"""
-    is_short = sum(item.num_tokens for item in work) <= MAX_RECORDED
-    return is_short and any(w.num_drawn for w in work) and not any(w.prompt_positions for w in work)
+def is_small(work: Sequence[Work], num_rows: int, device: torch.device) -> bool:
+    """Whether a step may be recorded: few tokens, some drawn, and no logprobs of prompts
+
+    On a GPU something follows each of the tokens: others are so many that they do not wait for Python.
+    """
+    num_tokens = sum(item.num_tokens for item in work)
+    if any(w.prompt_positions for w in work):
+        return False
+    if device.type != "cpu":
+        return num_tokens <= MAX_CAPTURED and num_tokens == num_rows
+    return num_tokens <= MAX_RECORDED and num_rows > 0
 
 
 def collected(
@@ -280,6 +325,6 @@ def chosen_logprobs(logits: Tensor, streams: Sequence[Stream], tokens: list[int]
     return found
 
 
-def tensor(numbers: array[int]) -> Tensor:
+def tensor(numbers: array[int] | memoryview[int]) -> Tensor:
     """A view of plain memory"""
     return torch.frombuffer(numbers, dtype=torch.int64) if numbers else torch.empty(0, dtype=torch.int64)

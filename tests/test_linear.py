@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from infinicore.distributed import Communicator, LocalCommunicator
-from infinicore.nn.linear import BaseLinear, ColumnParallelLinear, Linear, RowParallelLinear
+from infinicore.nn.fused import joined
+from infinicore.nn.linear import BaseLinear, ColumnParallelLinear, Linear, RowParallelLinear, lay_together
 from infinicore.nn.module import Parameter
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -159,3 +160,18 @@ def test_layer_learns_once_asked_to():
     layer = Linear(5, 3).requires_grad_()
     layer(torch.randn(2, 5)).sum().backward()
     assert isinstance(layer.weight, Parameter) and layer.bias.grad.tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_weights_that_are_laid_together_are_one_view_until_a_layer_moves(has_bias: bool):
+    layers = [Linear(8, size, has_bias) for size in (6, 2, 3)]
+    weights, biases = [[getattr(layer, name) for layer in layers] for name in ("weight", "bias")]
+    wanted = torch.cat([weight.clone() for weight in weights])
+    assert joined(weights, biases) is None
+    lay_together(*layers)
+    weight, bias = joined(weights, biases)
+    assert torch.equal(weight, wanted) and weight.data_ptr() == weights[0].data_ptr()
+    assert (bias is None) is not has_bias
+    assert joined(weights[::-1], biases[::-1]) is None
+    weights[1].data = weights[1].data.clone()
+    assert joined(weights, biases) is None

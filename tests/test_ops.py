@@ -347,12 +347,30 @@ def test_use_ntops_switches_accelerators_and_changes_no_result(monkeypatch: pyte
         return twice.pick(x, out=out) is not None
 
     assert is_accelerated(x)
-    assert not is_accelerated(x, out=torch.empty_like(x))
+    assert is_accelerated(x, out=torch.empty_like(x))
     assert not is_accelerated(x.float()) and not is_accelerated(meta)
     accelerated = twice(x)
     monkeypatch.setattr(infinicore, "use_ntops", False)
     assert not is_accelerated(x)
     assert_same_bits(twice(x), accelerated)
+
+
+def test_triton_and_its_kernels_are_not_imported_until_a_gpu_tensor_comes() -> None:
+    code = (
+        "import sys, torch, infinicore; infinicore.ops.silu(torch.ones(3).double());"
+        "print([name for name in sys.modules if name.startswith('infinicore.ops.triton.')])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "[]\n"
+
+
+def test_greedy_rows_on_another_device_are_known_without_waiting_for_it() -> None:
+    """The meta device stands in for it: no number can be read there."""
+    logits, uniforms, top_k = torch.empty(3, 50, device="meta"), torch.zeros(3).double(), torch.zeros(3)
+    settings = torch.tensor([[0.0, 1.0, 0.0]] * 3)
+    assert ops.sample(logits, uniforms, settings, top_k).shape == (3,)
+    settings[1, 0] = 0.5
+    assert ops.sample.pick(logits, uniforms, settings, top_k) is None
 
 
 def test_layer_norm_keeps_a_small_variance_under_a_large_mean(level: str) -> None:

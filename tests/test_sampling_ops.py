@@ -11,6 +11,8 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 import infinicore
 from infinicore import ops
+from infinicore.ops.reference import not_finite
+from infinicore.ops.sampling_reference import largest
 
 VOCABULARY = 50_257  # a multiple of nothing
 
@@ -223,3 +225,11 @@ def test_a_history_that_does_not_fit_is_refused_before_anything_is_written(
             out=out,
         )
     assert bool((out == 7).all())
+
+
+def test_the_largest_logits_are_what_a_temperature_of_zero_draws() -> None:
+    spoilt = torch.cat([not_finite(133, torch.float32), torch.full((1, 133), -torch.inf)])
+    for logits in (spoilt, torch.randn(5, 1000, generator=torch.Generator().manual_seed(0))):
+        rows = len(logits)
+        greedy = torch.zeros(rows).double(), torch.tensor([[0.0, 1.0, 0.0]] * rows), torch.zeros(rows).long()
+        assert torch.equal(largest(logits), ops.sample.reference(logits, *greedy))

@@ -1,6 +1,7 @@
 """Products that share a pass over memory where their weights are packed: what a decoder layer is made of.
 
-Each is the same as its parts, which it falls back to for weights of any other kind.
+Each is the same as its parts, which it falls back to for weights of any other kind. On a GPU dense weights
+that lie one after the other are multiplied as one.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ def linear_group(
 
     Up to three packed weights are one pass over the input, and what is returned are views of one tensor.
     """
+    if not input.is_cpu and (whole := joined(weights, biases)) is not None:
+        return torch.split(F.linear(input, *whole), [weight.shape[0] for weight in weights], -1)
     if not can_share_input(weights):
         return tuple(F.linear(input, weight, bias) for weight, bias in zip(weights, biases, strict=True))
     for weight, bias in zip(weights, biases, strict=True):
@@ -49,11 +52,41 @@ def gated_linear(
     up_bias: Tensor | None = None,
 ) -> Tensor:
     """swiglu(linear(input, gate), linear(input, up)), in one pass where both are packed."""
+    if not input.is_cpu:
+        return F.swiglu(*linear_group(input, (gate, up), (gate_bias, up_bias)))
     if not can_share_input((gate, up)) or gate.shape != up.shape:
         return F.swiglu(F.linear(input, gate, gate_bias), F.linear(input, up, up_bias))
     F.check_linear(input, gate, gate_bias)
     F.check_linear(input, up, up_bias)
     return ops.packed_linear(input, (gate, up), (gate_bias, up_bias), None, True)
+
+
+def joined(
+    weights: Sequence[Tensor | QuantizedTensor], biases: Sequence[Tensor | None]
+) -> tuple[Tensor, Tensor | None] | None:
+    """Weights and biases that lie one after the other, each as one"""
+    weight = as_one(weights)
+    has_biases = any(bias is not None for bias in biases)
+    bias = as_one(biases) if has_biases else None
+    return None if weight is None or (has_biases and bias is None) else (weight, bias)
+
+
+def as_one(parts: Sequence[Tensor | QuantizedTensor | None]) -> Tensor | None:
+    """A view of all of them, if one begins where the one before it ends"""
+    tensors = [part for part in parts if isinstance(part, Tensor) and part.is_contiguous()]
+    ends = [part.data_ptr() + part.nbytes for part in tensors]
+    first = tensors[0] if len(tensors) == len(parts) else None
+    if first is None or any(end != part.data_ptr() for end, part in zip(ends, tensors[1:], strict=False)):
+        return None
+    if ends[-1] - first.data_ptr() > room_after(first):
+        return None
+    return first.as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride())
+
+
+def room_after(first: Tensor) -> int:
+    """Bytes of its memory from its first element on"""
+    storage = first.untyped_storage()
+    return storage.data_ptr() + storage.nbytes() - first.data_ptr()
 
 
 def can_share_input(weights: Sequence[Tensor | QuantizedTensor]) -> bool:

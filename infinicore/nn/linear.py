@@ -135,6 +135,17 @@ def project_gated(x: Tensor, gate: BaseLinear, up: BaseLinear) -> Tensor:
     return gated_linear(x, gate.weight, up.weight, gate.bias, up.bias)
 
 
+def lay_together(*layers: BaseLinear) -> None:
+    """Put the weights of layers that have one input one after the other in memory; `project` then multiplies
+    them as one on a GPU. To move the layers elsewhere undoes it."""
+    for name in ("weight", "bias"):
+        parts = [getattr(layer, name) for layer in layers]
+        if all(isinstance(part, Tensor) for part in parts) and len({part.dtype for part in parts}) == 1:
+            together = torch.split(torch.cat([part.data for part in parts]), [len(part) for part in parts])
+            for part, place in zip(parts, together, strict=True):
+                part.data = place
+
+
 def uniform(shape: tuple[int, ...], bound: float, dtype: torch.dtype | None, device: Device) -> Tensor:
     """First values; none on the meta device, where torch would take seconds to find out that it has none."""
     weight = torch.empty(shape, dtype=dtype, device=device)

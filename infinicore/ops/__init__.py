@@ -1,6 +1,7 @@
 """Every op by name: `ops.rms_norm(x, weight, eps)` runs the first kernel that accepts its arguments."""
 
 from infinicore.ops import native as _native_kernels  # noqa: F401  registers itself
+from infinicore.ops import triton as _triton_kernels  # noqa: F401  likewise, and imports Triton on a GPU alone
 from infinicore.ops.attention_reference import attention, store_kv
 from infinicore.ops.descriptor import RopeAlgo, RopeDescriptor, RopeInfo
 from infinicore.ops.reference import (

@@ -23,7 +23,7 @@ Result = TypeVar("Result")  # a tensor, or a tuple of them
 
 # Kernels are asked in this order, before the reference; each says for itself which device it is for.
 PREFERENCE = ("native", "triton", "torch")
-# Those of an accelerator run where infinicore.use_ntops says so, on its devices, into a new output.
+# Those of an accelerator run where infinicore.use_ntops says so, on its devices.
 ACCELERATED = ("triton",)
 ACCELERATOR_DEVICES = ("cuda", "musa")
 
@@ -140,10 +140,11 @@ def op(
 
 
 def if_accelerated(kernel: Kernel) -> Kernel:
-    """An accelerator's kernel, which declines what `infinicore.use_ntops` keeps from it."""
+    """An accelerator's kernel, which declines what `infinicore.use_ntops` keeps from it, and while a native
+    graph is recorded, which could not keep its calls."""
 
     def accepts(out: Any, *args: Any) -> bool:
-        if out is not None or not infinicore.use_ntops:
+        if not infinicore.use_ntops or RECORDING.stack:
             return False
         first = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
         is_there = first is not None and first.device.type in ACCELERATOR_DEVICES

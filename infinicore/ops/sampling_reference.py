@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from infinicore.ops.reference import EXACT, NOT_FINITE, ODD_SIZES, Samples, not_finite, random
-from infinicore.ops.registry import DEFAULT_TOLERANCES, Tolerance, op
+from infinicore.ops.registry import DEFAULT_TOLERANCES, RECORDING, Kernel, Tolerance, op
 
 
 def random_sample_samples(dtype: torch.dtype) -> Samples:
@@ -82,10 +82,32 @@ def sample(logits: Tensor, uniforms: Tensor, settings: Tensor, top_k: Tensor) ->
 
     Tokens less than min_p times as likely as the likeliest are dropped first. A row with NaN, +inf or nothing
     but -inf, or whose temperature is negative or not finite, gets -1 and leaves the others alone.
-    logits [R, V], uniforms [R], settings [R, 3], top_k [R] -> [R]
+    logits [R, V], uniforms [R], settings [R, 3], top_k [R] -> [R]; those beside the logits may be on the CPU.
     """
     rows = zip(logits, uniforms.tolist(), settings.tolist(), top_k.tolist(), strict=True)
     return torch.tensor([drawn(*row) for row in rows], dtype=torch.int64, device=logits.device)
+
+
+def is_greedy(out: Tensor | None, logits: Tensor, uniforms: Tensor, settings: Tensor, _: Tensor) -> bool:
+    """Whether the largest logit of each row is wanted, which is known without waiting for a device"""
+    is_elsewhere = out is None and not logits.is_cpu and settings.is_cpu and not RECORDING.stack
+    return is_elsewhere and not settings[:, 0].any()
+
+
+def largest(logits: Tensor) -> Tensor:
+    """The first of the largest logits of each row; -1 in a row with NaN, +inf, or nothing but -inf"""
+    values, tokens = logits.max(-1)
+    return tokens.masked_fill(~values.isfinite(), -1)
+
+
+sample.register(
+    Kernel(
+        "torch",
+        is_greedy,
+        lambda *args: largest(args[1]) if is_greedy(*args) else None,
+        lambda *args: lambda: args[0].copy_(largest(args[1])),
+    )
+)
 
 
 def drawn(logits: Tensor, uniform: float, settings: list[float], top_k: int) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from infinicore import nn, ops
 from infinicore.nn import functional as F
-from infinicore.nn.linear import project, project_gated
+from infinicore.nn.linear import lay_together, project, project_gated
 from infinilm.batch import Batch
 from infinilm.cache import DynamicCache, PagedCache
 from infinilm.checkpoint import Checkpoint, open_checkpoint
@@ -323,7 +323,17 @@ class LlamaForCausalLM(nn.Module, GenerationMixin):
         report: Callable[[int], None] = lambda num_bytes: None,
     ) -> LlamaForCausalLM:
         """The model of an open checkpoint; `report` is told the bytes of each weight once it is in."""
-        return load_weights(cls, checkpoint, config, report)
+        model = load_weights(cls, checkpoint, config, report)
+        if model.device.type != "cpu":
+            model.lay_out()
+        return model
+
+    def lay_out(self) -> None:
+        """Put weights that are multiplied with one input side by side, for a GPU to take them as one."""
+        for layer in self.model.layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            lay_together(attention.q_proj, attention.k_proj, attention.v_proj)  # type: ignore[union-attr, arg-type]
+            lay_together(mlp.gate_proj, mlp.up_proj)  # type: ignore[union-attr, arg-type]
 
 
 class AutoLlamaModel:

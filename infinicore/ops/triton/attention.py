@@ -1,0 +1,439 @@
+"""attention over pools of blocks: one kernel for tokens that stand alone, one for runs of a stream.
+
+Which token is of which kind is found on the device, so both kernels are launched where there may be both, and
+the first reads a list of those that are its own. A token that stands alone, such as the next one of each of
+many streams, is a program for each key/value head and split of its keys: all query heads of the group read
+the keys once. How many splits there are follows from the number of tokens, how long they are from the token's
+slot, so a recorded launch serves any lengths; the parts are folded afterwards, in their order. A run, such as
+a prompt, goes by tiles of tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from infinicore.ops.triton.cache import LANES, are_places, are_pools
+from infinicore.ops.triton.tensors import (
+    FLOATS,
+    are_plain,
+    fits,
+    num_processors,
+    overlap,
+    settled,
+    target,
+    wait_for_inputs,
+)
+
+# N tokens, B streams, M blocks of a stream, P blocks of a pool, S slots of a block, H query heads,
+# K key/value heads, G query heads of each, D head size, KEYS keys that are looked at together
+LONG = tl.constexpr(8)  # tokens of one stream in a row that make a run
+PROGRAMS = 4  # for each processor, which the keys are split for
+MOST_SPLITS = 64
+MOST_PARTS = 1 << 24  # values of splits that wait to be folded
+
+
+@triton.jit
+def in_run(stream_ptr, n, N, LONG: tl.constexpr):
+    """Whether tokens n are among LONG or more in a row of one stream"""
+    own = tl.load(stream_ptr + n, mask=n < N, other=-1)
+    length = tl.where(n < N, 1, 0)
+    goes_left, goes_right = n < N, n < N
+    for i in tl.static_range(1, LONG):
+        left = tl.load(stream_ptr + n - i, mask=(n >= i) & (n < N), other=-1)
+        right = tl.load(stream_ptr + n + i, mask=n + i < N, other=-1)
+        goes_left = goes_left & (n >= i) & (left == own)
+        goes_right = goes_right & (n + i < N) & (right == own)
+        length += tl.where(goes_left, 1, 0) + tl.where(goes_right, 1, 0)
+    return length >= LONG
+
+
+@triton.jit
+def blocks_of(table_ptr, key, is_seen, K, P, head, S: tl.constexpr):
+    """Where the blocks of some keys begin, in slots of a head, and NaN for those that no pool has
+
+    Of keys that are not seen it is the first block of the pool.
+    """
+    block = tl.load(table_ptr + key // S, mask=is_seen, other=0).to(tl.int64)
+    is_there = (block >= 0) & (block < P)
+    lost = tl.where(is_there, 0.0, float("nan"))
+    return (tl.where(is_there, block, 0) * K + head) * S, lost
+
+
+@triton.jit
+def with_lanes(key, begin, end, LANES: tl.constexpr):
+    """Whether a key from begin to end is among the lanes of these: those are loaded together"""
+    lane = key // LANES * LANES
+    return (lane + LANES > begin) & (lane < end)
+
+
+@triton.jit
+def load_keys(key_ptr, first, key, d, D, S: tl.constexpr, LANES: tl.constexpr):
+    """[D, KEYS], of which LANES lie side by side
+
+    Also of those that are not seen, which have a block too: a mask that ends among lanes would cut loads.
+    """
+    place = key % S
+    at = (first + place // LANES * LANES) * D + place % LANES
+    at = at[None, :] + (d * LANES)[:, None]
+    at = tl.max_contiguous(tl.multiple_of(at, (1, LANES)), (1, LANES))
+    return tl.load(key_ptr + at, mask=(d < D)[:, None], other=0.0)
+
+
+@triton.jit
+def load_values(value_ptr, first, key, is_seen, d, D, S: tl.constexpr):
+    """[KEYS, D]"""
+    at = ((first + key % S) * D)[:, None] + d[None, :]
+    return tl.load(value_ptr + at, mask=is_seen[:, None] & (d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def weigh(scores, largest):
+    """(weights, the largest score so far, what earlier sums are to be scaled by), scores in powers of two
+
+    The largest of no scores is -inf, and stands for 0.
+    """
+    new = tl.maximum(largest, tl.max(scores, 1))
+    base = tl.where(new == -float("inf"), 0.0, new)
+    return tl.exp2(scores - base[:, None]), new, tl.exp2(largest - base)
+
+
+@triton.jit
+def share_of(slot, split, window, SPLITS: tl.constexpr, KEYS: tl.constexpr):
+    """(first key that is seen, begin and end of a split): splits are equal numbers of tiles of KEYS"""
+    seen = tl.where(window > 0, tl.maximum(slot - window + 1, 0), 0)
+    begin = seen // KEYS * KEYS
+    num_tiles = tl.cdiv(slot + 1 - begin, KEYS)
+    size = tl.cdiv(num_tiles, SPLITS) * KEYS
+    return seen, begin + split * size, tl.minimum(begin + (split + 1) * size, slot + 1)
+
+
+@triton.jit
+def place_of(stream_ptr, slot_ptr, n, is_in, B, M, S: tl.constexpr):
+    """(stream, slot, NaN where there is no such place): one that there is stands for it"""
+    stream = tl.load(stream_ptr + n, mask=is_in, other=0).to(tl.int64)
+    slot = tl.load(slot_ptr + n, mask=is_in, other=0).to(tl.int64)
+    is_there = (stream >= 0) & (stream < B) & (slot >= 0) & (slot < M * S)
+    lost = tl.where(is_there, 0.0, float("nan"))
+    return tl.where(is_there, stream, 0), tl.where(is_there, slot, 0).to(tl.int32), lost
+
+
+@triton.jit(do_not_specialize=["N"])
+def list_kernel(list_ptr, stream_ptr, N, LONG: tl.constexpr, TILE: tl.constexpr, OVERLAPS: tl.constexpr):
+    """How many tokens stand alone, and which those are, in their order"""
+    wait_for_inputs(OVERLAPS)
+    count = 0
+    for start in range(0, N, TILE):
+        n = start + tl.arange(0, TILE)
+        is_alone = ((n < N) & (in_run(stream_ptr, n, N, LONG) == 0)).to(tl.int32)
+        tl.store(list_ptr + count + tl.cumsum(is_alone, 0), n, mask=is_alone > 0)
+        count += tl.sum(is_alone, 0)
+    tl.store(list_ptr, count)
+
+
+@triton.jit
+def attend_alone(
+    sums, largest, total, q, seen, begin, end, lost, key_ptr, value_ptr, table, scale, K, P, head, D,
+    S: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What the heads of a group sum up over the keys from begin to end, as far as those are seen"""
+    d = tl.arange(0, DIM)
+    for start in range(begin, end, KEYS):
+        key = start + tl.arange(0, KEYS)
+        is_seen = (key >= seen) & (key < end)
+        first, missing = blocks_of(table, key, with_lanes(key, seen, end, LANES), K, P, head, S)
+        keys = load_keys(key_ptr, first, key, d, D, S, LANES).to(DTYPE)
+        scores = tl.dot(q, keys, input_precision=PRECISION) * scale + (missing + lost)[None, :]
+        scores = tl.where(is_seen[None, :], scores, -float("inf"))
+        weights, largest, scaled = weigh(scores, largest)
+        values = load_values(value_ptr, first, key, is_seen, d, D, S).to(DTYPE)
+        total = total * scaled + tl.sum(weights, 1)
+        sums = tl.dot(weights.to(DTYPE), values, sums * scaled[:, None], input_precision=PRECISION)
+    return sums, largest, total
+
+
+@triton.jit(do_not_specialize=["window", "N", "B", "M", "P"])
+def alone_kernel(
+    y_ptr, part_ptr, weight_ptr, list_ptr, q_ptr, key_ptr, value_ptr, table_ptr, stream_ptr, slot_ptr,
+    q_token_stride, q_head_stride, scale, window, N, B, M, P, K, G, D,
+    S: tl.constexpr, LANES: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr,
+    SPLITS: tl.constexpr, HAS_RUNS: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """The heads of a group over a split of the keys of one token: the result, or its part of it"""
+    wait_for_inputs(OVERLAPS)
+    head, split = tl.program_id(1), tl.program_id(2)
+    g, d = tl.arange(0, HEADS), tl.arange(0, DIM)
+    is_value = (g < G)[:, None] & (d < D)[None, :]
+    num_tokens = tl.load(list_ptr) if HAS_RUNS else N
+    for i in range(tl.program_id(0), num_tokens, tl.num_programs(0)):
+        token = (tl.load(list_ptr + 1 + i) if HAS_RUNS else tl.program_id(0)).to(tl.int64)
+        stream, slot, lost = place_of(stream_ptr, slot_ptr, token, True, B, M, S)
+        seen, begin, end = share_of(slot, split, window, SPLITS, KEYS)
+        if begin < end:
+            q_at = q_ptr + token * q_token_stride + (head * G + g)[:, None] * q_head_stride + d[None, :]
+            q = tl.load(q_at, mask=is_value, other=0.0).to(DTYPE)
+            largest = tl.full((HEADS,), -float("inf"), tl.float32)
+            total, sums = tl.zeros((HEADS,), tl.float32), tl.zeros((HEADS, DIM), tl.float32)
+            sums, largest, total = attend_alone(
+                sums, largest, total, q, seen, begin, end, lost, key_ptr, value_ptr, table_ptr + stream * M,
+                scale, K, P, head, D, S, LANES, DIM, KEYS, DTYPE, PRECISION,
+            )  # fmt: skip
+            row = (token * K + head) * G + g
+            if SPLITS == 1:
+                y = (sums / total[:, None]).to(y_ptr.dtype.element_ty)
+                tl.store(y_ptr + row[:, None] * D + d[None, :], y, mask=is_value)
+            else:
+                part = row * SPLITS + split
+                tl.store(part_ptr + part[:, None] * DIM + d[None, :], sums, mask=(g < G)[:, None])
+                tl.store(weight_ptr + 2 * part, largest, mask=g < G)
+                tl.store(weight_ptr + 2 * part + 1, total, mask=g < G)
+
+
+@triton.jit(do_not_specialize=["window", "N", "B", "M"])
+def fold_kernel(
+    y_ptr, part_ptr, weight_ptr, list_ptr, stream_ptr, slot_ptr, window, N, B, M, H, D,
+    S: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, HAS_RUNS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """The parts of a head of one token, weighed by their largest scores"""
+    wait_for_inputs(OVERLAPS)
+    head, split, d = tl.program_id(1), tl.arange(0, SPLITS), tl.arange(0, DIM)
+    num_tokens = tl.load(list_ptr) if HAS_RUNS else N
+    for i in range(tl.program_id(0), num_tokens, tl.num_programs(0)):
+        token = (tl.load(list_ptr + 1 + i) if HAS_RUNS else tl.program_id(0)).to(tl.int64)
+        _, slot, _ = place_of(stream_ptr, slot_ptr, token, True, B, M, S)
+        _, begin, end = share_of(slot, split, window, SPLITS, KEYS)
+        is_used = begin < end
+        part = (token * H + head) * SPLITS + split
+        largest = tl.load(weight_ptr + 2 * part, mask=is_used, other=-float("inf"))
+        total = tl.load(weight_ptr + 2 * part + 1, mask=is_used, other=0.0)
+        sums = tl.load(part_ptr + part[:, None] * DIM + d[None, :], mask=is_used[:, None], other=0.0)
+        base = tl.max(largest, 0)
+        weight = tl.exp2(largest - tl.where(base == -float("inf"), 0.0, base))
+        # A part that is not used has the weight 0 and nothing to weigh.
+        y = tl.sum(sums * weight[:, None], 0) / tl.sum(total * weight, 0)
+        tl.store(y_ptr + (token * H + head) * D + d, y.to(y_ptr.dtype.element_ty), mask=d < D)
+
+
+@triton.jit
+def add_keys(
+    sums, total, largest, q, slot, key_ptr, value_ptr, table, begin, end, last, scale, window, K, P, head, D,
+    S: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, IS_MASKED: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What the tokens of a tile have summed up, with the keys from begin to end.
+
+    Where not all of them see all keys, values that are not finite are NaN to those who see them and nothing
+    to the others, whose weight of 0 would make NaN of them.
+    """
+    d = tl.arange(0, DIM)
+    for start in range(begin, end, KEYS):
+        key = start + tl.arange(0, KEYS)
+        is_there = key <= last
+        first, missing = blocks_of(table, key, is_there, K, P, head, S)
+        keys = load_keys(key_ptr, first, key, d, D, S, LANES).to(DTYPE)
+        scores = tl.dot(q, keys, input_precision=PRECISION) * scale + missing[None, :]
+        if IS_MASKED:
+            is_seen = (key[None, :] <= slot[:, None]) & (
+                (window <= 0) | (key[None, :] > slot[:, None] - window)
+            )
+            scores = tl.where(is_seen, scores, -float("inf"))
+        weights, largest, scaled = weigh(scores, largest)
+        values = load_values(value_ptr, first, key, is_there, d, D, S).to(DTYPE)
+        total = total * scaled + tl.sum(weights, 1)
+        sums = sums * scaled[:, None]
+        if IS_MASKED:
+            is_finite = tl.abs(values.to(tl.float32)) < float("inf")
+            spoils = tl.where(is_finite, 0.0, 1.0).to(DTYPE)
+            values = tl.where(is_finite, values, 0.0)
+            num_spoilt = tl.dot(is_seen.to(DTYPE), spoils, input_precision=PRECISION)
+            sums = tl.where(num_spoilt > 0, float("nan"), sums)
+        sums = tl.dot(weights.to(DTYPE), values, sums, input_precision=PRECISION)
+    return sums, total, largest
+
+
+@triton.jit(do_not_specialize=["window", "N", "B", "M", "P"])
+def runs_kernel(
+    y_ptr, q_ptr, key_ptr, value_ptr, table_ptr, stream_ptr, slot_ptr,
+    q_token_stride, q_head_stride, scale, window, N, B, M, P, K, G, D,
+    S: tl.constexpr, LANES: tl.constexpr, LONG: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr,
+    KEYS: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """One head of a tile of tokens, stream after stream of those that it holds runs of"""
+    wait_for_inputs(OVERLAPS)
+    head = tl.program_id(0)
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the last tokens of a prompt take longest
+    n, d = tile * TOKENS + tl.arange(0, TOKENS), tl.arange(0, DIM)
+    todo = in_run(stream_ptr, n, N, LONG)
+    is_any = tl.max(todo.to(tl.int32), 0)
+    if is_any == 0:
+        return
+    stream, slot, lost = place_of(stream_ptr, slot_ptr, n, n < N, B, M, S)
+    rows = n.to(tl.int64)
+    is_value = (n < N)[:, None] & (d < D)[None, :]
+    q_at = q_ptr + rows[:, None] * q_token_stride + head * q_head_stride + d[None, :]
+    q = tl.load(q_at, mask=is_value, other=0.0).to(DTYPE)
+    while is_any > 0:
+        current = tl.min(tl.where(todo, stream, 1 << 62), 0)
+        is_own = todo & (stream == current)
+        last = tl.max(tl.where(is_own, slot, 0), 0)
+        seen = tl.where(window > 0, tl.maximum(slot - window + 1, 0), 0)
+        # All see the keys from `whole` to `parted`, which are whole tiles.
+        begin = tl.min(tl.where(is_own, seen, 1 << 30), 0) // KEYS * KEYS
+        whole = tl.cdiv(tl.max(tl.where(is_own, seen, 0), 0), KEYS) * KEYS
+        parted = (tl.min(tl.where(is_own, slot, 1 << 30), 0) + 1) // KEYS * KEYS
+        parted = tl.maximum(parted, whole)
+        table = table_ptr + current * M
+        largest = tl.full((TOKENS,), -float("inf"), tl.float32)
+        total, sums = tl.zeros((TOKENS,), tl.float32), tl.zeros((TOKENS, DIM), tl.float32)
+        sums, total, largest = add_keys(
+            sums, total, largest, q, slot, key_ptr, value_ptr, table, begin, whole, last,
+            scale, window, K, P, head // G, D, S, LANES, DIM, KEYS, True, DTYPE, PRECISION,
+        )  # fmt: skip
+        sums, total, largest = add_keys(
+            sums, total, largest, q, slot, key_ptr, value_ptr, table, whole, parted, last,
+            scale, window, K, P, head // G, D, S, LANES, DIM, KEYS, False, DTYPE, PRECISION,
+        )  # fmt: skip
+        sums, total, largest = add_keys(
+            sums, total, largest, q, slot, key_ptr, value_ptr, table, parted, last + 1, last,
+            scale, window, K, P, head // G, D, S, LANES, DIM, KEYS, True, DTYPE, PRECISION,
+        )  # fmt: skip
+        y = sums / total[:, None] + lost[:, None]
+        y_at = y_ptr + (rows * K * G + head)[:, None] * D + d[None, :]
+        tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=is_own[:, None] & (d < D)[None, :])
+        todo = todo & (stream != current)
+        is_any = tl.max(todo.to(tl.int32), 0)
+
+
+def num_splits(num_programs: int, num_values: int, device: torch.device) -> int:
+    """As many as give every processor work, and whose parts take no more memory than they are worth"""
+    wanted = PROGRAMS * num_processors(device) // num_programs
+    most = min(max(MOST_PARTS // num_values, 1), MOST_SPLITS)
+    return min(1 << max(wanted - 1, 0).bit_length(), 1 << most.bit_length() - 1)
+
+
+def alone_tile(is_wide: bool, dim: int, is_crowded: bool) -> tuple[int, int, int]:
+    """Keys at once, warps, stages, as an H200 does best"""
+    if is_wide or dim > 128:
+        return 32, 4, 2
+    return (64, 2, 4) if is_crowded else (64, 4, 4)
+
+
+def runs_tile(is_wide: bool, dim: int) -> tuple[int, int, int, int]:
+    """Tokens and keys at once, warps, stages"""
+    if is_wide:
+        return 32, 32, 4, 2
+    return (128, 64, 8, 3) if dim <= 128 else (64, 32, 4, 3)
+
+
+def arithmetic(q: Tensor, values: Tensor) -> dict[str, Any]:
+    """What products are computed in: the dtype that queries and pools share, float32 where they differ"""
+    dtypes = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+    dtype = dtypes.get(q.dtype, tl.float32) if q.dtype == values.dtype else tl.float32
+    return {"DTYPE": dtype, "PRECISION": "ieee"}
+
+
+def launch_alone(y: Tensor, tensors: tuple[Tensor, ...], sizes: tuple[Any, ...], has_runs: bool) -> None:
+    q, _, values, tables, streams, slots = tensors
+    num_tokens, num_heads, size = q.shape
+    num_kv_heads, block_size = values.shape[1:3]
+    alone = listed(streams) if has_runs else streams
+    # Where a stream's tokens come one after the other, no more of them stand alone.
+    num_programs = min(num_tokens, (LONG.value - 1) * len(tables)) if has_runs else num_tokens
+    math_of = arithmetic(q, values)
+    dim = max(triton.next_power_of_2(size), 16)
+    splits = num_splits(num_programs * num_kv_heads, num_tokens * num_heads * dim, q.device)
+    is_crowded = num_programs * num_kv_heads > num_processors(q.device)
+    keys, num_warps, num_stages = alone_tile(math_of["DTYPE"] == tl.float32, dim, is_crowded)
+    shared = {"S": block_size, "DIM": dim, "KEYS": keys, "SPLITS": splits, "HAS_RUNS": has_runs}
+    num_parts = num_tokens * num_heads * splits if splits > 1 else 0
+    parts, weights = (q.new_empty(num_parts, n, dtype=torch.float32) for n in (dim, 2))
+    alone_kernel[(num_programs, num_kv_heads, splits)](
+        y, parts, weights, alone, *tensors, *q.stride()[:2], *sizes,
+        LANES=LANES, HEADS=max(triton.next_power_of_2(num_heads // num_kv_heads), 16),
+        num_warps=num_warps, num_stages=num_stages, **shared, **math_of, **overlap(q.device),
+    )  # fmt: skip
+    if splits > 1:
+        _, window, _, num_streams, room, *_ = sizes
+        fold_kernel[(num_programs, num_heads)](
+            y, parts, weights, alone, streams, slots, window, num_tokens, num_streams, room, num_heads, size,
+            num_warps=4, **shared, **overlap(q.device),
+        )  # fmt: skip
+
+
+def listed(streams: Tensor) -> Tensor:
+    """How many tokens stand alone, then which"""
+    tokens = torch.empty(len(streams) + 1, dtype=torch.int32, device=streams.device)
+    list_kernel[(1,)](
+        tokens, streams, len(streams), LONG=LONG, TILE=1024, num_warps=8, **overlap(streams.device)
+    )
+    return tokens
+
+
+def launch_runs(y: Tensor, tensors: tuple[Tensor, ...], sizes: tuple[Any, ...]) -> None:
+    q, _, values, *_ = tensors
+    num_tokens, num_heads, size = q.shape
+    math_of = arithmetic(q, values)
+    dim = max(triton.next_power_of_2(size), 16)
+    tokens, keys, num_warps, num_stages = runs_tile(math_of["DTYPE"] == tl.float32, dim)
+    runs_kernel[(num_heads, triton.cdiv(num_tokens, tokens))](
+        y, *tensors, *q.stride()[:2], *sizes,
+        S=values.shape[2], LANES=LANES, LONG=LONG, TOKENS=tokens, DIM=dim, KEYS=keys,
+        num_warps=num_warps, num_stages=num_stages, **math_of, **overlap(q.device),
+    )  # fmt: skip
+
+
+def accepts_attention(  # noqa: PLR0913  those of the op
+    out: Any,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    block_tables: Tensor,
+    streams: Tensor,
+    slots: Tensor,
+    scale: float,
+    window: int,
+) -> bool:
+    return (
+        are_pools(keys, values)
+        and are_plain(keys.device, FLOATS, q)
+        and q.dim() == 3
+        and q.numel() > 0
+        and q.shape[1] % values.shape[1] == 0
+        and q.shape[2] == values.shape[3]
+        and are_places(len(q), keys.device, block_tables, streams, slots)
+        and fits(out, q.shape, q.dtype, q.device)
+    )
+
+
+def attention(  # noqa: PLR0913  those of the op
+    out: Tensor | None,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    block_tables: Tensor,
+    streams: Tensor,
+    slots: Tensor,
+    scale: float,
+    window: int,
+) -> Tensor:
+    y = target(out, q, q, keys, values, block_tables, streams, slots)
+    q = q if q.stride(2) == 1 else q.contiguous()
+    tables, streams, slots = (t.contiguous() for t in (block_tables, streams, slots))
+    num_blocks, num_kv_heads, _, size = values.shape
+    group = q.shape[1] // num_kv_heads
+    # exp2 is what the device has
+    sizes = (scale * math.log2(math.e), window, len(q), *tables.shape, num_blocks, num_kv_heads, group, size)
+    tensors = q, keys, values, tables, streams, slots
+    has_runs = len(q) > max(len(tables), LONG.value - 1)
+    launch_alone(y, tensors, sizes, has_runs)
+    if has_runs:
+        launch_runs(y, tensors, sizes)
+    return settled(y, out)

@@ -1,0 +1,88 @@
+"""What kernels share: which tensors they take, where a result goes, how a launch overlaps the one before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+INDICES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+LARGEST_TILE = 1 << 14  # values of a row that one program holds
+
+
+def are_plain(device: torch.device, dtypes: Sequence[torch.dtype], *tensors: Any) -> bool:
+    """Whether these lie on the device as dense memory that may be read by address, and need no gradient"""
+    return all(
+        isinstance(t, Tensor)
+        and (type(t) is Tensor or isinstance(t, torch.nn.Parameter))
+        and t.layout is torch.strided
+        and t.dtype in dtypes
+        and t.device == device
+        and not (t.requires_grad and torch.is_grad_enabled())
+        for t in tensors
+    )
+
+
+def fits(out: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a result can go there: there is none yet, or one of its shape, dtype and device"""
+    return out is None or (are_plain(device, (dtype,), out) and out.shape == torch.Size(shape))
+
+
+def target(out: Tensor | None, like: Tensor, *apart: Tensor, rows: Sequence[Tensor] = ()) -> Tensor:
+    """Contiguous memory to write to, shaped and typed as `like`: `out`, where no input can be spoilt by that.
+
+    Of `rows` a program reads what it writes over beforehand, so `out` may be one of them; `apart` it may not.
+    """
+    if out is None or not out.is_contiguous() or any(shares(out, t) for t in apart):
+        return torch.empty_like(like, memory_format=torch.contiguous_format)
+    if any(shares(out, t) and not is_same_view(out, t) for t in rows):
+        return torch.empty_like(like, memory_format=torch.contiguous_format)
+    return out
+
+
+def settled(y: Tensor, out: Tensor | None) -> Tensor:
+    return y if out is None or out is y else out.copy_(y)
+
+
+def shares(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def is_same_view(a: Tensor, b: Tensor) -> bool:
+    return (a.data_ptr(), a.shape, a.stride(), a.dtype) == (b.data_ptr(), b.shape, b.stride(), b.dtype)
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """[..., E] as [R, E] whose rows are contiguous; a view where its strides allow one"""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
+
+
+@cache
+def num_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@cache
+def overlap(device: torch.device) -> dict[str, Any]:
+    """Launch options that let a kernel come up while the one before it ends (Hopper and later)"""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+        return {"OVERLAPS": False}
+    return {"OVERLAPS": True, "launch_pdl": True}
+
+
+@triton.jit
+def wait_for_inputs(OVERLAPS: tl.constexpr):
+    """What stands before this may run while the kernel before is still writing: it reads weights alone.
+
+    Every program waits, so that a kernel that has ended has all before it ended too.
+    """
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
