@@ -321,7 +321,7 @@ void add_rows(float* total, const uint8_t* packed, const Activations& x, int64_t
     });
 }
 
-// ---- one row of x, against fields of four bits and more straight from memory ------------------------------
+// ---- few rows of x, against fields of four bits and more straight from memory ------------------------------
 
 // What the fields of a type stand above the integers they mean, as Dots::add takes them
 template <class Block>
@@ -345,17 +345,17 @@ INFINI_INLINE inline Quad fields_at(const uint8_t* packed) {
     return w;
 }
 
-// total[0:16] += the products of a row of x with 16 of weight
-template <class Block, int P>
-INFINI_INLINE inline void add_blocks_to_row(float* total, const uint8_t* packed, const Activations& x,
-                                            int64_t row) {
+// total[r][0:16] += the products of M rows of x from `row` on with 16 of weight
+template <class Block, int P, int M>
+INFINI_INLINE inline void add_blocks_to_rows(float* total, const uint8_t* packed, const Activations& x,
+                                             int64_t row) {
     constexpr int G = Block::kGroup, kGroups = Block::kElements / G,
                   kSplit = kGroup / G;  // groups to one of x
     constexpr int kSize = Block::kBytes * kRows, kLines = (kSize + 63) / 64,
                   kDistance = kPackedPrefetchBytes > kSize ? kPackedPrefetchBytes : kSize;
     const int64_t step = 1 << x.log_rows;
-    Totals totals;
-    totals.load_from(total);
+    Tile<P, M> tile;
+    tile.each([&](auto& r, int m) INFINI_INLINE { r.totals.load_from(total + m * kRows); });
     for (int64_t first = 0; first < x.num_groups; first += kGroups / kSplit, packed += kSize) {
         alignas(64) float scale[kGroups * kRows], minimum[kGroups * kRows];
         Block::template scales<kRows>(scale, minimum, packed);
@@ -366,35 +366,45 @@ INFINI_INLINE inline void add_blocks_to_row(float* total, const uint8_t* packed,
                 ask_for(packed + kDistance + 64 * line);
             const int64_t at = x.at(first + g / kSplit, row);
             const int8_t* q = x.q + at * P * kGroup + g % kSplit * G;
-            const GroupSums<P> sums(x.sums_at(first + g / kSplit, row), step, g % kSplit, G);
-            PlaneDots<P> dots;
-            dots.start(kOffset<Block>, sums);
+            const int32_t* sums = x.sums_at(first + g / kSplit, row);
+            tile.each([&](auto& r, int m) INFINI_INLINE {
+                r.dots.start(kOffset<Block>, GroupSums<P>(sums + m, step, g % kSplit, G));
+            });
             unrolled<4>([&](auto quad) INFINI_INLINE {
                 unrolled<G / 16>([&](auto i) INFINI_INLINE {
-                    dots.add(quad, fields_at<Block, g * G / 16 + i, quad>(packed), q + 16 * i);
+                    const Quad fields = fields_at<Block, g * G / 16 + i, quad>(packed);
+                    tile.each([&](auto& r, int m)
+                                  INFINI_INLINE { r.dots.add(quad, fields, q + m * P * kGroup + 16 * i); });
                 });
             });
-            totals.add(dots, scale + g * kRows, x.scale[at], x.radix);
-            if constexpr (Block::kHasMinimum)
-                totals.add_minimum(minimum + g * kRows, x.scale[at], sums.whole(x.radix));
+            tile.each([&](auto& r, int m) INFINI_INLINE {
+                r.totals.add(r.dots, scale + g * kRows, x.scale[at + m], x.radix);
+                if constexpr (Block::kHasMinimum)
+                    r.totals.add_minimum(minimum + g * kRows, x.scale[at + m],
+                                         GroupSums<P>(sums + m, step, g % kSplit, G).whole(x.radix));
+            });
         });
     }
-    totals.store_to(total);
+    tile.each([&](auto& r, int m) INFINI_INLINE { r.totals.store_to(total + m * kRows); });
 }
 
 // Of blocks of 256, too many loads would be moved up.
-template <class Block, int P>
-INFINI_NOT_SCHEDULED void add_long_blocks_to_row(float* total, const uint8_t* packed, const Activations& x,
-                                                 int64_t row) {
-    add_blocks_to_row<Block, P>(total, packed, x, row);
+template <class Block, int P, int M>
+INFINI_NOT_SCHEDULED void add_long_blocks_to_rows(float* total, const uint8_t* packed, const Activations& x,
+                                                  int64_t row) {
+    add_blocks_to_rows<Block, P, M>(total, packed, x, row);
 }
 
-template <class Block, int P>
-void add_row(float* total, const uint8_t* packed, const Activations& x, int64_t row) {
-    if constexpr (Block::kElements > kGroup)
-        add_long_blocks_to_row<Block, P>(total, packed, x, row);
-    else
-        add_blocks_to_row<Block, P>(total, packed, x, row);
+// As many rows together as there are, up to M
+template <class Block, int P, int M>
+void add_few_rows(float* total, const uint8_t* packed, const Activations& x, int64_t row, int64_t num_rows) {
+    for (; num_rows >= M; num_rows -= M, row += M, total += M * kRows) {
+        if constexpr (Block::kElements > kGroup)
+            add_long_blocks_to_rows<Block, P, M>(total, packed, x, row);
+        else
+            add_blocks_to_rows<Block, P, M>(total, packed, x, row);
+    }
+    if constexpr (M > 1) add_few_rows<Block, P, M - 1>(total, packed, x, row, num_rows);
 }
 
 }  // namespace

@@ -30,8 +30,8 @@ void add_products(float* total, const uint8_t* packed, int num_panels, const Act
     const int64_t panel_bytes = x.num_groups * kGroup / Block::kElements * Block::kBytes * kRows;
     for (int i = 0; i < num_panels; ++i, total += kPackedBandRows * kRows, packed += panel_bytes) {
         if constexpr (Block::kBits != 0)
-            if (num_rows == 1) {
-                add_row<Block, P>(total, packed, x, row);
+            if (num_rows <= kPackedFewRows) {
+                add_few_rows<Block, P, kPackedFewRows>(total, packed, x, row, num_rows);
                 continue;
             }
         add_rows<Block, P>(total, packed, x, row, num_rows);
