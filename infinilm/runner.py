@@ -83,6 +83,7 @@ class Runner:
         is_cuda = self.device.type == "cuda"
         self._arena = CudaArena(self.device) if is_cuda else Arena()
         self.can_record = is_cuda or self.device.type == "cpu"
+        self.is_settled = True  # whether the last step took what such steps will take from now on
 
     @torch.inference_mode()
     def run(self, work: Sequence[Work]) -> list[Drawn]:
@@ -90,6 +91,7 @@ class Runner:
         self._fill_tables(work)
         rows = [Row(item.stream, len(item.stream) + i) for item in work for i in range(item.num_drawn)]
         is_recorded = self.can_record and is_small(work, len(rows), self.device)
+        self.is_settled = True
         recording = self._replayed(work, rows) if is_recorded else None
         if recording is not None:
             return collected(work, *recording.outcome(len(rows)), rows, recording.drawn())
@@ -142,12 +144,14 @@ class Runner:
         size = recorded_size(sum(item.num_tokens for item in work), len(rows), self.device)
         recording = self._recordings.get(size)
         if recording is None:
+            self.is_settled = False
             self._num_seen[size] += 1
             if self._num_seen[size] < RECORDED_AT:
                 return None
             recording = Recording(*size, self._tables)
         recording.fill(work, rows)
         if (rope := self._fixed_rope(recording)) is None:
+            self.is_settled = True
             return None
         try:
             recording.run(self.model, self.cache, rope, self._arena)

@@ -243,7 +243,8 @@ class Engine:
             if item.num_drawn and item.stream.matcher is not None:
                 item.stream.matcher.prepare()
         drawn = self.runner.run(work)
-        self.scheduler.note(work, time.perf_counter() - start)
+        if self.runner.is_settled:
+            self.scheduler.note(work, time.perf_counter() - start)
         self.step_tokens.add(sum(item.num_tokens for item in work))
         return self._update(work, drawn)
 

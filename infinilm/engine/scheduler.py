@@ -6,14 +6,14 @@ computed; each step lets some catch up.
 
 from __future__ import annotations
 
-import math
 import time
-from bisect import bisect, insort
+from bisect import insort
 from collections.abc import Sequence
 from operator import attrgetter
 
 from infinilm.batch import Stream
 from infinilm.engine.blocks import Blocks
+from infinilm.engine.pace import Pace
 from infinilm.engine.recent import Recent
 from infinilm.engine.request import Completion
 from infinilm.engine.stats import Counts
@@ -22,62 +22,6 @@ from infinilm.runner import Work
 IN_ORDER = attrgetter("order")
 # Of a prompt whose logprobs are wanted: the logits of so many tokens are in memory at once.
 MAX_LOGPROB_TOKENS = 64
-
-
-class Pace:
-    """How long steps take, so that the prompt of one does not hold up the answers of others.
-
-    What a step costs follows from its number of tokens, whosever they are, and where parts of prompts are
-    among them from how far these are: all such steps get slower as the keys get more that they look at.
-    """
-
-    SLOWDOWN = 2.5  # times that a step with a part of a prompt may take longer than one of the answers alone
-    FEWEST = 4  # tokens of a prompt in a step, whatever it takes: fewer read the same keys for too little
-    TILE = 16  # tokens that kernels take together: one more costs as much as all
-
-    def __init__(self) -> None:
-        # Tokens and seconds by the tokens' power of two: of answers or prompts alone, and of both at once
-        self._alone: dict[int, tuple[float, float]] = {}
-        self._mixed: dict[int, tuple[float, float]] = {}
-
-    def note(self, num_tokens: int, seconds: float, is_mixed: bool = False) -> None:
-        table, key = self._mixed if is_mixed else self._alone, num_tokens.bit_length()
-        tokens, old = table.get(key, (float(num_tokens), seconds))
-        new = 0.5 * (old + min(seconds, 4 * old))  # an interruption is no news
-        table[key] = 0.5 * (tokens + num_tokens), new
-        if is_mixed:
-            self._slow_down(math.sqrt(new / max(old, 1e-9)), key)
-
-    def _slow_down(self, factor: float, key: int) -> None:
-        """What holds for one size holds for others, more or less."""
-        for other, (tokens, seconds) in self._mixed.items():
-            if other != key:
-                self._mixed[other] = tokens, factor * seconds
-
-    def most_prompt_tokens(self, num_answers: int, num_prompts: int, limit: int) -> int:
-        """Beside streams that are answered. Where more streams wait for a first token than for a next one,
-        their time counts for more."""
-        if not self._alone:
-            return min(limit, self.TILE)
-        usual = estimate(self._alone, num_answers)
-        allowed = self.SLOWDOWN * max(1.0, num_prompts / num_answers) * usual
-        known = self._alone | self._mixed
-        num_within = bisect(range(1, limit + 1), allowed, key=lambda n: estimate(known, num_answers + n))
-        return min(max(self.whole(num_answers + num_within) - num_answers, self.FEWEST), limit)
-
-    def whole(self, num_tokens: int) -> int:
-        """No more tokens than that in tiles, or what a tile can be halved to: few sizes, so that each is soon
-        recorded."""
-        tile = min(self.TILE, 1 << num_tokens.bit_length() - 1)
-        return num_tokens // tile * tile
-
-
-def estimate(seen: dict[int, tuple[float, float]], num_tokens: float) -> float:
-    """Seconds of a step of so many tokens, from the two that are nearest to it"""
-    points = sorted(seen.values())
-    index = min(max(bisect(points, (num_tokens,)), 1), len(points) - 1)
-    (n0, t0), (n1, t1) = ((0.0, 0.0), points[0]) if len(points) < 2 else points[index - 1 : index + 1]
-    return max(t0 + (t1 - t0) * (num_tokens - n0) / max(n1 - n0, 1e-9), 0.0)
 
 
 class Scheduler:
@@ -122,8 +66,10 @@ class Scheduler:
                 stream.drafts = stream.drafts[: budget - 1]
                 budget -= self._move(stream, stream.num_pending, work)
         if work and budget > 0:
-            num_prompts = len(self.running) - len(work) + len(self.waiting)
-            budget = self.pace.most_prompt_tokens(len(work), num_prompts, budget)
+            prompts = [stream for stream in self.running if not is_answering(stream)]
+            num_keys = max((stream.num_computed for stream in prompts), default=0)
+            num_prompts = len(prompts) + len(self.waiting)
+            budget = self.pace.most_prompt_tokens(len(work), num_prompts, budget, num_keys)
         for stream in list(self.running):
             if budget > 0 and not is_answering(stream) and stream in self.running:
                 budget -= self._move(stream, min(chunk(stream), budget), work)
@@ -136,8 +82,10 @@ class Scheduler:
 
     def note(self, work: Sequence[Work], seconds: float) -> None:
         """How long a step took"""
-        num_prompts = sum(not is_answering(item.stream) for item in work)
-        self.pace.note(sum(item.num_tokens for item in work), seconds, 0 < num_prompts < len(work))
+        prompts = [item.stream for item in work if not is_answering(item.stream)]
+        is_mixed = 0 < len(prompts) < len(work)
+        num_keys = max(stream.num_computed for stream in prompts) if is_mixed else None
+        self.pace.note(sum(item.num_tokens for item in work), seconds, num_keys)
 
     def preempt(self, stream: Completion) -> None:
         """Take its blocks; it will be computed again, from what others or itself left in the cache."""
