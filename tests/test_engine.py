@@ -876,23 +876,22 @@ def test_steps_with_parts_of_a_prompt_take_no_longer_than_they_may_however_long_
         num_read += count
     slowdowns.sort()
     assert statistics.median(slowdowns) > 1.3  # it reads what is allowed
-    assert slowdowns[int(0.95 * len(slowdowns))] < 2.7 and slowdowns[-1] < 5.0
+    assert slowdowns[int(0.95 * len(slowdowns))] < 3.0 and slowdowns[-1] < 5.0
 
 
 def test_an_interruption_does_not_keep_prompts_small_for_ever() -> None:
     pace = Pace()
     pace.note(1, 1.0)
-    pace.note(2, 1.2, 0)
-    pace.note(4, 4.0, 0)
-    assert pace.most_prompt_tokens(1, 1, 3, 0) == 1
-    counts = {pace.most_prompt_tokens(1, 1, 3, 0) for _ in range(500)}
-    assert counts == {1, 3}
+    pace.note(4, 1.2, 0)
+    pace.note(8, 4.0, 0)
+    counts = [pace.most_prompt_tokens(1, 1, 7, 0) for _ in range(500)]
+    assert counts[0] == 3 and counts[-1] == 7
 
 
-def test_where_even_one_token_takes_too_long_a_prompt_still_goes_on() -> None:
+def test_where_even_a_few_tokens_take_too_long_a_prompt_still_goes_on() -> None:
     pace = Pace()
     pace.note(1, 1.0)
     for _ in range(20):
-        pace.note(2, 50.0, 0)
-    assert pace.most_prompt_tokens(1, 1, 512, 0) == 1
+        pace.note(4, 50.0, 0)
+    assert pace.most_prompt_tokens(1, 1, 512, 0) == 3
     assert pace.most_prompt_tokens(40, 1, 3, 0) == 3

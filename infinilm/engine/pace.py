@@ -15,6 +15,7 @@ class Pace:
 
     SLOWDOWN = 2.5  # times that a step with a part of a prompt may take longer than one of the answers alone
     STRETCH = 512  # keys that make a difference
+    FEWEST = 4  # tokens of a step with a part of a prompt
     TILE = 16  # tokens that kernels take together
     MOST_SMALL = 64  # tokens of a step up to which half a tile makes a difference
     # Of a time that is too long, whenever it keeps a step from being larger: what it was due to may be over.
@@ -53,8 +54,9 @@ class Pace:
         return best - num_answers if best else limit
 
     def sizes(self, num_answers: int, limit: int) -> Iterator[int]:
-        """Few numbers of tokens beyond the answers, so that each is soon recorded"""
-        size = 1
+        """Few numbers of tokens beyond the answers, so that each is soon recorded. Fewer than the first would
+        look at the same keys for too little."""
+        size = self.FEWEST
         while size <= num_answers + limit:
             if size > num_answers:
                 yield size
