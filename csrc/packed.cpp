@@ -19,8 +19,9 @@ namespace {
 template <class Block, int P>
 void add_products(float* total, const uint8_t* packed, int num_panels, const Activations& x, int64_t row,
                   int64_t num_rows) {
+    const bool are_few = Block::kBits != 0 && num_rows <= kPackedFewRows;
 #if defined(INFINI_AMX)
-    const int block = 1 << x.log_rows;
+    const int block = are_few ? 1 : 1 << x.log_rows;
     if (block == kRowBlock)
         return add_blocks<Block, P, kRowBlock>(total, kPackedBandRows, packed, num_panels, x, row, num_rows);
     if (block == kPackedFewestTileRows)
@@ -30,8 +31,8 @@ void add_products(float* total, const uint8_t* packed, int num_panels, const Act
     const int64_t panel_bytes = x.num_groups * kGroup / Block::kElements * Block::kBytes * kRows;
     for (int i = 0; i < num_panels; ++i, total += kPackedBandRows * kRows, packed += panel_bytes) {
         if constexpr (Block::kBits != 0)
-            if (num_rows <= kPackedFewRows) {
-                add_few_rows<Block, P, kPackedFewRows>(total, packed, x, row, num_rows);
+            if (are_few) {
+                add_few_rows<Block, P, kPackedFewTileRows>(total, packed, x, row, num_rows);
                 continue;
             }
         add_rows<Block, P>(total, packed, x, row, num_rows);

@@ -32,13 +32,15 @@ constexpr int kPackedChunkElements = W == 4 ? 512 : 256;   // of K, read from a 
 constexpr int kPackedPrefetchBytes = W == 4 ? 512 : 8192;  // of weight
 constexpr int kPackedBandRows = W == 16 ? 256 : 128;       // of x, which share a chunk of weight
 constexpr int kPackedTileRows = W == 16 ? 8 : 2;           // of x, whose dots and totals stay in registers
-constexpr int kPackedFewRows = W == 16 ? 4 : 1;            // of x, which take weights straight from memory
+constexpr int kPackedFewTileRows = W == 16 ? 4 : 1;        // which meet weights straight from memory
 constexpr int64_t kPackedLoneElements = 16384;  // of a lone row, up to which each thread rounds it for itself
 #if defined(__AMX_INT8__)
 constexpr int kPackedPanels = 2;          // of weight, which a block of x meets while it is near
 constexpr int kPackedFewestTileRows = 8;  // of a block of x that is worth a tile
+constexpr int kPackedFewRows = 7;         // up to which weights are met straight from memory
 #else
 constexpr int kPackedPanels = 1;
+constexpr int kPackedFewRows = kPackedFewTileRows;
 #endif
 
 // Attention (attention.cpp): queries that share what is loaded of keys and values, their sums in registers
