@@ -104,8 +104,8 @@ INFINI_INLINE inline vf value_at(const T* row, int64_t i, int64_t count) {
 struct Widened {
     alignas(64) float keys[kMaxDim * kSplit], values[kMaxDim * kSplit];
 
-    // The groups of a split that hold its slots from `begin` to `end`. A scale times a code is exact, so it is
-    // all the same whether what is computed reads these or the pool.
+    // The groups of a split that hold its slots from `begin` to `end`. A scale times a code is exact, so it
+    // is all the same whether what is computed reads these or the pool.
     template <class T>
     Split<float> read(const Split<T>& split, int64_t begin, int64_t end, int64_t dim) {
         Split<float> wide{{}, {}, kLanes, dim};
@@ -195,8 +195,8 @@ constexpr int sums_each(int num_queries, int most) {
 
 // scores[m][j] = scale * q[m] . keys[j] for the keys of G groups. Dot products run over the head size from
 // first to last, with a lane for each key, so what a query gets does not depend on the queries beside it.
-// While a line of keys is read, one of `ahead` is asked for, where `asks`: a test in the loop costs half as much
-// again.
+// While a line of keys is read, one of `ahead` is asked for, where `asks`: a test in the loop costs half as
+// much again.
 template <int M, int G, bool asks, class T>
 void score_groups(float (*scores)[kScores], const float* const* q, const Split<T>& split, int64_t group,
                   int64_t dim, float scale, const T* const* ahead) {
@@ -284,9 +284,9 @@ struct Query {
     Range seen;
 };
 
-// Each query's scores become exp(score - max), and its state knows the max and the sum. Of the vectors that any
-// of them sees, what it does not see itself counts for nothing. Queries go side by side, for each waits for its
-// own maximum and sum.
+// Each query's scores become exp(score - max), and its state knows the max and the sum. Of the vectors that
+// any of them sees, what it does not see itself counts for nothing. Queries go side by side, for each waits
+// for its own maximum and sum.
 template <int M>
 void soften(const Query* queries, float (*scores)[kScores], Range any) {
     const int64_t begin = any.begin / W * W, end = (any.end + W - 1) / W * W;
@@ -401,7 +401,8 @@ struct Problem {
         return {q, out, visible(n, split)};
     }
 
-    // An entry that no token sees may be anything; it then stands for a block whose slots are read for nothing.
+    // An entry that no token sees may be anything; it then stands for a block whose slots are read for
+    // nothing.
     int64_t block_at(int64_t stream, int64_t i) const {
         const int64_t block = i < a.tables.shape[1] ? table_entry(a.tables, stream, i) : 0;
         return block >= 0 && block < a.keys.shape[0] ? block : 0;
@@ -612,8 +613,8 @@ void attend_by_splits(const Problem& p, int64_t most_splits) {
 
 // ---- where tokens are -------------------------------------------------------------------------------------
 
-// The first token that is nowhere, or sees a slot that is. Tokens of one stream that follow each other look at
-// an entry of its table once.
+// The first token that is nowhere, or sees a slot that is. Tokens of one stream that follow each other look
+// at an entry of its table once.
 template <class Args>
 int64_t first_bad_token(const Args& a, int64_t window) {
     const int64_t block_size = a.values.shape[2];

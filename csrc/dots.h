@@ -1,5 +1,5 @@
 // Integer dot products of rounded activations (rounding.h) with 16 rows of weight side by side, in vector
-// registers: tiles of several rows against a chunk of weight unpacked to bytes, and one row against fields
+// registers: tiles of several rows against a chunk of weight unpacked to bytes, and few rows against fields
 // straight from memory.
 #pragma once
 #include "quant.h"
@@ -321,7 +321,7 @@ void add_rows(float* total, const uint8_t* packed, const Activations& x, int64_t
     });
 }
 
-// ---- few rows of x, against fields of four bits and more straight from memory ------------------------------
+// ---- few rows of x, against fields of four bits and more straight from memory -----------------------------
 
 // What the fields of a type stand above the integers they mean, as Dots::add takes them
 template <class Block>
