@@ -292,7 +292,8 @@ INFINI_NOT_SCHEDULED void add_tile(float* __restrict total, const Chunk<>& chunk
                 });
             tile.each([&](auto& r, int m) INFINI_INLINE {
                 r.totals.add(r.dots, scale, x_scale[m], radix);
-                if (kHasMinimum) r.totals.add_minimum(minimum, x_total[(G == kGroup ? 0 : 1 + half) * step + m]);
+                if (kHasMinimum)
+                    r.totals.add_minimum(minimum, x_total[(G == kGroup ? 0 : 1 + half) * step + m]);
             });
         }
     tile.each([&](auto& r, int m) INFINI_INLINE { r.totals.store_to(total + m * kRows); });
@@ -379,8 +380,7 @@ INFINI_INLINE inline void add_blocks_to_rows(float* total, const uint8_t* packed
             });
             tile.each([&](auto& r, int m) INFINI_INLINE {
                 r.totals.add(r.dots, scale + g * kRows, x.scale[at + m], x.radix);
-                if constexpr (Block::kHasMinimum)
-                    r.totals.add_minimum(minimum + g * kRows, x_total[m]);
+                if constexpr (Block::kHasMinimum) r.totals.add_minimum(minimum + g * kRows, x_total[m]);
             });
         });
     }

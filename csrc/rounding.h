@@ -64,8 +64,7 @@ struct Activations {
     // Of a weight group that has `length` of the group's values, those from `half` on; the next row's follows
     float* total_at(int64_t group, int64_t row, int half, int length) const {
         const int which = length == kGroup ? 0 : 1 + half;
-        return totals + first_at(group, row) * kTotals + (which << log_rows) +
-               (row & ((1 << log_rows) - 1));
+        return totals + first_at(group, row) * kTotals + (which << log_rows) + (row & ((1 << log_rows) - 1));
     }
 };
 

@@ -1,7 +1,11 @@
-"""Runner: the work of a step -> one flat batch -> the model, run or replayed -> the tokens drawn."""
+"""Runner: the work of a step -> one flat batch -> the model, run or replayed -> the tokens drawn.
+
+Work may also be a Passage, which is run a few layers at a time.
+"""
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections import Counter
 from collections.abc import Sequence
@@ -12,7 +16,7 @@ import torch
 from torch import Tensor
 
 from infinicore.graph import Arena, CudaArena, Graph, RecordError
-from infinilm.batch import Batch, Stream
+from infinilm.batch import Batch, Pausing, Stream, finished
 from infinilm.cache import PagedCache
 from infinilm.draw import Ranked, Row, Settings, draw, needs_adjusting, ranked
 
@@ -89,13 +93,19 @@ class Runner:
     def run(self, work: Sequence[Work]) -> list[Drawn]:
         """Compute the tokens of all work; each stream has the blocks for them."""
         self._fill_tables(work)
-        rows = [Row(item.stream, len(item.stream) + i) for item in work for i in range(item.num_drawn)]
+        rows = drawn_rows(work)
         is_recorded = self.can_record and is_small(work, len(rows), self.device)
         self.is_settled = True
         recording = self._replayed(work, rows) if is_recorded else None
         if recording is not None:
             return collected(work, *recording.outcome(len(rows)), rows, recording.drawn())
-        return collected(work, *self._outcome(work), rows)
+        return self.begin(work).finish()
+
+    @torch.inference_mode()
+    def begin(self, work: Sequence[Work]) -> Passage:
+        """The same work, to be computed layer by layer; others may run in between."""
+        self._fill_tables(work)
+        return Passage(work, self.model.step_by_layers(*self._inputs(work)))
 
     def _fill_tables(self, work: Sequence[Work]) -> None:
         changed = []
@@ -109,9 +119,9 @@ class Runner:
             rows = slice(changed[0], changed[-1] + 1)
             self._tables[rows].copy_(self.tables[rows], non_blocking=True)
 
-    def _outcome(self, work: Sequence[Work]) -> tuple[Tensor, Tensor]:
-        """States [R, E] and logits [R, V] for the logprobs of prompts and for what is drawn, in the order of
-        the work"""
+    def _inputs(self, work: Sequence[Work]) -> tuple[Batch, PagedCache, Any]:
+        """What a step of the model takes. Its rows of logits are for the logprobs of prompts and for what is
+        drawn, in the order of the work."""
         token_ids, streams, slots, spans, logit_rows = (array("q") for _ in range(5))
         for row, item in enumerate(work):
             stream, start, end = (
@@ -128,12 +138,11 @@ class Runner:
             spans.extend(map(stream.span, range(start, end)))
         rope, rope_rows = self._rope(slots, spans)
         lengths = [item.stream.num_computed + item.num_tokens for item in work]
-        tables = self.tables[: len(work), : -(-max(lengths) // self.cache.shape.size)].contiguous()
+        tables = self.tables[: len(work), : -(-max(lengths) // self.cache.shape.size)].clone()
         batch = Batch(
             tensor(token_ids), rope_rows, tensor(streams), tensor(slots), tables, lengths, tensor(logit_rows)
         )
-        outcome: tuple[Tensor, Tensor] = self.model.step(batch.to(self.device), self.cache, rope)
-        return outcome
+        return batch.to(self.device), self.cache, rope
 
     def _rope(self, slots: array[int], spans: array[int]) -> tuple[Any, Tensor]:
         rope = self.model.model.rope_reaching(max(slots) + 1)
@@ -172,6 +181,39 @@ class Runner:
         placed, rope_rows = rope.placed(tensor(recording.slots), tensor(recording.spans))
         recording.rope_rows[:] = array("q", rope_rows.tolist())
         return rope if placed is rope else None
+
+
+class Passage:
+    """Work that is computed layer by layer. Its streams keep their blocks until it is done."""
+
+    def __init__(self, work: Sequence[Work], steps: Pausing[tuple[Tensor, Tensor]]) -> None:
+        self.work = work
+        self.slowest = 0.0  # seconds of a layer
+        self._steps = steps
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(item.num_tokens for item in self.work)
+
+    @torch.inference_mode()
+    def finish(self) -> list[Drawn]:
+        return collected(self.work, *finished(self._steps), drawn_rows(self.work))
+
+    @torch.inference_mode()
+    def advance(self, seconds: float) -> list[Drawn] | None:
+        """Compute a layer, and others while there is time for them; what came of the work after the last."""
+        end = time.perf_counter() + seconds
+        try:
+            while True:
+                start = time.perf_counter()
+                next(self._steps)
+                took = time.perf_counter() - start
+                self.slowest = max(self.slowest, took)
+                if start + 2 * took > end:
+                    return None
+        except StopIteration as done:
+            states, logits = done.value
+            return collected(self.work, states, logits, drawn_rows(self.work))
 
 
 class Recording:
@@ -243,6 +285,10 @@ class Recording:
 
     def drawn(self) -> list[int] | None:
         return self.settings.drawn() if self.is_drawn else None
+
+
+def drawn_rows(work: Sequence[Work]) -> list[Row]:
+    return [Row(item.stream, len(item.stream) + i) for item in work for i in range(item.num_drawn)]
 
 
 def recorded_size(num_tokens: int, num_rows: int, device: torch.device) -> tuple[int, int]:

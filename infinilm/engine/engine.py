@@ -26,11 +26,11 @@ from infinilm.engine.blocks import Blocks
 from infinilm.engine.draft import ModelDrafter, NgramDrafter, SpeculativeConfig, note_guesses
 from infinilm.engine.memory import SHARE, free_bytes
 from infinilm.engine.request import Completion, NumericalError, QueueFull, Request, RequestError
-from infinilm.engine.scheduler import Scheduler
+from infinilm.engine.scheduler import Scheduler, num_tokens_of
 from infinilm.engine.stats import STEP_TOKENS, Histogram, Progress, Stats
 from infinilm.generation import step_tokens
 from infinilm.models.llama import LlamaForCausalLM
-from infinilm.runner import Drawn, Runner, Work
+from infinilm.runner import Drawn, Passage, Runner, Work
 from infinilm.sampling import SamplingParams, is_text
 from infinilm.tokenizer import Tokenizer
 
@@ -63,11 +63,12 @@ class Engine:
         room = self.cache.num_blocks * config.block_size
         self.max_length = min(config.max_model_len or model.config.max_position_embeddings, room)
         tokens = config.max_num_batched_tokens or step_tokens(model.config, model.device)
-        self.scheduler = Scheduler(self.blocks, config.max_num_seqs, tokens)
+        self.scheduler = Scheduler(self.blocks, config.max_num_seqs, tokens, model.device.type == "cpu")
         self.counts = self.scheduler.counts
         self.step_tokens = Histogram(STEP_TOKENS)
         self.runner = Runner(model, self.cache, config.max_num_seqs, self.max_length)
         self.drafter = self._drafter(draft, others)
+        self._passage: Passage | None = None
         self.requests: dict[str, Request] = {}
         self._serials = itertools.count()
         self._seeds = random.Random(config.seed)
@@ -236,17 +237,33 @@ class Engine:
         if self.drafter is not None:
             self.drafter.guess()
         work = self.scheduler.schedule()
-        if not work:
-            return []
+        drawn = self._answer(work) if work else []
+        if self.scheduler.beside and (read := self._read(self.scheduler.beside, work)) is not None:
+            work, drawn = [*work, *self.scheduler.beside], [*drawn, *read]
+            self.scheduler.beside = []
+        if work:
+            self.step_tokens.add(num_tokens_of(work))
+        return self._update(work, drawn)
+
+    def _answer(self, work: Sequence[Work]) -> list[Drawn]:
+        prepare_masks(work)
         start = time.perf_counter()
-        for item in work:
-            if item.num_drawn and item.stream.matcher is not None:
-                item.stream.matcher.prepare()
         drawn = self.runner.run(work)
         if self.runner.is_settled:
-            self.scheduler.note(work, time.perf_counter() - start)
-        self.step_tokens.add(sum(item.num_tokens for item in work))
-        return self._update(work, drawn)
+            self.scheduler.pace.note_answers(num_tokens_of(work), time.perf_counter() - start)
+        return drawn
+
+    def _read(self, prompts: Sequence[Work], answers: Sequence[Work]) -> list[Drawn] | None:
+        """Go on with what is read beside answers; what came of it, once it is done"""
+        if self._passage is None or self._passage.work is not prompts:
+            prepare_masks(prompts)
+            self._passage = self.runner.begin(prompts)
+        passage, seconds = self._passage, self.scheduler.seconds_beside(answers)
+        drawn = passage.advance(seconds)
+        if drawn is not None:
+            self._passage = None
+            self.scheduler.pace.note_layer(passage.num_tokens, passage.slowest, seconds)
+        return drawn
 
     def _update(self, work: Sequence[Work], drawn: Sequence[Drawn]) -> list[Request]:
         moved: dict[str, Request] = {}
@@ -428,6 +445,13 @@ def check_length(config: EngineConfig, llama: LlamaConfig) -> None:
     longest, wanted = llama.max_position_embeddings, config.max_model_len
     if wanted is not None and wanted > longest and llama.rope.scaling["rope_type"] != "dynamic":
         raise ValueError(f"max_model_len is {wanted}, but the model's max_position_embeddings are {longest}")
+
+
+def prepare_masks(work: Sequence[Work]) -> None:
+    """They are made while the step runs."""
+    for item in work:
+        if item.num_drawn and item.stream.matcher is not None:
+            item.stream.matcher.prepare()
 
 
 def make_caches(models: Sequence[LlamaForCausalLM], config: EngineConfig) -> list[PagedCache]:
