@@ -887,7 +887,7 @@ def test_a_layer_of_a_passage_takes_no_longer_than_there_is_time_however_long_th
     pace.note_answers(num_answers, usual)
     while num_read < 4000:
         count, allowed = pace.num_tokens, pace.seconds_beside(num_answers, num_answers, 1)
-        layer = 0.1 + count * 0.02 + (num_read + count * num_read / 4) * 0.0002
+        layer = 0.1 + count * 0.02 + (num_read + count * num_read / 4) * 0.0001
         pace.note_layer(count, layer, allowed)
         slowdowns.append((usual + layer) / usual)
         num_read += count
@@ -907,8 +907,8 @@ def test_where_more_wait_for_a_first_token_than_for_a_next_one_prompts_have_more
     pace = Pace()
     assert pace.seconds_beside(4, 4, 1) == 0.0  # nothing is known yet: a layer a step
     pace.note_answers(4, 1.0)
-    assert pace.seconds_beside(4, 4, 1) == pace.seconds_beside(4, 4, 4) == 1.5
-    assert pace.seconds_beside(4, 4, 40) == 24.0
+    assert pace.seconds_beside(4, 4, 1) == pace.seconds_beside(4, 4, 4) == 1.0
+    assert pace.seconds_beside(4, 4, 40) == 19.0
 
 
 def hurried(engine: Engine) -> Engine:

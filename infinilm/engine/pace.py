@@ -10,7 +10,7 @@ class Pace:
     takes in the time there is: the more of them, the sooner the prompt is read.
     """
 
-    SLOWDOWN = 2.5  # times that a step may take longer with a part of a prompt than without
+    SLOWDOWN = 2.0  # times that a step may take longer with a part of a prompt than without
     FEWEST, MOST = 16, 256  # tokens of a passage, always a multiple of the fewest
 
     def __init__(self) -> None:
