@@ -136,11 +136,11 @@ int64_t packed_linear(const PackedLinear& a) {
         x.put_into(scratch(Scratch::shared, x.num_bytes()));
         round_rows(x, a.x);
     }
-    parallel_for(problem.num_strips(), grain, [&](int64_t begin, int64_t end) {
+    parallel_for(problem.num_strips(), grain, [&](int64_t begin, int64_t end, bool is_first) {
         Problem own = problem;
         if (is_alone) {
             own.x.put_into(scratch(Scratch::own, x.num_bytes()));
-            round_row(own.x, 0, Rows{a.x}.at<const float>(0));
+            if (is_first) round_row(own.x, 0, Rows{a.x}.at<const float>(0));
         }
         for (int64_t m = 0; m < x.num_rows; m += kPackedBandRows)
             for (int64_t i = begin; i < end; ++i)

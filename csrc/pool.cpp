@@ -22,12 +22,38 @@ inline void relax() {
 // Some tens of microseconds: longer than the gap between two ops of one token
 constexpr int kSpinPauses = 2000;
 
+using Body = void (*)(void*, int64_t, int64_t, bool);
+
+// The work of a region, cut into parts. Threads take the next part whenever they have done one: each a large
+// one first, then what is left, so that nobody waits long for a core that is slow or busy with others.
 struct Job {
-    void (*body)(void*, int64_t, int64_t);
+    Body body;
     void* context;
     int64_t count;
-    int num_parts;
-    void run(int part) const { body(context, count * part / num_parts, count * (part + 1) / num_parts); }
+    int num_large, num_small;
+
+    Job(Body body, void* context, int64_t count, int64_t most, int num_threads)
+        : body(body), context(context), count(count),
+          num_large(static_cast<int>(most < num_threads ? most : num_threads)),
+          num_small(most < 4 * num_threads ? 0 : num_threads) {}
+    Job() : Job(nullptr, nullptr, 0, 0, 1) {}
+
+    int num_parts() const { return num_large + num_small; }
+
+    int64_t begin_of(int part) const {
+        const int64_t large = num_small ? count / 4 * 3 : count;
+        if (part <= num_large) return large * part / num_large;
+        return large + (count - large) * (part - num_large) / num_small;
+    }
+
+    void run(int part, bool is_first) const { body(context, begin_of(part), begin_of(part + 1), is_first); }
+};
+
+// Which part of which region is next. In one number, so that a thread that comes late takes no part of
+// another region than it thinks.
+struct Ticket {
+    uint32_t region;
+    uint16_t num_parts, next;
 };
 
 class Pool {
@@ -43,25 +69,26 @@ public:
         num_threads_ = num_threads;
     }
 
-    void run(Job job, int64_t max_parts) {
+    void run(Body body, void* context, int64_t count, int64_t most) {
         std::unique_lock lock(region_, std::try_to_lock);
-        if (!lock || num_threads_ == 1) return job.body(job.context, 0, job.count);
+        if (!lock || num_threads_ == 1) return body(context, 0, count, true);
         start();
-        const int most = num_threads_;
-        job.num_parts = max_parts < most ? static_cast<int>(max_parts) : most;
-        job_ = job;
-        pending_.store(static_cast<int>(workers_.size()), std::memory_order_relaxed);
-        epoch_.fetch_add(1, std::memory_order_release);
+        job_ = Job(body, context, count, most, num_threads_);
+        const int num_parts = job_.num_parts();
+        num_done_.store(0, std::memory_order_relaxed);
+        const uint32_t region = epoch_.load(std::memory_order_relaxed) + 1;
+        ticket_.store({region, static_cast<uint16_t>(num_parts), 0}, std::memory_order_release);
+        epoch_.store(region, std::memory_order_release);
         epoch_.notify_all();
-        job.run(0);
-        for (int spins = 0; pending_.load(std::memory_order_acquire) != 0; ++spins)
+        take_parts();
+        for (int spins = 0; num_done_.load(std::memory_order_acquire) != num_parts; ++spins)
             spins < kSpinPauses ? relax() : static_cast<void>(sched_yield());
     }
 
 private:
     void start() {
         while (static_cast<int>(workers_.size()) < num_threads_ - 1)
-            workers_.emplace_back(&Pool::work, this, static_cast<int>(workers_.size()) + 1, epoch_.load());
+            workers_.emplace_back(&Pool::work, this, epoch_.load());
     }
 
     void stop() {
@@ -73,7 +100,22 @@ private:
         stopping_ = false;
     }
 
-    void work(int part, uint64_t seen) {
+    // The job stays as it is while a part of it is not done.
+    void take_parts() {
+        Ticket ticket = ticket_.load(std::memory_order_acquire);
+        for (bool is_first = true; ticket.next < ticket.num_parts;) {
+            const Ticket after{ticket.region, ticket.num_parts, static_cast<uint16_t>(ticket.next + 1)};
+            if (!ticket_.compare_exchange_weak(ticket, after, std::memory_order_acq_rel,
+                                               std::memory_order_acquire))
+                continue;
+            job_.run(ticket.next, is_first);
+            is_first = false;
+            num_done_.fetch_add(1, std::memory_order_release);
+            ticket = ticket_.load(std::memory_order_acquire);
+        }
+    }
+
+    void work(uint32_t seen) {
         for (;;) {
             for (int spins = 0; spins < kSpinPauses && epoch_.load(std::memory_order_acquire) == seen;
                  ++spins)
@@ -81,18 +123,18 @@ private:
             epoch_.wait(seen, std::memory_order_acquire);
             seen = epoch_.load(std::memory_order_acquire);
             if (stopping_) return;
-            if (part < job_.num_parts) job_.run(part);
-            pending_.fetch_sub(1, std::memory_order_release);
+            take_parts();
         }
     }
 
     std::mutex region_;
     std::vector<std::thread> workers_;
-    Job job_{};
+    Job job_;
     std::atomic<int> num_threads_;
     std::atomic<bool> stopping_{false};
-    alignas(64) std::atomic<uint64_t> epoch_{0};
-    alignas(64) std::atomic<int> pending_{0};
+    alignas(64) std::atomic<uint32_t> epoch_{0};
+    alignas(64) std::atomic<Ticket> ticket_{};
+    alignas(64) std::atomic<int> num_done_{0};
 };
 
 int default_num_threads() {
@@ -141,11 +183,11 @@ void* scratch(Scratch use, int64_t bytes) {
     return buffers[static_cast<int>(use)].room_for(bytes);
 }
 
-void parallel_run(int64_t count, int64_t grain, void (*body)(void*, int64_t, int64_t), void* context) {
+void parallel_run(int64_t count, int64_t grain, Body body, void* context) {
     if (count <= 0) return;
     const int64_t most = count / (grain > 0 ? grain : 1);
-    if (most <= 1) return body(context, 0, count);
-    g_pool->run({body, context, count, 1}, most);
+    if (most <= 1) return body(context, 0, count, true);
+    g_pool->run(body, context, count, most);
 }
 
 }  // namespace infini

@@ -10,17 +10,24 @@ namespace infini {
 int num_threads();
 void set_num_threads(int count);
 
-// Calls body(context, begin, end) over [0, count) cut into at most num_threads() runs of at least `grain`
-// items. A second caller while a region runs does its work alone. Results may not depend on where the cuts
-// fall.
-void parallel_run(int64_t count, int64_t grain, void (*body)(void*, int64_t, int64_t), void* context);
+// Calls body(context, begin, end, is_first) over [0, count), cut into runs of at least `grain` items, of which
+// each thread takes one after the other; is_first tells whether it is the thread's first one. A second caller
+// while a region runs does its work alone. Results may not depend on where the cuts fall.
+void parallel_run(int64_t count, int64_t grain, void (*body)(void*, int64_t, int64_t, bool), void* context);
 
+// The body may leave out is_first.
 template <class Body>
 static inline void parallel_for(int64_t count, int64_t grain, Body&& body) {
     using Stored = std::remove_reference_t<Body>;
     parallel_run(
         count, grain,
-        [](void* context, int64_t begin, int64_t end) { (*static_cast<Stored*>(context))(begin, end); },
+        [](void* context, int64_t begin, int64_t end, bool is_first) {
+            auto& body = *static_cast<Stored*>(context);
+            if constexpr (std::is_invocable_v<Stored&, int64_t, int64_t, bool>)
+                body(begin, end, is_first);
+            else
+                body(begin, end);
+        },
         const_cast<void*>(static_cast<const void*>(&body)));
 }
 

@@ -110,11 +110,12 @@ class PagedCache:
 class DynamicCache:
     """The streams of one batch, which grow as keys come: block i of stream b is block i * B + b of its layer.
 
-    Streams may have different lengths: padding is never stored.
+    Streams may have different lengths: padding is never stored. dtype None is that of the keys.
     """
 
-    def __init__(self, block_size: int = 64) -> None:
+    def __init__(self, block_size: int = 64, dtype: torch.dtype | None = None) -> None:
         self.block_size = block_size
+        self.dtype = dtype
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._lengths: dict[int, list[int]] = {}  # of the streams, by layer
 
@@ -173,7 +174,7 @@ class DynamicCache:
 
     def _with_room(self, layer: int, k: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """A layer's pools, large enough for the streams' new lengths, which are noted."""
-        shape = BlockShape(k.shape[1], k.shape[2], self.block_size, k.dtype)
+        shape = BlockShape(k.shape[1], k.shape[2], self.block_size, self.dtype or k.dtype)
         held = self.layers.setdefault(layer, shape.pools(0, k.device))
         if held[1].shape[1] != k.shape[1] or held[1].shape[3] != k.shape[2]:
             shapes = f"heads {tuple(k.shape[1:])} to those of {(held[1].shape[1], held[1].shape[3])}"

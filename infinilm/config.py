@@ -334,7 +334,7 @@ class EngineConfig:
     max_model_len: int | None = None  # tokens of a prompt and its answer; the model's own if None
     max_num_seqs: int = 64  # streams that run at once
     max_num_batched_tokens: int | None = None  # tokens of one step
-    kv_cache_dtype: str = "auto"  # that of the model's states
+    kv_cache_dtype: str = "auto"  # that of the model's states, or float16 where its layers round what enters
     kv_cache_memory: int | str | None = None  # bytes, also as "2GiB"; a share of what is free if None
     block_size: int = 16
     enable_prefix_caching: bool = True

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from infinicore.quantization import PackedTensor
 from infinilm.batch import Stream
 from infinilm.cache import BlockShape, PagedCache
 from infinilm.runner import Runner, Work
@@ -95,11 +96,18 @@ class GenerationMixin:
             if not running or step + 1 == num_new:
                 return
 
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """In which keys and values are kept: as states are, or in float16 where layers round what enters them
+        to integers, which changes more than that does."""
+        weights = (getattr(module, "weight", None) for module in self.modules())  # type: ignore[attr-defined]
+        rounds = any(isinstance(weight, PackedTensor) for weight in weights)
+        return torch.float16 if rounds else self.model.norm.weight.dtype  # type: ignore[attr-defined]
+
     def runner(self, streams: Sequence[Stream], num_new: int) -> Runner:
         """With a cache that has the blocks of all streams, which are given to them"""
         config = self.config
-        dtype = self.model.norm.weight.dtype  # type: ignore[attr-defined]
-        shape = BlockShape(config.num_key_value_heads, config.head_dim, BLOCK_SIZE, dtype)
+        shape = BlockShape(config.num_key_value_heads, config.head_dim, BLOCK_SIZE, self.cache_dtype)
         num_blocks = 0
         for stream in streams:
             end = num_blocks + -(-(len(stream) + num_new) // BLOCK_SIZE)

@@ -16,6 +16,7 @@ from torch import Tensor
 from infinicore import _native, nn
 from infinicore.quantization import QuantizedTensor
 from infinilm import LLM, SamplingParams
+from infinilm.cache import DynamicCache
 
 DATA = Path(__file__).parent / "data"
 RECORDED: dict[str, Any] = json.loads((DATA / "smollm2_answers.json").read_text())
@@ -57,7 +58,8 @@ def text_ids(exact: LLM) -> list[int]:
 
 @torch.inference_mode()
 def all_logits(llm: LLM, token_ids: list[int]) -> Tensor:
-    return llm.model(torch.tensor([token_ids]), logits_to_keep=0)[0]
+    held = DynamicCache(dtype=llm.model.cache_dtype)
+    return llm.model(torch.tensor([token_ids]), past_key_values=held, logits_to_keep=0)[0]
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +130,7 @@ def divergence(wanted: Tensor, found: Tensor) -> tuple[float, float]:
 # A few times what was measured at every level; a perplexity would not tell these modes from one another.
 @pytest.mark.parametrize(
     "mode, most, least_same",
-    [("default", 1.5e-6, 0.999), ("on_amx", 3e-4, 0.98), ("fast", 5e-2, 0.9)],
+    [("default", 5e-6, 0.999), ("on_amx", 3e-4, 0.98), ("fast", 5e-2, 0.9)],
 )
 def test_a_mode_diverges_from_the_exact_model_by_no_more_than_its_rounding(
     mode: str,

@@ -94,7 +94,7 @@ def prompt(model: LlamaForCausalLM, stream: int = 0) -> Tensor:
 
 def all_logits(model: LlamaForCausalLM, token_ids: Tensor, *chunks: int) -> Tensor:
     """Logits of every position, the prompt fed in chunks of these sizes and then whole"""
-    held, parts, start = DynamicCache(), [], 0
+    held, parts, start = DynamicCache(dtype=model.cache_dtype), [], 0
     for size in (*chunks, token_ids.shape[1] - sum(chunks)):
         part = token_ids[:, start : start + size]
         parts.append(model(part, past_key_values=held, logits_to_keep=0))
@@ -198,7 +198,7 @@ class Steps:
     def plain(self, tokens: list[int]) -> Tensor:
         work = self.work(tokens)
         self.runner._fill_tables(work)
-        return self.runner._outcome(work)[1]
+        return self.runner.model.step(*self.runner._inputs(work))[1]
 
     def work(self, tokens: Sequence[int] = ()) -> list[Work]:
         """All before the tokens has been computed."""

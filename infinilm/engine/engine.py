@@ -478,9 +478,7 @@ def make_caches(models: Sequence[LlamaForCausalLM], config: EngineConfig) -> lis
 
 
 def block_shape(model: LlamaForCausalLM, config: EngineConfig) -> BlockShape:
-    dtype = (
-        model.model.norm.weight.dtype if config.kv_cache_dtype == "auto" else DTYPES[config.kv_cache_dtype]
-    )
+    dtype = model.cache_dtype if config.kv_cache_dtype == "auto" else DTYPES[config.kv_cache_dtype]
     head_dim = model.config.head_dim
     if dtype == torch.uint8 and head_dim % 32:
         raise ValueError(f"kv_cache_dtype 'q8_0' needs heads of a multiple of 32, but they have {head_dim}")
