@@ -100,16 +100,17 @@ private:
         stopping_ = false;
     }
 
-    // The job stays as it is while a part of it is not done.
+    // The job stays as it is while a part of it is not done. After a thread's part another region may have
+    // begun.
     void take_parts() {
         Ticket ticket = ticket_.load(std::memory_order_acquire);
-        for (bool is_first = true; ticket.next < ticket.num_parts;) {
+        for (uint32_t last = ticket.region - 1; ticket.next < ticket.num_parts;) {
             const Ticket after{ticket.region, ticket.num_parts, static_cast<uint16_t>(ticket.next + 1)};
             if (!ticket_.compare_exchange_weak(ticket, after, std::memory_order_acq_rel,
                                                std::memory_order_acquire))
                 continue;
-            job_.run(ticket.next, is_first);
-            is_first = false;
+            job_.run(ticket.next, ticket.region != last);
+            last = ticket.region;
             num_done_.fetch_add(1, std::memory_order_release);
             ticket = ticket_.load(std::memory_order_acquire);
         }

@@ -11,9 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+import infinicore
+from infinicore import ops
 from infinicore.graph import Graph
 from infinicore.nn import functional as F
+from infinicore.quantization import BlockType, quantize
 from infinilm import LLM, SamplingParams
 from infinilm.config import LlamaConfig
 from infinilm.models.llama import LlamaForCausalLM
@@ -127,3 +131,20 @@ def test_streams_taken_in_turns_on_one_thread_do_not_disturb_each_other(default_
     alone = [list(llm.stream(ids, params)) for ids in prompts]
     together = list(zip(*(llm.stream(ids, params) for ids in prompts), strict=True))
     assert list(map(list, zip(*together, strict=True))) == alone
+
+
+def test_a_thread_that_goes_on_to_the_next_region_begins_it_anew(keep_threads: None) -> None:
+    """A lone row is rounded by each thread for itself: one that took that for done would use another row."""
+    generator = torch.Generator().manual_seed(0)
+    weight = quantize(torch.randn(8192, 64, generator=generator), BlockType.Q8_0).pack()
+    rows = torch.randn(50, 1, 64, generator=generator)
+
+    def products() -> list[Tensor]:
+        return [ops.packed_linear(row, (weight,), (None,), None, False) for row in rows]
+
+    infinicore.set_num_threads(1)
+    wanted = products()
+    infinicore.set_num_threads(NUM_THREADS)
+    graph = Graph.record(products)
+    for _ in range(1000):
+        assert all(map(torch.equal, graph.replay(), wanted))
