@@ -27,7 +27,7 @@ LAYERS = (
     ("generation",),
     ("runner",),
     ("cache", "draw"),
-    ("batch",),
+    ("batch", "pages"),
     ("checkpoint", "hub", "sampling", "tokenizer"),
     ("config", "folder"),
     ("rope",),

@@ -515,9 +515,9 @@ def test_no_step_has_more_tokens_than_it_may(tiny: Tiny) -> None:
     for i in range(10):
         engine.enqueue(engine.make(prompt(20, i), GREEDY))
     while engine.has_work:
-        work = engine.scheduler.schedule()
-        assert 0 < sum(item.num_tokens for item in work) <= 7
-        engine._update(work, engine.runner.run(work))
+        launched = engine._launch()
+        assert launched is not None and 0 < launched.num_tokens <= 7
+        engine._update(launched.pending.work, launched.pending.read())
 
 
 def test_more_than_max_queue_or_max_queue_tokens_are_turned_away(tiny: Tiny) -> None:

@@ -197,7 +197,7 @@ class Steps:
 
     def plain(self, tokens: list[int]) -> Tensor:
         work = self.work(tokens)
-        self.runner._fill_tables(work)
+        self.runner.tables.show(work)
         return self.runner._outcome(work)[1]
 
     def work(self, tokens: Sequence[int] = ()) -> list[Work]:

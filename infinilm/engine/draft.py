@@ -15,7 +15,7 @@ from infinilm.batch import Stream
 from infinilm.config import check_one_of
 from infinilm.draw import needs_adjusting
 from infinilm.engine.request import Completion
-from infinilm.engine.scheduler import Scheduler, is_answering
+from infinilm.engine.scheduler import Scheduler
 from infinilm.rope import check_whole
 from infinilm.runner import Runner, Work
 
@@ -64,7 +64,7 @@ def may_guess(stream: Completion) -> bool:
     if stream.rest > 0:
         stream.rest -= 1
         return False
-    return is_answering(stream) and not needs_adjusting(stream)
+    return stream.is_answering and not needs_adjusting(stream)
 
 
 def note_guesses(stream: Completion, num_guessed: int, num_right: int) -> None:
@@ -129,7 +129,7 @@ class ModelDrafter:
 
     def guess(self) -> None:
         running = self.scheduler.running
-        self.shadows = {stream: self.shadow(stream) for stream in running if is_answering(stream)}
+        self.shadows = {stream: self.shadow(stream) for stream in running if stream.is_answering}
         guessing = {
             stream: shadow
             for stream, shadow in self.shadows.items()

@@ -11,7 +11,6 @@ from bisect import insort
 from collections.abc import Sequence
 from operator import attrgetter
 
-from infinilm.batch import Stream
 from infinilm.engine.blocks import Blocks
 from infinilm.engine.pace import Pace
 from infinilm.engine.recent import Recent
@@ -62,16 +61,16 @@ class Scheduler:
         work: list[Work] = []
         budget = self.max_num_batched_tokens
         for stream in list(self.running):
-            if budget > 0 and is_answering(stream) and stream in self.running:
+            if budget > 0 and stream.is_answering and not is_ending(stream) and stream in self.running:
                 stream.drafts = stream.drafts[: budget - 1]
                 budget -= self._move(stream, stream.num_pending, work)
         if work and budget > 0:
-            prompts = [stream for stream in self.running if not is_answering(stream)]
+            prompts = [stream for stream in self.running if not stream.is_answering]
             num_keys = max((stream.num_computed for stream in prompts), default=0)
             num_prompts = len(prompts) + len(self.waiting)
             budget = self.pace.most_prompt_tokens(len(work), num_prompts, budget, num_keys)
         for stream in list(self.running):
-            if budget > 0 and not is_answering(stream) and stream in self.running:
+            if budget > 0 and not stream.is_answering and stream in self.running:
                 budget -= self._move(stream, min(chunk(stream), budget), work)
         for stream in list(self.waiting):
             if budget > 0 and len(self.running) < self.max_num_seqs and is_ready(stream):
@@ -80,12 +79,20 @@ class Scheduler:
                 budget -= count
         return work
 
-    def note(self, work: Sequence[Work], seconds: float) -> None:
-        """How long a step took"""
-        prompts = [item.stream for item in work if not is_answering(item.stream)]
-        is_mixed = 0 < len(prompts) < len(work)
-        num_keys = max(stream.num_computed for stream in prompts) if is_mixed else None
-        self.pace.note(sum(item.num_tokens for item in work), seconds, num_keys)
+    def keys_beside(self, work: Sequence[Work]) -> int | None:
+        """Of a step with parts of prompts beside answers: the most keys before one of these"""
+        starts = [item.start for item in work if not item.stream.is_answering]
+        return max(starts) if 0 < len(starts) < len(work) else None
+
+    def advance(self, work: Sequence[Work]) -> None:
+        """It has been launched: what comes of it will be known when it is read."""
+        row = 0
+        for item in work:
+            stream = item.stream
+            stream.num_computed += item.num_tokens
+            if item.num_drawn:
+                stream.num_unread, stream.unread_row = stream.num_unread + 1, row
+                row += item.num_drawn
 
     def preempt(self, stream: Completion) -> None:
         """Take its blocks; it will be computed again, from what others or itself left in the cache."""
@@ -157,27 +164,27 @@ class Scheduler:
             stream.request.prefix_miss = position if is_reason else None
         self.recent.add(salt, prompt)
 
-    def keep(self, stream: Completion) -> None:
-        """Let others find the full blocks of a stream."""
+    def keep(self, stream: Completion, num_computed: int) -> None:
+        """Let others find the full blocks of a stream, as far as what was computed has been read."""
         if stream.chain is not None:
-            stream.chain = self.blocks.keep(
-                stream.chain, stream.token_ids, stream.num_computed, stream.block_ids
-            )
+            stream.chain = self.blocks.keep(stream.chain, stream.token_ids, num_computed, stream.block_ids)
 
     def _release(self, stream: Completion) -> None:
         self.blocks.give_back(stream.block_ids)
         stream.block_ids, stream.chain = [], None
 
 
-def is_answering(stream: Stream) -> bool:
-    """Whether all but the last token, and guesses, are computed"""
-    return stream.num_computed >= len(stream) - 1 and stream.num_drawn > 0
+def is_ending(stream: Completion) -> bool:
+    """Whether the last token that it may have is drawn already"""
+    return stream.num_drawn + stream.num_unread >= stream.max_tokens
 
 
 def is_ready(stream: Completion) -> bool:
-    """Of n streams the others wait for the first to compute the prompt, and find it in the cache."""
+    """Of n streams the others wait for the first to compute the prompt, and find it in the cache. One that
+    was preempted begins anew when its tokens are known."""
     first = stream.request.completions[0]
-    return first is stream or first.num_drawn > 0 or first.finish_reason is not None
+    is_first_done = first is stream or first.num_drawn > 0 or first.finish_reason is not None
+    return is_first_done and not stream.num_unread
 
 
 def chunk(stream: Completion) -> int:
