@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from infinilm.pages import sent
 from infinilm.sampling import SamplingParams
 
 # N tokens of the step, B streams, M blocks of a stream, R rows of logits
@@ -105,5 +106,4 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        moved = {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
-        return Batch(**{**vars(self), **moved})
+        return Batch(**{**vars(self), **{name: sent(value, device) for name, value in tensors.items()}})

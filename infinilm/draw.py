@@ -11,7 +11,7 @@ from torch import Tensor
 
 from infinicore import ops
 from infinilm.batch import Stream
-from infinilm.pages import Kinds, Page, tensors_of
+from infinilm.pages import Kinds, Page, sent, tensors_of
 from infinilm.sampling import SamplingParams
 
 # R rows, V vocabulary, W words of 32 bits that have one for every token
@@ -93,7 +93,7 @@ def draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     Settings(page.arrays).fill(rows)
     if any(map(needs_adjusting, streams)):
         logits = adjusted(logits, streams)
-    return sampled(logits, tensors_of(page.memory.to(logits.device, non_blocking=True), kinds))
+    return sampled(logits, tensors_of(sent(page.memory, logits.device), kinds))
 
 
 # ---- what a stream forbids or makes less likely ------------------------------------------------------------
@@ -117,16 +117,14 @@ def adjusted(logits: Tensor, streams: Sequence[Stream]) -> Tensor:
         ]
     )
     masks = allowed_tokens(streams, logits.shape[1])
-    sent = [t.to(logits.device, non_blocking=True) for t in (history, ends, penalties, masks)]
-    return biased(ops.adjust_logits(logits, *sent), streams)
+    there = [sent(t, logits.device) for t in (history, ends, penalties, masks)]
+    return biased(ops.adjust_logits(logits, *there), streams)
 
 
 def biased(logits: Tensor, streams: Sequence[Stream]) -> Tensor:
     biases = [(row, *bias) for row, stream in enumerate(streams) for bias in stream.params.logit_bias]
     if biases:
-        rows, ids, values = (
-            torch.tensor(t).to(logits.device, non_blocking=True) for t in zip(*biases, strict=True)
-        )
+        rows, ids, values = (sent(torch.tensor(t), logits.device) for t in zip(*biases, strict=True))
         logits[rows, ids] += values
     return logits
 

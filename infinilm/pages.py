@@ -30,6 +30,13 @@ class Page:
             at += size
 
 
+def sent(t: Tensor, device: torch.device) -> Tensor:
+    """On a device, without waiting for it. A GPU reads pinned memory when its turn has come, and torch keeps
+    that until then; of other memory nobody knows when it has been read."""
+    is_far = device.type == "cuda" and t.is_cpu
+    return t.pin_memory().to(device, non_blocking=True) if is_far else t.to(device)
+
+
 def num_bytes(kinds: Kinds) -> int:
     return sum(length * array(kind).itemsize for kind, length in kinds)
 

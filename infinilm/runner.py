@@ -15,7 +15,7 @@ from infinicore.graph import Arena, CudaArena, Graph, RecordError
 from infinilm.batch import Batch, Stream
 from infinilm.cache import PagedCache
 from infinilm.draw import Ranked, Row, Settings, draw, needs_adjusting, ranked, sampled
-from infinilm.pages import Kinds, Page, num_bytes, tensors_of
+from infinilm.pages import Kinds, Page, num_bytes, sent, tensors_of
 
 MAX_RECORDED = 64  # tokens of a step that is recorded
 MAX_CAPTURED = 256  # and of one that is a CUDA graph
@@ -259,8 +259,7 @@ class Tables:
             self._write(self.row_of(item), item.block_ids, *changed)
         if changed[0] and self.on_device is not self._tables:
             at, blocks = (torch.frombuffer(t, dtype=dtype) for t, dtype in zip(changed, KINDS, strict=True))
-            sent = (t.to(self.on_device.device, non_blocking=True) for t in (at, blocks))
-            self.on_device.view(-1).scatter_(0, *sent)
+            self.on_device.view(-1).scatter_(0, *(sent(t, self.on_device.device) for t in (at, blocks)))
 
     def _place(self, block_ids: list[int], work: Sequence[Work]) -> None:
         if not self._free:

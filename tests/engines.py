@@ -7,7 +7,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -237,8 +237,12 @@ def generated(engine: Engine, prompt: Any, cache_salt: str | None = None, **para
 
 
 def said(output: RequestOutput) -> Any:
-    """All that an output tells, but what its way through the engine was."""
-    return output.prompt_token_ids, output.outputs, output.prompt_logprobs, output.finished
+    """All that an output tells, but what its way through the engine was. On a GPU numbers are rounded by the
+    company they are in: there it is tokens and texts."""
+    if DEVICE == "cpu":
+        return output.prompt_token_ids, output.outputs, output.prompt_logprobs, output.finished
+    outputs = [replace(each, cumulative_logprob=None, logprobs=None) for each in output.outputs]
+    return output.prompt_token_ids, outputs, output.finished
 
 
 def is_beginning(part: RequestOutput, whole: RequestOutput) -> bool:

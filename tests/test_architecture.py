@@ -27,9 +27,9 @@ LAYERS = (
     ("generation",),
     ("runner",),
     ("cache", "draw"),
-    ("batch", "pages"),
+    ("batch",),
     ("checkpoint", "hub", "sampling", "tokenizer"),
-    ("config", "folder"),
+    ("config", "folder", "pages"),
     ("rope",),
 )
 ROW = {part: row for row, parts in enumerate(LAYERS) for part in parts}

@@ -176,9 +176,10 @@ def test_penalties_and_masks_have_the_bits_of_the_reference(size: int, dtype: to
     for allowed in (None, words):
         args = logits, history, ends, penalties, allowed
         assert torch.equal(run(ops.adjust_logits, *args).cpu(), ops.adjust_logits.reference(*args))
+    wanted = ops.adjust_logits.reference(logits.float(), *args[1:])
     place = logits.float().to(DEVICE)
     found = kernel_of(ops.adjust_logits).run(place, place, *(t.to(DEVICE) for t in args[1:]))
-    assert found is place and torch.equal(place.cpu(), ops.adjust_logits.reference(logits.float(), *args[1:]))
+    assert found is place and torch.equal(place.cpu(), wanted)
 
 
 @pytest.mark.skipif(not HAS_GPU, reason="the interpreter has no graphs")

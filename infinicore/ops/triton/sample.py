@@ -1,10 +1,11 @@
 """sample: a token of each row, without sorting it.
 
-The largest logit of each part of a row is found first, by many programs. Then a row is one program's. One
-that wants the largest has it. Of another, sums of weights above four levels tell between which of them the
-cuts by top_k and top_p and the drawn token lie; what is there is listed, and each of the three searched for
-by bisection over the bits of weights, since those of positive floats are ordered as they are. Tokens of equal
-weight stand by id, and how many of them are meant follows from a division.
+The largest logit of each part of a row is found first, then sums of weights above a few levels, both by many
+programs; from there on a row is one program's. One that wants the largest logit has it. Of another, the cuts
+by top_k and top_p and the drawn token are found in the same way, one after the other: sums tell between which
+levels it lies, the weights between those are listed, and it is searched for among them by bisection over
+their bits, since those of positive floats are ordered as they are. Tokens of equal weight stand by id, and
+how many of them are meant follows from a division.
 
 Weights are float32 and sums of many float64: they part from the reference's by about 1e-8 of the whole.
 """
@@ -22,6 +23,7 @@ from infinicore.ops.triton.tensors import (
     FLOATS,
     are_plain,
     fits,
+    on_device,
     overlap,
     rows_of,
     settled,
@@ -30,11 +32,10 @@ from infinicore.ops.triton.tensors import (
 )
 
 # R rows, V vocabulary
-PART = 4096  # logits whose largest one program finds
-TILE = 4096  # logits of a row that are looked at together
-SHORT = 1024  # candidates that are looked at together
-MOST_LISTED = 8192  # candidates that are listed; where there are more, the whole row is searched
-
+PART = 4096  # logits of a row that one of its first programs looks at
+TILE = 8192  # and those that the last one looks at together
+SEARCHED = 4096  # weights that are searched together
+LEVELS = tl.constexpr(8)
 LEAST = tl.constexpr(2.0**-120)  # a smaller weight is none
 LOG2E = tl.constexpr(1.4426950408889634)
 LARGEST = tl.constexpr(3.0e38)
@@ -56,249 +57,256 @@ def tops_kernel(
     tl.store(first_ptr + at, tl.min(tl.where((x == top) & (column < V), column, V), 0))
 
 
+# ---- weights -----------------------------------------------------------------------------------------------
+
+
 @triton.jit
-def weights_of(row, column):
-    """exp((logit - the largest) / temperature), 0 below the least, by the quotient in two halves"""
-    logit_ptr, V, top, high, low, least = row
+def top_of(top_ptr, row, num_parts, PARTS: tl.constexpr):
+    part = tl.arange(0, PARTS)
+    return tl.max(tl.load(top_ptr + row * num_parts + part, mask=part < num_parts, other=-float("inf")), 0)
+
+
+@triton.jit
+def kind_of(top, row, uniform_ptr, setting_ptr, top_k_ptr):
+    """(whether a token can be drawn from a row, whether it is another than that of the largest logit)"""
+    temperature = tl.load(setting_ptr + row * 3)
+    is_sound = (temperature >= 0) & (temperature < float("inf")) & (tl.abs(top) < float("inf"))
+    is_greedy = (temperature == 0) | (tl.load(top_k_ptr + row) == 1) | (tl.load(uniform_ptr + row) == 0)
+    return is_sound, is_sound & (is_greedy == 0)
+
+
+@triton.jit
+def source_of(logit_ptr, V, top, row, logit_stride, setting_ptr):
+    """What the weights of a row are made of; the quotient by the temperature is in two halves."""
+    scale = LOG2E / tl.load(setting_ptr + row * 3).to(tl.float64)
+    high = tl.minimum(scale, LARGEST).to(tl.float32)
+    low = tl.where(scale < LARGEST, scale - high, 0.0).to(tl.float32)
+    least = tl.maximum(tl.minimum(tl.load(setting_ptr + row * 3 + 2), 1.0), LEAST)
+    return logit_ptr + row * logit_stride, V, top, high, low, least
+
+
+@triton.jit
+def weights_of(source, column):
+    """exp((logit - the largest) / temperature), 0 below the least"""
+    logit_ptr, V, top, high, low, least = source
     x = tl.load(logit_ptr + column, mask=column < V, other=-float("inf")).to(tl.float32) - top
     weight = tl.exp2(tl.fma(x, low, x * high))
     return tl.where(weight >= least, weight, 0.0)
 
 
 @triton.jit
-def sums_above(row, floor, TILE: tl.constexpr):
-    """How many weights reach each of the four levels, and their sums
-
-    Each of many lanes adds up few weights in float32.
-    """
-    first, second, third = at_level(floor, 0), at_level(floor, 1), at_level(floor, 2)
-    nothing, zero = tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.float32)
-    count_0, count_1, count_2, count_3 = nothing, nothing, nothing, nothing
-    sum_0, sum_1, sum_2, sum_3 = zero, zero, zero, zero
-    for start in range(0, row[1], TILE):
-        weight = weights_of(row, start + tl.arange(0, TILE))
-        count_0 += (weight >= first).to(tl.int32)
-        count_1 += (weight >= second).to(tl.int32)
-        count_2 += (weight >= third).to(tl.int32)
-        count_3 += (weight > 0).to(tl.int32)
-        sum_0 += tl.where(weight >= first, weight, 0.0)
-        sum_1 += tl.where(weight >= second, weight, 0.0)
-        sum_2 += tl.where(weight >= third, weight, 0.0)
-        sum_3 += weight
-    counts = levels(tl.sum(count_0, 0), tl.sum(count_1, 0), tl.sum(count_2, 0), tl.sum(count_3, 0))
-    return counts, levels(exact_sum(sum_0), exact_sum(sum_1), exact_sum(sum_2), exact_sum(sum_3))
+def floor_of(level):
+    """The least weight of a level; the first is 2^-2, and half of a flat row is above 2^-6."""
+    exponent = tl.where(level == 0, 2, tl.where(level < 5, level + 3, tl.where(level == 5, 9, 13)))
+    exponent = tl.where(level == LEVELS - 1, 120, exponent)
+    return ((127 - exponent) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def exact_sum(values):
-    return tl.sum(values.to(tl.float64), 0)
+def sums_kernel(
+    count_ptr, sum_ptr, top_ptr, logit_ptr, uniform_ptr, setting_ptr, top_k_ptr, logit_stride, V,
+    PARTS: tl.constexpr, TILE: tl.constexpr, LEVELS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """How many weights of a part of a row reach each level, and their sums"""
+    wait_for_inputs(OVERLAPS)
+    part, row, num_parts = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
+    top = top_of(top_ptr, row, num_parts, PARTS)
+    if kind_of(top, row, uniform_ptr, setting_ptr, top_k_ptr)[1]:
+        source = source_of(logit_ptr, V, top, row, logit_stride, setting_ptr)
+        weight = weights_of(source, part * TILE + tl.arange(0, TILE))
+        at = row * LEVELS * num_parts + part
+        for level in tl.static_range(LEVELS):
+            is_above = weight >= floor_of(level)
+            tl.store(count_ptr + at + level * num_parts, tl.sum(is_above.to(tl.int32), 0))
+            above = tl.sum(tl.where(is_above, weight, 0.0).to(tl.float64), 0)
+            tl.store(sum_ptr + at + level * num_parts, above)
 
 
 @triton.jit
-def levels(a, b, c, d):
-    index = tl.arange(0, 4)
-    return tl.where(index == 0, a, tl.where(index == 1, b, tl.where(index == 2, c, d)))
+def over_parts(table_ptr, row, num_parts, PARTS: tl.constexpr, LEVELS: tl.constexpr):
+    """[LEVELS] of a row"""
+    level, part = tl.arange(0, LEVELS)[:, None], tl.arange(0, PARTS)[None, :]
+    at = (row * LEVELS + level) * num_parts + part
+    return tl.sum(tl.load(table_ptr + at, mask=part < num_parts, other=0), 1)
 
 
 @triton.jit
-def at_level(values, index):
+def at_level(values, index, LEVELS: tl.constexpr):
     """0 at -1"""
-    return tl.sum(tl.where(tl.arange(0, 4) == index, values, tl.zeros_like(values)), 0)
+    return tl.sum(tl.where(tl.arange(0, LEVELS) == index, values, tl.zeros_like(values)), 0)
+
+
+# ---- where a cut or a token lies ---------------------------------------------------------------------------
 
 
 @triton.jit
-def list_candidates(row, bounds, weight_ptr, id_ptr, TILE: tl.constexpr):
-    """Weights within the bounds and their tokens, in the order of these"""
-    V = row[1]
+def listed(source, lower, upper, list_ptr, TILE: tl.constexpr):
+    """How many weights lie from lower to upper, which are written to the list"""
+    tl.debug_barrier()  # others may still read what was listed before
     count = 0
-    for start in range(0, V, TILE):
-        column = start + tl.arange(0, TILE)
-        weight = weights_of(row, column)
-        is_in = ((weight >= bounds[0]) & (weight < bounds[1])).to(tl.int32)
-        place = count + tl.cumsum(is_in, 0) - 1
-        tl.store(weight_ptr + place, weight, mask=is_in > 0)
-        tl.store(id_ptr + place, column, mask=is_in > 0)
+    for start in range(0, source[1], TILE):
+        weight = weights_of(source, start + tl.arange(0, TILE))
+        is_in = ((weight >= lower) & (weight < upper)).to(tl.int32)
+        tl.store(list_ptr + count + tl.cumsum(is_in, 0) - 1, weight, mask=is_in > 0)
         count += tl.sum(is_in, 0)
+    tl.debug_barrier()
+    return count
 
 
 @triton.jit
-def candidates_at(row, bounds, listed, index):
-    """Weights within the bounds, 0 where there is none: of the list, or of the row itself"""
-    weight_ptr, _, count, is_listed = listed
-    if is_listed:
-        weight = tl.load(weight_ptr + index, mask=index < count, other=0.0)
-    else:
-        weight = weights_of(row, index)
-        weight = tl.where((weight >= bounds[0]) & (weight < bounds[1]), weight, 0.0)
-    return weight
-
-
-@triton.jit
-def tally(row, bounds, listed, key, SHORT: tl.constexpr):
-    """Of candidates whose bits are at least `key`: how many, their sum and the least; and the largest below
-
-    What stands above the bounds counts too.
-    """
-    counts = tl.zeros([SHORT], tl.int32)
-    sums = tl.zeros([SHORT], tl.float64)
-    least = tl.full([SHORT], 0x7FFFFFFF, tl.int32)
-    most = tl.zeros([SHORT], tl.int32)
-    for start in range(0, tl.where(listed[3], listed[2], row[1]), SHORT):
-        weight = candidates_at(row, bounds, listed, start + tl.arange(0, SHORT))
+def tally(list_ptr, length, key, SEARCHED: tl.constexpr):
+    """Of the list, those whose bits are at least `key`: how many, their sum and the least; and the largest of
+    the others"""
+    counts = tl.zeros([SEARCHED], tl.int32)
+    sums = tl.zeros([SEARCHED], tl.float64)
+    least = tl.full([SEARCHED], 0x7FFFFFFF, tl.int32)
+    most = tl.zeros([SEARCHED], tl.int32)
+    for start in range(0, length, SEARCHED):
+        index = start + tl.arange(0, SEARCHED)
+        weight = tl.load(list_ptr + index, mask=index < length, other=0.0)
         bits = weight.to(tl.int32, bitcast=True)
         is_in = bits >= key
         counts += is_in.to(tl.int32)
         sums += tl.where(is_in, weight, 0.0).to(tl.float64)
         least = tl.minimum(least, tl.where(is_in, bits, 0x7FFFFFFF))
         most = tl.maximum(most, tl.where(is_in, 0, bits))
-    return bounds[2] + tl.sum(counts, 0), bounds[3] + tl.sum(sums, 0), tl.min(least, 0), tl.max(most, 0)
+    return tl.sum(counts, 0), tl.sum(sums, 0), tl.min(least, 0), tl.max(most, 0)
 
 
 @triton.jit
-def search(row, bounds, listed, wanted, BY_COUNT: tl.constexpr, PASSES: tl.constexpr, SHORT: tl.constexpr):
-    """(bits, weight) of the largest candidate with which all down to it reach what is wanted, or pass it;
-    and how many stand above it, and their sum"""
-    low = bounds[0].to(tl.int32, bitcast=True)
-    high = tl.minimum(bounds[1], 1.0).to(tl.int32, bitcast=True)
+def between(low, high, wanted, missed, reached, is_guess):
+    """Halfway, or where a straight line from what is missed to what is reached has what is wanted"""
+    share = tl.where(is_guess, (wanted - missed) / (reached - missed), 0.5)
+    steps = tl.minimum(tl.maximum(share, 0.0), 1.0) * (high - low).to(tl.float64)
+    return tl.minimum(tl.maximum(high - steps.to(tl.int32), low + 1), high)
+
+
+@triton.jit
+def find(
+    source, values, counts, sums, wanted, list_ptr,
+    BY_COUNT: tl.constexpr, PASSES: tl.constexpr,
+    TILE: tl.constexpr, SEARCHED: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """(bits, weight) of the largest weight with which all down to it reach what is wanted, or pass it; and
+    how many are above it, and their sum. Values are the counts or the sums, by which it is reached."""
+    is_missed = values <= wanted if PASSES else values < wanted
+    level = tl.minimum(tl.sum(is_missed.to(tl.int32), 0), LEVELS - 1)
+    upper = tl.where(level > 0, floor_of(tl.maximum(level - 1, 0)), float("inf"))
+    above, sum_above = at_level(counts, level - 1, LEVELS), at_level(sums, level - 1, LEVELS)
+    length = listed(source, floor_of(level), upper, list_ptr, TILE)
+    low = floor_of(level).to(tl.int32, bitcast=True)
+    high = tl.minimum(upper, 1.0).to(tl.int32, bitcast=True)
+    missed, reached = at_level(values, level - 1, LEVELS).to(tl.float64), at_level(values, level, LEVELS)
+    reached, is_guess = reached.to(tl.float64), True
     while low < high:
-        middle = low + (high - low + 1) // 2
-        count, total, least, most = tally(row, bounds, listed, middle, SHORT)
-        if BY_COUNT:
-            is_reached = count >= wanted
-        elif PASSES:
-            is_reached = total > wanted
-        else:
-            is_reached = total >= wanted
+        middle = between(low, high, wanted, missed, reached, is_guess)
+        count, total, least, most = tally(list_ptr, length, middle, SEARCHED)
+        value = (above + count).to(tl.float64) if BY_COUNT else sum_above + total
+        is_reached = value > wanted if PASSES else value >= wanted
         low = tl.where(is_reached, tl.maximum(tl.minimum(least, high), middle), low)
         high = tl.where(is_reached, high, tl.maximum(tl.minimum(most, middle - 1), low))
-    count, total, least, most = tally(row, bounds, listed, low + 1, SHORT)
+        reached, missed = tl.where(is_reached, value, reached), tl.where(is_reached, missed, value)
+        is_guess = is_guess == 0
+    count, total, least, most = tally(list_ptr, length, low + 1, SEARCHED)
     key = tl.where(most > 0, most, least)  # where rounding left nothing to reach, there is one all the same
-    return key, key.to(tl.float32, bitcast=True).to(tl.float64), count, total
+    return key, key.to(tl.float32, bitcast=True).to(tl.float64), above + count, sum_above + total
 
 
 @triton.jit
-def token_at(row, bounds, listed, key, rank, SHORT: tl.constexpr):
-    """The candidate of these bits that has so many of them before it, or the last"""
+def token_at(source, key, rank, TILE: tl.constexpr):
+    """The token whose weight has these bits, with so many of them before it, or the last"""
     found, count = -1, 0
-    for start in range(0, tl.where(listed[3], listed[2], row[1]), SHORT):
-        index = start + tl.arange(0, SHORT)
-        weight = candidates_at(row, bounds, listed, index)
-        is_at = (weight.to(tl.int32, bitcast=True) == key).to(tl.int32)
-        is_due = (is_at > 0) & (count + tl.cumsum(is_at, 0) - 1 <= rank)
-        found = tl.maximum(found, tl.max(tl.where(is_due, index, -1), 0))
-        count += tl.sum(is_at, 0)
-    return tl.load(listed[1] + found, mask=listed[3], other=found)
-
-
-@triton.jit
-def bounded(counts, sums, floor, top_k, top_p, uniform):
-    """Between which weights the cuts and the drawn token lie, with how many are above and their sum; and how
-    many are between"""
-    total = at_level(counts, 3)
-    by_k = tl.sum((counts < top_k).to(tl.int32), 0)
-    kept = at_level(sums, by_k)
-    least_kept = tl.where(top_k < total, at_level(sums, by_k - 1), kept)
-    by_p = tl.minimum(tl.sum((sums < top_p * kept).to(tl.int32), 0), by_k)
-    if top_p < 1:
-        kept, least_kept = at_level(sums, by_p), top_p * least_kept
-    last = tl.where(top_p < 1, by_p, by_k)
-    lower = tl.minimum(tl.sum((sums <= uniform * kept).to(tl.int32), 0), last)
-    upper = tl.minimum(tl.sum((sums <= uniform * least_kept).to(tl.int32), 0), lower)
-    if top_p < 1:
-        lower, upper = tl.maximum(lower, by_p), tl.minimum(upper, by_p)
-    if top_k < total:
-        lower, upper = tl.maximum(lower, by_k), tl.minimum(upper, by_k)
-    above = at_level(counts, upper - 1)
-    ceiling = tl.where(upper > 0, at_level(floor, upper - 1), float("inf"))
-    bounds = (at_level(floor, lower), ceiling, above, at_level(sums, upper - 1))
-    return bounds, at_level(counts, lower) - above
+    for start in range(0, source[1], TILE):
+        column = start + tl.arange(0, TILE)
+        is_at = (weights_of(source, column).to(tl.int32, bitcast=True) == key).to(tl.int32)
+        num_at = tl.sum(is_at, 0)
+        if (num_at > 0) & (count <= rank):
+            is_due = (is_at > 0) & (count + tl.cumsum(is_at, 0) - 1 <= rank)
+            found = tl.max(tl.where(is_due, column, -1), 0)
+        count += num_at
+    return found
 
 
 @triton.jit
 def drawn(
-    row, top_k, top_p, uniform, weight_ptr, id_ptr,
-    TILE: tl.constexpr, SHORT: tl.constexpr, LISTED: tl.constexpr,
+    source, counts, sums, top_k, top_p, uniform, list_ptr,
+    TILE: tl.constexpr, SEARCHED: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """The token that a row's number draws from what top_k and then top_p leave of it"""
-    floor = levels(2.0**-2, 2.0**-6, 2.0**-12, LEAST)
-    counts, sums = sums_above(row, floor, TILE)
-    total = at_level(counts, 3)
-    top_k = tl.where((top_k > 0) & (top_k < total), top_k, total).to(tl.int32)
-    bounds, count = bounded(counts, sums, floor, top_k, top_p, uniform)
-    is_listed = count <= LISTED
-    if is_listed:
-        list_candidates(row, bounds, weight_ptr, id_ptr, TILE)
-        tl.debug_barrier()
-    listed = (weight_ptr, id_ptr, count, is_listed)
-    kept = at_level(sums, 3)
+    total, kept = at_level(counts, LEVELS - 1, LEVELS), at_level(sums, LEVELS - 1, LEVELS)
     last, num_last = 0, 0x7FFFFFFF  # the bits of the last that are kept, and how many of these
-    if top_k < total:
-        last, weight, num_above, above = search(row, bounds, listed, top_k, True, False, SHORT)
-        num_last = top_k - num_above
+    if (top_k > 0) & (top_k < total):
+        last, weight, num_above, above = find(
+            source, counts, counts, sums, top_k, list_ptr, True, False, TILE, SEARCHED, LEVELS
+        )
+        num_last = top_k.to(tl.int32) - num_above
         kept = above + num_last * weight
     if top_p < 1:
-        key, weight, _, above = search(row, bounds, listed, top_p * kept, False, False, SHORT)
-        num_due = tl.maximum(tl.ceil((top_p * kept - above) / weight), 1.0).to(tl.int32)
+        wanted = top_p * kept
+        key, weight, _, above = find(
+            source, sums, counts, sums, wanted, list_ptr, False, False, TILE, SEARCHED, LEVELS
+        )
+        num_due = tl.maximum(tl.ceil((wanted - above) / weight), 1.0).to(tl.int32)
         num_last = tl.where(key == last, tl.minimum(num_due, num_last), num_due)
         last = key
         kept = above + num_last * weight
-    key, weight, _, above = search(row, bounds, listed, uniform * kept, False, True, SHORT)
-    rank = tl.maximum(tl.floor((uniform * kept - above) / weight), 0.0).to(tl.int32)
+    wanted = uniform * kept
+    key, weight, _, above = find(
+        source, sums, counts, sums, wanted, list_ptr, False, True, TILE, SEARCHED, LEVELS
+    )
+    rank = tl.maximum(tl.floor((wanted - above) / weight), 0.0).to(tl.int32)
     rank = tl.where(key > last, rank, tl.minimum(rank, num_last - 1))
-    return token_at(row, bounds, listed, tl.maximum(key, last), rank, SHORT)
+    return token_at(source, tl.maximum(key, last), rank, TILE)
 
 
 @triton.jit
 def sample_kernel(
-    token_ptr, top_ptr, first_ptr, weight_ptr, id_ptr, logit_ptr, uniform_ptr, setting_ptr, top_k_ptr,
-    logit_stride, setting_stride, V, num_parts, PARTS: tl.constexpr,
-    TILE: tl.constexpr, SHORT: tl.constexpr, LISTED: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    token_ptr, top_ptr, first_ptr, count_ptr, sum_ptr, list_ptr, logit_ptr, uniform_ptr, setting_ptr,
+    top_k_ptr, logit_stride, V, num_parts, PARTS: tl.constexpr, TILE: tl.constexpr,
+    SEARCHED: tl.constexpr, LEVELS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(OVERLAPS)
-    index = tl.program_id(0).to(tl.int64)
-    part = tl.arange(0, PARTS)
-    at = index * num_parts + part
-    tops = tl.load(top_ptr + at, mask=part < num_parts, other=-float("inf"))
-    top = tl.max(tops, 0)
-    firsts = tl.load(first_ptr + at, mask=part < num_parts, other=V)
+    row, part = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS)
+    top = top_of(top_ptr, row, num_parts, PARTS)
+    tops = tl.load(top_ptr + row * num_parts + part, mask=part < num_parts, other=-float("inf"))
+    firsts = tl.load(first_ptr + row * num_parts + part, mask=part < num_parts, other=V)
     token = tl.min(tl.where(tops == top, firsts, V), 0)
-    temperature = tl.load(setting_ptr + index * setting_stride)
-    top_p = tl.load(setting_ptr + index * setting_stride + 1).to(tl.float64)
-    min_p = tl.load(setting_ptr + index * setting_stride + 2)
-    uniform, top_k = tl.load(uniform_ptr + index), tl.load(top_k_ptr + index)
-    is_sound = (temperature >= 0) & (temperature < float("inf")) & (tl.abs(top) < float("inf"))
-    is_greedy = (temperature == 0) | (top_k == 1) | (uniform == 0)
-    if is_sound & (is_greedy == 0):
-        scale = LOG2E / temperature.to(tl.float64)
-        high = tl.minimum(scale, LARGEST).to(tl.float32)
-        low = tl.where(scale < LARGEST, scale - high, 0.0).to(tl.float32)
-        least = tl.maximum(tl.minimum(min_p, 1.0), LEAST)
-        row = (logit_ptr + index * logit_stride, V, top, high, low, least)
-        listed_at = index * LISTED
+    is_sound, is_drawn = kind_of(top, row, uniform_ptr, setting_ptr, top_k_ptr)
+    if is_drawn:
         token = drawn(
-            row, top_k, top_p, uniform, weight_ptr + listed_at, id_ptr + listed_at,
-            TILE, SHORT, LISTED,
+            source_of(logit_ptr, V, top, row, logit_stride, setting_ptr),
+            over_parts(count_ptr, row, num_parts, PARTS, LEVELS),
+            over_parts(sum_ptr, row, num_parts, PARTS, LEVELS),
+            tl.load(top_k_ptr + row),
+            tl.load(setting_ptr + row * 3 + 1).to(tl.float64),
+            tl.load(uniform_ptr + row),
+            list_ptr + row * V, TILE, SEARCHED, LEVELS,
         )  # fmt: skip
-    tl.store(token_ptr + index, tl.where(is_sound, token, -1).to(tl.int64))
+    tl.store(token_ptr + row, tl.where(is_sound, token, -1).to(tl.int64))
 
 
 def launch(y: Tensor, logits: Tensor, uniforms: Tensor, settings: Tensor, top_k: Tensor) -> None:
-    (num_rows, size), num_parts = logits.shape, triton.cdiv(logits.shape[1], PART)
-    tops, firsts = (torch.empty(num_rows, num_parts, dtype=dtype, device=logits.device) for dtype in KINDS)
-    weights, ids = (torch.empty(num_rows, MOST_LISTED, dtype=dtype, device=logits.device) for dtype in KINDS)
-    tops_kernel[(num_parts, num_rows)](
-        tops, firsts, logits, logits.stride(0), size, TILE=PART, num_warps=4, **overlap(logits.device)
-    )
+    (num_rows, size), device = logits.shape, logits.device
+    num_parts = triton.cdiv(size, PART)
+    parts, many = triton.next_power_of_2(num_parts), (num_parts, num_rows)
+    tops, firsts = (torch.empty(num_rows, num_parts, dtype=dtype, device=device) for dtype in KINDS[:2])
+    table = num_rows, LEVELS.value, num_parts
+    counts, sums = (torch.empty(table, dtype=dtype, device=device) for dtype in KINDS[1:])
+    weights = torch.empty(num_rows, size, device=device)
+    options = overlap(device)
+    tops_kernel[many](tops, firsts, logits, logits.stride(0), size, TILE=PART, num_warps=4, **options)
+    sums_kernel[many](
+        counts, sums, tops, logits, uniforms, settings, top_k, logits.stride(0), size,
+        PARTS=parts, TILE=PART, LEVELS=LEVELS, num_warps=8, **options,
+    )  # fmt: skip
     sample_kernel[(num_rows,)](
-        y, tops, firsts, weights, ids, logits, uniforms, settings, top_k,
-        logits.stride(0), settings.stride(0), size, num_parts, PARTS=triton.next_power_of_2(num_parts),
-        TILE=TILE, SHORT=SHORT, LISTED=MOST_LISTED, num_warps=16,
-        **overlap(logits.device),
+        y, tops, firsts, counts, sums, weights, logits, uniforms, settings, top_k,
+        logits.stride(0), size, num_parts, PARTS=parts, TILE=TILE, SEARCHED=SEARCHED,
+        LEVELS=LEVELS, num_warps=16, **options,
     )  # fmt: skip
 
 
-KINDS = (torch.float32, torch.int32)
+KINDS = (torch.float32, torch.int32, torch.float64)
 
 
 def accepts_sample(out: Any, logits: Tensor, uniforms: Tensor, settings: Tensor, top_k: Tensor) -> bool:
@@ -319,7 +327,7 @@ def accepts_sample(out: Any, logits: Tensor, uniforms: Tensor, settings: Tensor,
 
 def sample(out: Tensor | None, logits: Tensor, *settings: Tensor) -> Tensor:
     """What stands beside the logits may be on the CPU, from where it is sent without waiting."""
-    sent = [t.to(logits.device, non_blocking=True).contiguous() for t in settings]
+    sent = [on_device(t, logits.device).contiguous() for t in settings]
     y = target(out, torch.empty(len(logits), dtype=torch.int64, device=logits.device), logits, *sent)
     launch(y, rows_of(logits), *sent)
     return settled(y, out)
