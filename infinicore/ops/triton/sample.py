@@ -5,7 +5,8 @@ programs; from there on a row is one program's. One that wants the largest logit
 by top_k and top_p and the drawn token are found in the same way, one after the other: sums tell between which
 levels it lies, the weights between those are listed, and it is searched for among them by bisection over
 their bits, since those of positive floats are ordered as they are. Tokens of equal weight stand by id, and
-how many of them are meant follows from a division.
+how many of them are meant follows from a division. The weights of a part that are not very small have been
+put together by then, so that of a row that has few of them few are looked at.
 
 Weights are float32 and sums of many float64: they part from the reference's by about 1e-8 of the whole.
 """
@@ -32,10 +33,11 @@ from infinicore.ops.triton.tensors import (
 )
 
 # R rows, V vocabulary
-PART = 4096  # logits of a row that one of its first programs looks at
-TILE = 8192  # and those that the last one looks at together
+PART = 4096  # logits of a row that one program looks at together
+WIDTH = 128  # weights of each part that the last program looks at together
 SEARCHED = 4096  # weights that are searched together
 LEVELS = tl.constexpr(8)
+KEPT = tl.constexpr(6)  # the level of which weights are put together
 LEAST = tl.constexpr(2.0**-120)  # a smaller weight is none
 LOG2E = tl.constexpr(1.4426950408889634)
 LARGEST = tl.constexpr(3.0e38)
@@ -104,10 +106,10 @@ def floor_of(level):
 
 @triton.jit
 def sums_kernel(
-    count_ptr, sum_ptr, top_ptr, logit_ptr, uniform_ptr, setting_ptr, top_k_ptr, logit_stride, V,
+    count_ptr, sum_ptr, part_ptr, top_ptr, logit_ptr, uniform_ptr, setting_ptr, top_k_ptr, logit_stride, V,
     PARTS: tl.constexpr, TILE: tl.constexpr, LEVELS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """How many weights of a part of a row reach each level, and their sums"""
+    """How many weights of a part of a row reach each level, and their sums; and those that are kept"""
     wait_for_inputs(OVERLAPS)
     part, row, num_parts = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
     top = top_of(top_ptr, row, num_parts, PARTS)
@@ -120,6 +122,9 @@ def sums_kernel(
             tl.store(count_ptr + at + level * num_parts, tl.sum(is_above.to(tl.int32), 0))
             above = tl.sum(tl.where(is_above, weight, 0.0).to(tl.float64), 0)
             tl.store(sum_ptr + at + level * num_parts, above)
+        is_kept = weight >= floor_of(KEPT)
+        place = (row * num_parts + part) * TILE + tl.cumsum(is_kept.to(tl.int32), 0) - 1
+        tl.store(part_ptr + place, weight, mask=is_kept)
 
 
 @triton.jit
@@ -140,17 +145,38 @@ def at_level(values, index, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def listed(source, lower, upper, list_ptr, TILE: tl.constexpr):
-    """How many weights lie from lower to upper, which are written to the list"""
+def kept_at(parts, start, PARTS: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr):
+    """Of each part [PARTS, WIDTH] weights that were put together, 0 where there are no more"""
+    part_ptr, counts, _ = parts
+    index = start + tl.arange(0, WIDTH)[None, :]
+    at = part_ptr + tl.arange(0, PARTS)[:, None] * PART + index
+    return tl.load(at, mask=index < counts[:, None], other=0.0)
+
+
+@triton.jit
+def listed(
+    source, parts, lower, upper, list_ptr, PARTS: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr
+):
+    """How many weights lie from lower to upper, which are written to the list in any order"""
     tl.debug_barrier()  # others may still read what was listed before
     count = 0
-    for start in range(0, source[1], TILE):
-        weight = weights_of(source, start + tl.arange(0, TILE))
-        is_in = ((weight >= lower) & (weight < upper)).to(tl.int32)
-        tl.store(list_ptr + count + tl.cumsum(is_in, 0) - 1, weight, mask=is_in > 0)
-        count += tl.sum(is_in, 0)
+    if lower >= floor_of(KEPT):
+        for start in range(0, parts[2], WIDTH):
+            weight = tl.reshape(kept_at(parts, start, PARTS, PART, WIDTH), [PARTS * WIDTH])
+            count += append(list_ptr + count, weight, lower, upper)
+    else:
+        for start in range(0, source[1], PART):
+            weight = weights_of(source, start + tl.arange(0, PART))
+            count += append(list_ptr + count, weight, lower, upper)
     tl.debug_barrier()
     return count
+
+
+@triton.jit
+def append(list_ptr, weight, lower, upper):
+    is_in = ((weight >= lower) & (weight < upper)).to(tl.int32)
+    tl.store(list_ptr + tl.cumsum(is_in, 0) - 1, weight, mask=is_in > 0)
+    return tl.sum(is_in, 0)
 
 
 @triton.jit
@@ -183,17 +209,18 @@ def between(low, high, wanted, missed, reached, is_guess):
 
 @triton.jit
 def find(
-    source, values, counts, sums, wanted, list_ptr,
-    BY_COUNT: tl.constexpr, PASSES: tl.constexpr,
-    TILE: tl.constexpr, SEARCHED: tl.constexpr, LEVELS: tl.constexpr,
+    source, parts, counts, sums, wanted, list_ptr, BY_COUNT: tl.constexpr, PASSES: tl.constexpr,
+    PARTS: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr, SEARCHED: tl.constexpr,
+    LEVELS: tl.constexpr,
 ):  # fmt: skip
     """(bits, weight) of the largest weight with which all down to it reach what is wanted, or pass it; and
-    how many are above it, and their sum. Values are the counts or the sums, by which it is reached."""
+    how many are above it, and their sum"""
+    values = counts if BY_COUNT else sums
     is_missed = values <= wanted if PASSES else values < wanted
     level = tl.minimum(tl.sum(is_missed.to(tl.int32), 0), LEVELS - 1)
     upper = tl.where(level > 0, floor_of(tl.maximum(level - 1, 0)), float("inf"))
     above, sum_above = at_level(counts, level - 1, LEVELS), at_level(sums, level - 1, LEVELS)
-    length = listed(source, floor_of(level), upper, list_ptr, TILE)
+    length = listed(source, parts, floor_of(level), upper, list_ptr, PARTS, PART, WIDTH)
     low = floor_of(level).to(tl.int32, bitcast=True)
     high = tl.minimum(upper, 1.0).to(tl.int32, bitcast=True)
     missed, reached = at_level(values, level - 1, LEVELS).to(tl.float64), at_level(values, level, LEVELS)
@@ -213,38 +240,54 @@ def find(
 
 
 @triton.jit
-def token_at(source, key, rank, TILE: tl.constexpr):
+def part_with(parts, key, rank, PARTS: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr):
+    """The part that has the weight of these bits before which there are so many of them, or the last; and how
+    many are in parts before"""
+    num_at = tl.zeros([PARTS], tl.int32)
+    for start in range(0, parts[2], WIDTH):
+        bits = kept_at(parts, start, PARTS, PART, WIDTH).to(tl.int32, bitcast=True)
+        num_at += tl.sum((bits == key).to(tl.int32), 1)
+    before, part = tl.cumsum(num_at, 0) - num_at, tl.arange(0, PARTS)
+    found = tl.max(tl.where((num_at > 0) & (before <= rank), part, 0), 0)
+    return found, tl.sum(tl.where(part == found, before, 0), 0)
+
+
+@triton.jit
+def token_at(source, parts, key, rank, PARTS: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr):
     """The token whose weight has these bits, with so many of them before it, or the last"""
+    begin, end = 0, source[1]
+    if key >= floor_of(KEPT).to(tl.int32, bitcast=True):
+        part, before = part_with(parts, key, rank, PARTS, PART, WIDTH)
+        begin, end, rank = part * PART, (part + 1) * PART, rank - before
     found, count = -1, 0
-    for start in range(0, source[1], TILE):
-        column = start + tl.arange(0, TILE)
+    for start in range(begin, end, PART):
+        column = start + tl.arange(0, PART)
         is_at = (weights_of(source, column).to(tl.int32, bitcast=True) == key).to(tl.int32)
-        num_at = tl.sum(is_at, 0)
-        if (num_at > 0) & (count <= rank):
-            is_due = (is_at > 0) & (count + tl.cumsum(is_at, 0) - 1 <= rank)
-            found = tl.max(tl.where(is_due, column, -1), 0)
-        count += num_at
+        is_due = (is_at > 0) & (count + tl.cumsum(is_at, 0) - 1 <= rank)
+        found = tl.maximum(found, tl.max(tl.where(is_due, column, -1), 0))
+        count += tl.sum(is_at, 0)
     return found
 
 
 @triton.jit
 def drawn(
-    source, counts, sums, top_k, top_p, uniform, list_ptr,
-    TILE: tl.constexpr, SEARCHED: tl.constexpr, LEVELS: tl.constexpr,
+    source, parts, counts, sums, top_k, top_p, uniform, list_ptr,
+    PARTS: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr, SEARCHED: tl.constexpr,
+    LEVELS: tl.constexpr,
 ):  # fmt: skip
     """The token that a row's number draws from what top_k and then top_p leave of it"""
     total, kept = at_level(counts, LEVELS - 1, LEVELS), at_level(sums, LEVELS - 1, LEVELS)
     last, num_last = 0, 0x7FFFFFFF  # the bits of the last that are kept, and how many of these
     if (top_k > 0) & (top_k < total):
         last, weight, num_above, above = find(
-            source, counts, counts, sums, top_k, list_ptr, True, False, TILE, SEARCHED, LEVELS
+            source, parts, counts, sums, top_k, list_ptr, True, False, PARTS, PART, WIDTH, SEARCHED, LEVELS
         )
         num_last = top_k.to(tl.int32) - num_above
         kept = above + num_last * weight
     if top_p < 1:
         wanted = top_p * kept
         key, weight, _, above = find(
-            source, sums, counts, sums, wanted, list_ptr, False, False, TILE, SEARCHED, LEVELS
+            source, parts, counts, sums, wanted, list_ptr, False, False, PARTS, PART, WIDTH, SEARCHED, LEVELS
         )
         num_due = tl.maximum(tl.ceil((wanted - above) / weight), 1.0).to(tl.int32)
         num_last = tl.where(key == last, tl.minimum(num_due, num_last), num_due)
@@ -252,18 +295,18 @@ def drawn(
         kept = above + num_last * weight
     wanted = uniform * kept
     key, weight, _, above = find(
-        source, sums, counts, sums, wanted, list_ptr, False, True, TILE, SEARCHED, LEVELS
+        source, parts, counts, sums, wanted, list_ptr, False, True, PARTS, PART, WIDTH, SEARCHED, LEVELS
     )
     rank = tl.maximum(tl.floor((wanted - above) / weight), 0.0).to(tl.int32)
     rank = tl.where(key > last, rank, tl.minimum(rank, num_last - 1))
-    return token_at(source, tl.maximum(key, last), rank, TILE)
+    return token_at(source, parts, tl.maximum(key, last), rank, PARTS, PART, WIDTH)
 
 
 @triton.jit
 def sample_kernel(
-    token_ptr, top_ptr, first_ptr, count_ptr, sum_ptr, list_ptr, logit_ptr, uniform_ptr, setting_ptr,
-    top_k_ptr, logit_stride, V, num_parts, PARTS: tl.constexpr, TILE: tl.constexpr,
-    SEARCHED: tl.constexpr, LEVELS: tl.constexpr, OVERLAPS: tl.constexpr,
+    token_ptr, top_ptr, first_ptr, count_ptr, sum_ptr, part_ptr, list_ptr, logit_ptr, uniform_ptr,
+    setting_ptr, top_k_ptr, logit_stride, V, num_parts, PARTS: tl.constexpr, PART: tl.constexpr,
+    WIDTH: tl.constexpr, SEARCHED: tl.constexpr, LEVELS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(OVERLAPS)
     row, part = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS)
@@ -273,14 +316,17 @@ def sample_kernel(
     token = tl.min(tl.where(tops == top, firsts, V), 0)
     is_sound, is_drawn = kind_of(top, row, uniform_ptr, setting_ptr, top_k_ptr)
     if is_drawn:
+        kept = count_ptr + (row * LEVELS + KEPT) * num_parts + part
+        num_kept = tl.load(kept, mask=part < num_parts, other=0)
         token = drawn(
             source_of(logit_ptr, V, top, row, logit_stride, setting_ptr),
+            (part_ptr + row * num_parts * PART, num_kept, tl.max(num_kept, 0)),
             over_parts(count_ptr, row, num_parts, PARTS, LEVELS),
             over_parts(sum_ptr, row, num_parts, PARTS, LEVELS),
             tl.load(top_k_ptr + row),
             tl.load(setting_ptr + row * 3 + 1).to(tl.float64),
             tl.load(uniform_ptr + row),
-            list_ptr + row * V, TILE, SEARCHED, LEVELS,
+            list_ptr + row * V, PARTS, PART, WIDTH, SEARCHED, LEVELS,
         )  # fmt: skip
     tl.store(token_ptr + row, tl.where(is_sound, token, -1).to(tl.int64))
 
@@ -292,16 +338,17 @@ def launch(y: Tensor, logits: Tensor, uniforms: Tensor, settings: Tensor, top_k:
     tops, firsts = (torch.empty(num_rows, num_parts, dtype=dtype, device=device) for dtype in KINDS[:2])
     table = num_rows, LEVELS.value, num_parts
     counts, sums = (torch.empty(table, dtype=dtype, device=device) for dtype in KINDS[1:])
+    kept = torch.empty(num_rows, num_parts, PART, device=device)
     weights = torch.empty(num_rows, size, device=device)
     options = overlap(device)
     tops_kernel[many](tops, firsts, logits, logits.stride(0), size, TILE=PART, num_warps=4, **options)
     sums_kernel[many](
-        counts, sums, tops, logits, uniforms, settings, top_k, logits.stride(0), size,
+        counts, sums, kept, tops, logits, uniforms, settings, top_k, logits.stride(0), size,
         PARTS=parts, TILE=PART, LEVELS=LEVELS, num_warps=8, **options,
     )  # fmt: skip
     sample_kernel[(num_rows,)](
-        y, tops, firsts, counts, sums, weights, logits, uniforms, settings, top_k,
-        logits.stride(0), size, num_parts, PARTS=parts, TILE=TILE, SEARCHED=SEARCHED,
+        y, tops, firsts, counts, sums, kept, weights, logits, uniforms, settings, top_k,
+        logits.stride(0), size, num_parts, PARTS=parts, PART=PART, WIDTH=WIDTH, SEARCHED=SEARCHED,
         LEVELS=LEVELS, num_warps=16, **options,
     )  # fmt: skip
 
