@@ -22,10 +22,13 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_peers import PEERS
+from infinicore import nn
+from infinicore.quantization import QuantizedTensor
 from infinilm.batch import Stream
 from infinilm.cache import BlockShape, PagedCache
-from infinilm.config import LlamaConfig
+from infinilm.config import EngineConfig, LlamaConfig
 from infinilm.models.llama import LlamaForCausalLM
+from infinilm.models.weights import Placement
 from infinilm.runner import Pending, Runner, Work
 from infinilm.sampling import SamplingParams
 
@@ -103,15 +106,19 @@ def random_model(device: torch.device) -> LlamaForCausalLM:
             model = LlamaForCausalLM(CONFIG)
     finally:
         torch.set_default_dtype(torch.float32)
+    model.lm_head.weight.data.mul_(6)  # so that logits are as far apart as those of a trained model
     model.lay_out()
     return model
 
 
+def linears_of(model: LlamaForCausalLM) -> list[nn.Linear]:
+    return [module for module in model.modules() if isinstance(module, nn.Linear)]
+
+
 def weight_bytes(model: LlamaForCausalLM) -> int:
-    """What a token reads of the weights: of the embedding one row"""
-    seen = {id(part): part for part in [*model.parameters(), *model.buffers()]}
-    embedding = model.model.embed_tokens.weight
-    return sum(part.nbytes for part in seen.values() if part is not embedding)
+    """What a step reads of the weights: all matrices but the embedding"""
+    weights = [layer.weight for layer in linears_of(model)]
+    return sum(w.num_bytes if isinstance(w, QuantizedTensor) else w.nbytes for w in weights)
 
 
 def streams_of(count: int, length: int, room: int) -> list[Stream]:
@@ -197,13 +204,18 @@ def wall_seconds(results: Results, num_bytes: int, batch: int, context: int) -> 
 
 
 def of_kind(model: LlamaForCausalLM, kind: str) -> LlamaForCausalLM | None:
-    """The model with weights of another kind; None where that is not there for a GPU"""
+    """The model with weights of another kind, made as loading makes them; None if that is not there"""
     if kind == "bfloat16":
         return model
-    from infinilm.models import weights
-
-    requantize = getattr(weights, "quantize_model", None)
-    return None if requantize is None else requantize(model, kind)
+    try:
+        config = EngineConfig(device=model.device, dtype="bfloat16", quantize=kind)
+        placement = Placement(config, torch.bfloat16)
+    except ValueError:
+        return None
+    for layer in linears_of(model):
+        layer.set_weight(placement.kept(placement.quantized(layer.weight.detach())))
+    model.lay_out()
+    return model
 
 
 # ---- the run -----------------------------------------------------------------------------------------------
@@ -255,7 +267,7 @@ def measure_peers(results: Results, device: torch.device, batches: Sequence[int]
     for name, start in PEERS.items():
         try:
             peer = start(CONFIG, device)
-            for batch in batches:
+            for batch in (batch for batch in batches if batch <= peer.most_streams):
                 note_step(results, name, batch, peer.step_seconds(batch, CONTEXT, NUM_STEPS))
                 empty_cache()
         except Exception as error:  # a peer may fail in any way, and the others are still worth measuring

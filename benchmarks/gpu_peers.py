@@ -14,6 +14,8 @@ from infinilm.config import LlamaConfig
 
 
 class Peer(Protocol):
+    most_streams: int  # of a batch that it is asked for
+
     def step_seconds(self, batch: int, context: int, num_steps: int) -> float:
         """Of one step of so many streams, each after so many tokens"""
 
@@ -32,6 +34,8 @@ def timed(step: Callable[[], object], num_steps: int) -> float:
 class PlainTorch:
     """The layers written down with torch's functions alone, over keys and values that lie as a dense tensor,
     and the largest logit; captured as a CUDA graph."""
+
+    most_streams = 1 << 30
 
     def __init__(self, config: LlamaConfig, device: torch.device) -> None:
         self.config, self.device = config, device
@@ -101,6 +105,7 @@ class Transformers:
         import transformers  # type: ignore[import-not-found,unused-ignore]
 
         self.library, self.device = transformers, device
+        self.most_streams = 1 if is_compiled else 1 << 30  # it would compile each batch anew, for minutes
         shape = transformers.LlamaConfig(
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
@@ -121,9 +126,9 @@ class Transformers:
 
     def step_seconds(self, batch: int, context: int, num_steps: int) -> float:
         cache = self.library.StaticCache(config=self.model.config, max_cache_len=context + 64)
-        tokens = torch.zeros(batch, context, dtype=torch.int64, device=self.device)
+        tokens = torch.zeros(batch, 8, dtype=torch.int64, device=self.device)
         with torch.inference_mode():
-            place = torch.arange(context, device=self.device)
+            place = torch.arange(8, device=self.device)  # which lays the cache out, all of which is read
             self.model(tokens, past_key_values=cache, cache_position=place, logits_to_keep=1)
             place, token = torch.tensor([context], device=self.device), tokens[:, :1].clone()
 
