@@ -57,6 +57,7 @@ class Results:
     versions: str
     copy_rate: float = 0.0
     product_rate: float = 0.0
+    weight_bytes: dict[str, int] = field(default_factory=dict)  # that a step reads
     steps: dict[str, dict[int, float]] = field(default_factory=dict)  # by contender and batch
     contexts: dict[int, float] = field(default_factory=dict)  # a step of one stream, by its context
     prompts: dict[str, dict[int, float]] = field(default_factory=dict)
@@ -197,10 +198,10 @@ def prompt_operations(length: int) -> float:
     return float(length * per_token + 2 * hidden * CONFIG.vocab_size)
 
 
-def wall_seconds(results: Results, num_bytes: int, batch: int, context: int) -> float:
+def wall_seconds(results: Results, name: str, batch: int) -> float:
     """What reading weights, keys and values takes at the speed of a copy"""
     keys = 2 * CONFIG.num_hidden_layers * CONFIG.num_key_value_heads * CONFIG.head_dim * 2
-    return (num_bytes + batch * context * keys) / results.copy_rate
+    return (results.weight_bytes[name] + batch * CONTEXT * keys) / results.copy_rate
 
 
 def of_kind(model: LlamaForCausalLM, kind: str) -> LlamaForCausalLM | None:
@@ -221,7 +222,8 @@ def of_kind(model: LlamaForCausalLM, kind: str) -> LlamaForCausalLM | None:
 # ---- the run -----------------------------------------------------------------------------------------------
 
 
-def measure(device: torch.device, batches: Sequence[int], is_quick: bool) -> Results:
+def measure(device: torch.device, batches: Sequence[int], is_quick: bool, stem: str) -> Results:
+    """Written down after each part: what was found stays, if the next should fail."""
     capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
     results = Results(
         f"{torch.cuda.get_device_name(device)} (sm {capability})",
@@ -232,7 +234,10 @@ def measure(device: torch.device, batches: Sequence[int], is_quick: bool) -> Res
     print(f"copy {results.copy_rate / 1e12:.2f} TB/s, product {results.product_rate / 1e12:.0f} TFLOP/s")
     for kind in KINDS[: 1 if is_quick else None]:
         measure_kind(results, device, kind, batches, is_quick)
-    measure_peers(results, device, batches)
+        write(results, stem)
+    for name in PEERS:
+        measure_peer(results, device, name, batches)
+        write(results, stem)
     return results
 
 
@@ -243,12 +248,11 @@ def measure_kind(
     if model is None:
         note(results, f"{kind}: not there for a GPU yet")
         return
-    name, num_bytes = OURS if kind == KINDS[0] else f"{OURS} {kind}", weight_bytes(model)
+    name = OURS if kind == KINDS[0] else f"{OURS} {kind}"
+    results.weight_bytes[name] = weight_bytes(model)
     with torch.inference_mode():
         for batch in batches:
-            seconds = note_step(results, name, batch, decode_seconds(model, batch, CONTEXT))
-            wall = wall_seconds(results, num_bytes, batch, CONTEXT)
-            print(f"    {wall / seconds:.1%} of the memory wall", flush=True)
+            note_step(results, name, batch, decode_seconds(model, batch, CONTEXT))
         for length in PROMPTS[: 1 if is_quick else None]:
             seconds = prompt_seconds(model, length)
             results.prompts.setdefault(name, {})[length] = seconds
@@ -263,24 +267,22 @@ def measure_kind(
     empty_cache()
 
 
-def measure_peers(results: Results, device: torch.device, batches: Sequence[int]) -> None:
-    for name, start in PEERS.items():
-        try:
-            peer = start(CONFIG, device)
-            for batch in (batch for batch in batches if batch <= peer.most_streams):
-                note_step(results, name, batch, peer.step_seconds(batch, CONTEXT, NUM_STEPS))
-                empty_cache()
-        except Exception as error:  # a peer may fail in any way, and the others are still worth measuring
-            note(results, f"{name}: left out, {str(error).splitlines()[0] if str(error) else repr(error)}")
-        peer = None
-        empty_cache()
+def measure_peer(results: Results, device: torch.device, name: str, batches: Sequence[int]) -> None:
+    try:
+        peer = PEERS[name](CONFIG, device)
+        for batch in (batch for batch in batches if batch <= peer.most_streams):
+            note_step(results, name, batch, peer.step_seconds(batch, CONTEXT, NUM_STEPS))
+            empty_cache()
+    except Exception as error:  # a peer may fail in any way, and the others are still worth measuring
+        note(results, f"{name}: left out, {(str(error) or repr(error)).splitlines()[0]}")
+    peer = None
+    empty_cache()
 
 
-def note_step(results: Results, name: str, batch: int, seconds: float) -> float:
+def note_step(results: Results, name: str, batch: int, seconds: float) -> None:
     results.steps.setdefault(name, {})[batch] = seconds
-    rate = f"{batch / seconds:,.0f} tokens/s"
-    print(f"{name}, batch {batch}: {1e3 * seconds:.3f} ms a step, {rate}", flush=True)
-    return seconds
+    rate = step_cell(results, name, batch)
+    print(f"{name}, batch {batch}: {1e3 * seconds:.3f} ms a step, tokens/s {rate}", flush=True)
 
 
 def note(results: Results, text: str) -> None:
@@ -303,10 +305,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def markdown(results: Results) -> str:
     batches = sorted({batch for steps in results.steps.values() for batch in steps})
-    rates = [
-        [name, *(f"{batch / steps[batch]:,.0f}" if batch in steps else "–" for batch in batches)]
-        for name, steps in results.steps.items()
-    ]
+    rates = [[name, *(step_cell(results, name, batch) for batch in batches)] for name in results.steps]
     lengths = sorted({length for prompts in results.prompts.values() for length in prompts})
     prompts = [
         [name, *(prompt_cell(results, length, seconds.get(length)) for length in lengths)]
@@ -316,12 +315,21 @@ def markdown(results: Results) -> str:
     limits = f"copy {results.copy_rate / 1e12:.2f} TB/s, cuBLAS {results.product_rate / 1e12:.0f} TFLOP/s"
     parts = [
         f"{results.device}; {results.versions}; {limits}; an 8B Llama of random weights, context {CONTEXT}\n",
-        table(["tokens a second at batch", *map(str, batches)], rates),
+        table(["tokens a second (share of the memory wall) at batch", *map(str, batches)], rates),
         table(["prompts, tokens a second (share of cuBLAS)", *map(str, lengths)], prompts),
         table(["context of one stream", "milliseconds a token"], contexts) if contexts else "",
         "".join(f"- {text}\n" for text in results.notes),
     ]
     return "\n".join(part for part in parts if part)
+
+
+def step_cell(results: Results, name: str, batch: int) -> str:
+    seconds = results.steps[name].get(batch)
+    if seconds is None:
+        return "–"
+    has_wall = name in results.weight_bytes
+    share = f" ({wall_seconds(results, name, batch) / seconds:.0%})" if has_wall else ""
+    return f"{batch / seconds:,.0f}{share}"
 
 
 def prompt_cell(results: Results, length: int, seconds: float | None) -> str:
@@ -373,9 +381,9 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks.gpu: there is no CUDA device here")
     batches = (1, 128) if options.quick else BATCHES
-    results = measure(torch.device("cuda", 0), batches, options.quick)
+    stem = "partial_gpu" if options.quick else "gpu"
+    results = measure(torch.device("cuda", 0), batches, options.quick, stem)
     print(f"\n{markdown(results)}")
-    write(results, "partial_gpu" if options.quick else "gpu")
 
 
 if __name__ == "__main__":

@@ -37,12 +37,10 @@ void read_pairs(int8_t* __restrict q, const uint8_t* __restrict packed) {
                  "r"(stride)                                                                             \
                  : "memory")
 
-// The dots of a group, in one of two slots of tile registers: a group's are scaled while the next one's are
-// made, since what leaves tile registers takes a while to arrive. Rows of x are `stride` bytes apart, their
-// second plane follows the first.
+// The dots of a group, in one of two slots of tile registers. Rows of x are `stride` bytes apart, their second
+// plane follows the first.
 template <int slot, int kPlanes, bool is_unsigned, int64_t stride>
-INFINI_INLINE inline void multiply_group(int32_t (*dots)[kRowBlock][kRows], const int8_t* w,
-                                         const int8_t* q) {
+INFINI_INLINE inline void multiply_group(const int8_t* w, const int8_t* q) {
     static_assert(kPlanes == 1 || !is_unsigned);
     if constexpr (slot == 0) {
         INFINI_LOAD(6, w);
@@ -51,8 +49,6 @@ INFINI_INLINE inline void multiply_group(int32_t (*dots)[kRowBlock][kRows], cons
         else
             INFINI_MULTIPLY("tdpbssd", 6, 4, 0, q);
         if constexpr (kPlanes == 2) INFINI_MULTIPLY("tdpbssd", 6, 5, 1, q + kGroup);
-        INFINI_STORE(0, dots[0]);
-        if constexpr (kPlanes == 2) INFINI_STORE(1, dots[1]);
     } else {
         INFINI_LOAD(7, w);
         if constexpr (is_unsigned)
@@ -60,6 +56,15 @@ INFINI_INLINE inline void multiply_group(int32_t (*dots)[kRowBlock][kRows], cons
         else
             INFINI_MULTIPLY("tdpbssd", 7, 4, 2, q);
         if constexpr (kPlanes == 2) INFINI_MULTIPLY("tdpbssd", 7, 5, 3, q + kGroup);
+    }
+}
+
+template <int slot, int kPlanes>
+INFINI_INLINE inline void store_group(int32_t (*dots)[kRowBlock][kRows]) {
+    if constexpr (slot == 0) {
+        INFINI_STORE(0, dots[0]);
+        if constexpr (kPlanes == 2) INFINI_STORE(1, dots[1]);
+    } else {
         INFINI_STORE(2, dots[0]);
         if constexpr (kPlanes == 2) INFINI_STORE(3, dots[1]);
     }
@@ -79,37 +84,36 @@ void add_block(float* total, const Chunk<kCopies>& chunk, const Activations& x, 
     unrolled<R>([&](auto r) INFINI_INLINE { t[r] = load(total + r * kRows); });
     const auto multiply = [&](auto slot, int64_t g) INFINI_INLINE {
         const int8_t* q = x.q + (at + g / kSplit * R) * P * kGroup + g % kSplit * G;
-        multiply_group<slot, kPlanes, is_unsigned, P * kGroup>(dots[slot], chunk.q + g * kCopies * G * kRows,
-                                                               q);
+        multiply_group<slot, kPlanes, is_unsigned, P * kGroup>(chunk.q + g * kCopies * G * kRows, q);
     };
     const auto scale = [&](auto slot, int64_t g) INFINI_INLINE {
         const float* x_scale = x.scale + at + g / kSplit * R;
         const vf w_scale = load(chunk.scale + g * kRows), minimum = load(chunk.minimum + g * kRows);
-        alignas(64) float scaled_sums[R];
-        if (kHasMinimum) {
-            const int32_t* sums = x.sums_at(first + g / kSplit, row);
-            for (int r = 0; r < R; ++r)
-                scaled_sums[r] =
-                    x_scale[r] * static_cast<float>(GroupSums<P>(sums + r, R, g % kSplit, G).whole(radix));
-        }
+        const float* x_total = x.total_at(first + g / kSplit, row, g % kSplit, G);
         unrolled<R>([&](auto r) INFINI_INLINE {
             const auto value = [&](int plane) INFINI_INLINE {
                 return (vf)_mm512_cvtepi32_ps(_mm512_load_si512(dots[slot][plane][r]));
             };
             const vf v = kPlanes == 2 ? fma(value(0), splat(static_cast<float>(radix)), value(1)) : value(0);
             t[r] = fma(v, w_scale * x_scale[r], t[r]);
-            if (kHasMinimum) t[r] = fma(minimum, splat(scaled_sums[r]), t[r]);
+            if (kHasMinimum) t[r] = fma(minimum, splat(x_total[r]), t[r]);
         });
     };
     constexpr std::integral_constant<int, 0> even;
     constexpr std::integral_constant<int, 1> odd;
     const int64_t last = num_groups * kSplit - 1;
+    // What is made leaves its tile register two groups later, and takes a while to arrive: others are scaled.
+    const auto leave = [&](auto slot) INFINI_INLINE { store_group<slot, kPlanes>(dots[slot]); };
     multiply(even, 0);
+    if (last > 0) multiply(odd, 1);
+    leave(even);
     for (int64_t g = 0; g <= last; g += 2) {
-        if (g < last) multiply(odd, g + 1);
+        if (g + 2 <= last) multiply(even, g + 2);
         scale(even, g);
-        if (g + 1 < last) multiply(even, g + 2);
+        if (g < last) leave(odd);
+        if (g + 3 <= last) multiply(odd, g + 3);
         if (g < last) scale(odd, g + 1);
+        if (g + 2 <= last) leave(even);
     }
     unrolled<R>([&](auto r) INFINI_INLINE { store(total + r * kRows, t[r]); });
 }
@@ -138,13 +142,19 @@ void add_blocks(float* total, int64_t band, const uint8_t* packed, int num_panel
     release_tiles();
 }
 
+// Of many rows each block meets several panels while it is near. Few rows meet one: what was read of it is.
 template <class Block, int P, int R>
 void add_blocks(float* total, int64_t band, const uint8_t* packed, int num_panels, const Activations& x,
                 int64_t first_row, int64_t num_rows) {
-    if constexpr (Block::kBits == 4 && P == 2)
-        if (x.radix == 16)
-            return add_blocks<Block, P, R, 2>(total, band, packed, num_panels, x, first_row, num_rows);
-    add_blocks<Block, P, R, 1>(total, band, packed, num_panels, x, first_row, num_rows);
+    const int together = num_rows <= kPackedNearRows ? 1 : num_panels;
+    const int64_t panel_bytes = x.num_groups * kGroup / Block::kElements * Block::kBytes * kRows;
+    for (int i = 0; i < num_panels;
+         i += together, total += together * band * kRows, packed += together * panel_bytes)
+        if (Block::kBits == 4 && P == 2 && x.radix == 16)
+            add_blocks<Block, P, R, Block::kBits == 4 && P == 2 ? 2 : 1>(total, band, packed, together, x,
+                                                                         first_row, num_rows);
+        else
+            add_blocks<Block, P, R, 1>(total, band, packed, together, x, first_row, num_rows);
 }
 
 }  // namespace

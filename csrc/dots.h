@@ -184,9 +184,8 @@ struct Totals {
         for (int i = 0; i < kParts; ++i)
             part[i] = fma(dots.value(i, radix), load(scale + i * W) * x_scale, part[i]);
     }
-    INFINI_INLINE void add_minimum(const float* minimum, float x_scale, int32_t x_sum) {
-        const vf scaled = splat(x_scale * static_cast<float>(x_sum));
-        for (int i = 0; i < kParts; ++i) part[i] = fma(load(minimum + i * W), scaled, part[i]);
+    INFINI_INLINE void add_minimum(const float* minimum, float x_total) {
+        for (int i = 0; i < kParts; ++i) part[i] = fma(load(minimum + i * W), splat(x_total), part[i]);
     }
 };
 
@@ -272,10 +271,12 @@ INFINI_NOT_SCHEDULED void add_tile(float* __restrict total, const Chunk<>& chunk
     const int8_t* __restrict q = x.q + at * P * kGroup;
     const int32_t* __restrict sums = x.sums_at(first, row);
     const float* __restrict x_scale = x.scale + at;
+    const float* __restrict x_total = x.total_at(first, row, 0, kGroup);
     const float* __restrict scale = chunk.scale, * __restrict minimum = chunk.minimum;
     Tile<P, M> tile;
     tile.each([&](auto& r, int m) INFINI_INLINE { r.totals.load_from(total + m * kRows); });
-    for (; num_groups > 0; --num_groups, q += step * P * kGroup, sums += step * P * kSums, x_scale += step)
+    for (; num_groups > 0; --num_groups, q += step * P * kGroup, sums += step * P * kSums, x_scale += step,
+                           x_total += step * kTotals)
         for (int half = 0; half < kGroup / G; ++half, scale += kRows, minimum += kRows) {
             tile.each([&](auto& r, int m) INFINI_INLINE {
                 if constexpr (kBias != 0)
@@ -292,8 +293,7 @@ INFINI_NOT_SCHEDULED void add_tile(float* __restrict total, const Chunk<>& chunk
             tile.each([&](auto& r, int m) INFINI_INLINE {
                 r.totals.add(r.dots, scale, x_scale[m], radix);
                 if (kHasMinimum)
-                    r.totals.add_minimum(minimum, x_scale[m],
-                                         GroupSums<P>(sums + m, step, half, G).whole(radix));
+                    r.totals.add_minimum(minimum, x_total[(G == kGroup ? 0 : 1 + half) * step + m]);
             });
         }
     tile.each([&](auto& r, int m) INFINI_INLINE { r.totals.store_to(total + m * kRows); });
@@ -367,6 +367,7 @@ INFINI_INLINE inline void add_blocks_to_rows(float* total, const uint8_t* packed
             const int64_t at = x.at(first + g / kSplit, row);
             const int8_t* q = x.q + at * P * kGroup + g % kSplit * G;
             const int32_t* sums = x.sums_at(first + g / kSplit, row);
+            const float* x_total = x.total_at(first + g / kSplit, row, g % kSplit, G);
             tile.each([&](auto& r, int m) INFINI_INLINE {
                 r.dots.start(kOffset<Block>, GroupSums<P>(sums + m, step, g % kSplit, G));
             });
@@ -379,9 +380,7 @@ INFINI_INLINE inline void add_blocks_to_rows(float* total, const uint8_t* packed
             });
             tile.each([&](auto& r, int m) INFINI_INLINE {
                 r.totals.add(r.dots, scale + g * kRows, x.scale[at + m], x.radix);
-                if constexpr (Block::kHasMinimum)
-                    r.totals.add_minimum(minimum + g * kRows, x.scale[at + m],
-                                         GroupSums<P>(sums + m, step, g % kSplit, G).whole(x.radix));
+                if constexpr (Block::kHasMinimum) r.totals.add_minimum(minimum + g * kRows, x_total[m]);
             });
         });
     }

@@ -13,6 +13,7 @@ namespace {
 constexpr int kGroup = 32, kSumLength = 16;
 constexpr int kRowBlock = 16;  // rows of a block at most
 constexpr int kSums = kGroup / kSumLength;
+constexpr int kTotals = 1 + kSums;
 
 // Integers below 2^22 and floats, without a conversion: the bits of kShift + i are those of kShift, plus i.
 constexpr float kShift = 0x1.8p23f;
@@ -25,6 +26,7 @@ struct Activations {
     int8_t* q;      // [block][group][row][plane][32]
     float* scale;   // [block][group][row]
     int32_t* sums;  // [block][group][plane][2][row], each of 16 bytes
+    float* totals;  // [block][group][3][row]: scale times the sum of the group, and of either half
 
     explicit Activations(const PackedLinear& a)
         : num_rows(Rows{a.x}.count()), num_groups(a.x.shape[a.x.ndim - 1] / kGroup),
@@ -37,13 +39,14 @@ struct Activations {
 
     int64_t num_bytes() const {
         const int64_t of_a_group = num_planes * (kGroup + kSums * static_cast<int64_t>(sizeof(int32_t)));
-        return count() * (of_a_group + static_cast<int64_t>(sizeof(float)));
+        return count() * (of_a_group + (1 + kTotals) * static_cast<int64_t>(sizeof(float)));
     }
 
     void put_into(void* room) {
         q = static_cast<int8_t*>(room);
         scale = reinterpret_cast<float*>(q + count() * num_planes * kGroup);
-        sums = reinterpret_cast<int32_t*>(scale + count());
+        totals = scale + count();
+        sums = reinterpret_cast<int32_t*>(totals + kTotals * count());
     }
 
     int64_t first_at(int64_t group, int64_t row) const {
@@ -56,6 +59,12 @@ struct Activations {
     // The first of a row's sums in a group; the next ones are as many apart as a block has rows
     int32_t* sums_at(int64_t group, int64_t row) const {
         return sums + first_at(group, row) * num_planes * kSums + (row & ((1 << log_rows) - 1));
+    }
+
+    // Of a weight group that has `length` of the group's values, those from `half` on; the next row's follows
+    float* total_at(int64_t group, int64_t row, int half, int length) const {
+        const int which = length == kGroup ? 0 : 1 + half;
+        return totals + first_at(group, row) * kTotals + (which << log_rows) + (row & ((1 << log_rows) - 1));
     }
 };
 
@@ -95,11 +104,11 @@ INFINI_INLINE inline int32_t store_bytes(int8_t* to, const vi* v) {
 // low. Low bytes run from -127 to 127, so that every kernel can negate them.
 template <int P>
 INFINI_INLINE inline void round_group(const Activations& to, int64_t group, int64_t row, const float* x,
-                                      float inverse) {
+                                      float inverse, float scale) {
     constexpr int kVectors = kSumLength / W;
     const int radix = to.radix, shift = radix == 16 ? 4 : 8;
     int8_t* q = to.q + to.at(group, row) * P * kGroup;
-    int32_t* sums = to.sums_at(group, row);
+    int32_t *sums = to.sums_at(group, row), whole = 0;
     for (int half = 0; half < kSums; ++half, x += kSumLength, q += kSumLength) {
         vi v[kVectors], low[kVectors];
         unrolled<kVectors>([&](auto i) INFINI_INLINE {
@@ -108,9 +117,13 @@ INFINI_INLINE inline void round_group(const Activations& to, int64_t group, int6
             const vi high = (v[i] + radix / 2) >> shift, rest = v[i] - (high << shift);
             v[i] = high, low[i] = rest < -127 ? vi{} - 127 : rest;
         });
-        sums[half << to.log_rows] = store_bytes(q, v);
-        if constexpr (P == 2) sums[(kSums + half) << to.log_rows] = store_bytes(q + kGroup, low);
+        int32_t sum = sums[half << to.log_rows] = store_bytes(q, v);
+        if constexpr (P == 2)
+            sum = radix * sum + (sums[(kSums + half) << to.log_rows] = store_bytes(q + kGroup, low));
+        *to.total_at(group, row, half, kSumLength) = scale * static_cast<float>(sum);
+        whole += sum;
     }
+    *to.total_at(group, row, 0, kGroup) = scale * static_cast<float>(whole);
 }
 
 // Infinity less itself is NaN: what is not finite makes every product of its row NaN.
@@ -126,7 +139,8 @@ void round_row(const Activations& to, int64_t row, const float* x) {
             inverse[g - first] = largest >= 0x1p-100f ? most / largest : 0.0f;
             to.scale[to.at(g, row)] = largest / most + (largest - largest);
         }
-        for (int64_t g = first; g < last; ++g) round_group<P>(to, g, row, x + g * kGroup, inverse[g - first]);
+        for (int64_t g = first; g < last; ++g)
+            round_group<P>(to, g, row, x + g * kGroup, inverse[g - first], to.scale[to.at(g, row)]);
     }
 }
 
@@ -139,7 +153,10 @@ void round_row(const Activations& to, int64_t row, const float* x) {
 void clear_padding(const Activations& x) {
     const int64_t end = ((x.num_rows - 1) >> x.log_rows << x.log_rows) + (int64_t{1} << x.log_rows);
     for (int64_t row = x.num_rows; row < end; ++row)
-        for (int64_t g = 0; g < x.num_groups; ++g) x.scale[x.at(g, row)] = 0;
+        for (int64_t g = 0; g < x.num_groups; ++g) {
+            x.scale[x.at(g, row)] = *x.total_at(g, row, 0, kGroup) = 0;
+            for (int half = 0; half < kSums; ++half) *x.total_at(g, row, half, kSumLength) = 0;
+        }
 }
 
 void round_rows(const Activations& to, const Tensor& x) {
@@ -159,10 +176,6 @@ struct GroupSums {
             plane[i] = p[(i * kSums + half) * stride];
             if (group == kGroup) plane[i] += p[(i * kSums + 1) * stride];
         }
-    }
-
-    INFINI_INLINE int32_t whole(int radix) const {
-        return P == 2 ? radix * plane[0] + plane[P - 1] : plane[0];
     }
 };
 

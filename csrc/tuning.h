@@ -36,6 +36,7 @@ constexpr int kPackedFewTileRows = W == 16 ? 4 : 1;        // which meet weights
 constexpr int64_t kPackedLoneElements = 16384;  // of a lone row, up to which each thread rounds it for itself
 #if defined(__AMX_INT8__)
 constexpr int kPackedPanels = 2;          // of weight, which a block of x meets while it is near
+constexpr int kPackedNearRows = 64;       // up to which they meet one panel after the other
 constexpr int kPackedFewestTileRows = 8;  // of a block of x that is worth a tile
 constexpr int kPackedFewRows = 7;         // up to which weights are met straight from memory
 #else

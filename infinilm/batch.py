@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,19 @@ from infinilm.pages import sent
 from infinilm.sampling import SamplingParams
 
 # N tokens of the step, B streams, M blocks of a stream, R rows of logits
+
+Result = TypeVar("Result")
+Pausing = Generator[None, None, Result]  # what can be left for a while, and comes to a result in the end
+
+
+def finished(pausing: Pausing[Result]) -> Result:
+    """The result, without a pause"""
+    while True:
+        try:
+            next(pausing)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
 
 
 class Matcher(Protocol):

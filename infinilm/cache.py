@@ -34,12 +34,16 @@ class BlockShape:
     dtype: torch.dtype
 
     def pools(self, num_blocks: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-        """Memory for keys and values, not touched yet"""
+        """Memory for keys and values, not touched yet
+
+        A CPU reads one head at a time: its blocks follow each other, or every page would begin a new read.
+        """
+        is_cpu = torch.device(device).type == "cpu"
+        sizes = (self.num_kv_heads, num_blocks) if is_cpu else (num_blocks, self.num_kv_heads)
         keys, values = (
-            torch.empty(num_blocks, self.num_kv_heads, *part, dtype=self.dtype, device=device)
-            for part in (self.keys, self.values)
+            torch.empty(*sizes, *part, dtype=self.dtype, device=device) for part in (self.keys, self.values)
         )
-        return keys, values
+        return (keys.transpose(0, 1), values.transpose(0, 1)) if is_cpu else (keys, values)
 
     @property
     def keys(self) -> tuple[int, ...]:

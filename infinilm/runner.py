@@ -1,7 +1,11 @@
-"""Runner: the work of a step -> one flat batch -> the model, run or replayed -> the tokens drawn."""
+"""Runner: the work of a step -> one flat batch -> the model, run or replayed -> the tokens drawn.
+
+Work may also be a Passage, which is run a few layers at a time.
+"""
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections import Counter
 from collections.abc import Sequence
@@ -12,7 +16,7 @@ import torch
 from torch import Tensor
 
 from infinicore.graph import Arena, CudaArena, Graph, RecordError
-from infinilm.batch import Batch, Stream
+from infinilm.batch import Batch, Pausing, Stream
 from infinilm.cache import PagedCache
 from infinilm.draw import Ranked, Row, Settings, draw, needs_adjusting, ranked, sampled
 from infinilm.pages import Kinds, Page, num_bytes, sent, tensors_of
@@ -148,14 +152,16 @@ class Runner:
         return self.launch(work).read()
 
     @torch.inference_mode()
+    def begin(self, work: Sequence[Work]) -> Passage:
+        """The same work, to be computed layer by layer; others may run in between."""
+        self.tables.show(work)
+        return Passage(work, self.model.step_by_layers(*self._inputs(work)))
+
+    @torch.inference_mode()
     def launch(self, work: Sequence[Work]) -> Pending:
         """Begin to compute the tokens of all work, which on a CPU ends it as well."""
         self.tables.show(work)
-        rows = [
-            Row(item.stream, len(item.stream) + item.stream.num_unread + i)
-            for item in work
-            for i in range(item.num_drawn)
-        ]
+        rows = drawn_rows(work)
         is_recorded = self.can_record and is_small(work, len(rows), self.device)
         self._is_settled = True
         recording = self._replayed(work, rows) if is_recorded else None
@@ -170,8 +176,13 @@ class Runner:
         return Pending(work, rows, outcome, tokens, is_settled=settled, may_be_followed=is_plain)
 
     def _outcome(self, work: Sequence[Work]) -> tuple[Tensor, Tensor]:
-        """States [R, E] and logits [R, V] for the logprobs of prompts and for what is drawn, in the order of
-        the work"""
+        """States [R, E] and logits [R, V]"""
+        outcome: tuple[Tensor, Tensor] = self.model.step(*self._inputs(work))
+        return outcome
+
+    def _inputs(self, work: Sequence[Work]) -> tuple[Batch, PagedCache, Any]:
+        """What a step of the model takes. Its rows of logits are for the logprobs of prompts and for what is
+        drawn, in the order of the work."""
         token_ids, streams, slots, spans, logit_rows = (array("q") for _ in range(5))
         for row, item in enumerate(work):
             stream, start, end = item.stream, item.start, item.end
@@ -190,8 +201,7 @@ class Runner:
         ).to(self.device)
         if min(token_ids) < 0:
             batch = replace(batch, token_ids=self._latest.known(batch.token_ids))
-        outcome: tuple[Tensor, Tensor] = self.model.step(batch, self.cache, rope)
-        return outcome
+        return batch, self.cache, rope
 
     def _rope(self, slots: array[int], spans: array[int]) -> tuple[Any, Tensor]:
         rope = self.model.model.rope_reaching(max(slots) + 1)
@@ -230,6 +240,35 @@ class Runner:
         placed, rope_rows = rope.placed(tensor(recording.slots), tensor(recording.spans))
         recording.rope_rows[:] = array("q", rope_rows.tolist())
         return rope if placed is rope else None
+
+
+class Passage:
+    """Work that is computed layer by layer. Its streams keep their blocks until it is done."""
+
+    def __init__(self, work: Sequence[Work], steps: Pausing[tuple[Tensor, Tensor]]) -> None:
+        self.work = work
+        self.slowest = 0.0  # seconds of a layer
+        self._steps = steps
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(item.num_tokens for item in self.work)
+
+    @torch.inference_mode()
+    def advance(self, seconds: float) -> list[Drawn] | None:
+        """Compute a layer, and others while there is time for them; what came of the work after the last."""
+        end = time.perf_counter() + seconds
+        try:
+            while True:
+                start = time.perf_counter()
+                next(self._steps)
+                took = time.perf_counter() - start
+                self.slowest = max(self.slowest, took)
+                if start + 2 * took > end:
+                    return None
+        except StopIteration as done:
+            states, logits = done.value
+            return collected(self.work, states, logits, drawn_rows(self.work))
 
 
 class Tables:
@@ -436,6 +475,14 @@ class Recording:
 
     def drawn(self, num_rows: int) -> Tensor | list[int]:
         return self.tokens[:num_rows] if self._latest.is_sent else self._drawn.arrays[0].tolist()
+
+
+def drawn_rows(work: Sequence[Work]) -> list[Row]:
+    return [
+        Row(item.stream, len(item.stream) + item.stream.num_unread + i)
+        for item in work
+        for i in range(item.num_drawn)
+    ]
 
 
 def recorded_size(num_tokens: int, num_rows: int, device: torch.device) -> tuple[int, int]:

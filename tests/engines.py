@@ -114,6 +114,7 @@ class Tiny:
         config = EngineConfig(kv_cache_memory=memory, **options)
         engine = Engine(self.model, self.tokenizer, config, draft and draft.model)
         engine.runner.is_ahead |= is_ahead
+        engine.scheduler.reads_beside &= not is_ahead  # prompts and answers share a step, as on a GPU
         return engine
 
 

@@ -59,12 +59,11 @@ class SpeculativeConfig:
 
 
 def may_guess(stream: Completion) -> bool:
-    """A stream that is computed again catches up first. Where tokens depend on more than the ones before (a
-    grammar, penalties), guesses would need as much."""
+    """Where tokens depend on more than the ones before (a grammar, penalties), guesses would need as much."""
     if stream.rest > 0:
         stream.rest -= 1
         return False
-    return stream.is_answering and not needs_adjusting(stream)
+    return not needs_adjusting(stream)
 
 
 def note_guesses(stream: Completion, num_guessed: int, num_right: int) -> None:
@@ -84,7 +83,7 @@ class NgramDrafter:
         self.scheduler = scheduler
 
     def guess(self) -> None:
-        for stream in self.scheduler.running:
+        for stream in self.scheduler.answering():
             if may_guess(stream):
                 stream.drafts = self.following(stream.token_ids)[: room_of(stream, self.config)]
 
@@ -128,8 +127,7 @@ class ModelDrafter:
         self.shadows: dict[Completion, Stream] = {}
 
     def guess(self) -> None:
-        running = self.scheduler.running
-        self.shadows = {stream: self.shadow(stream) for stream in running if stream.is_answering}
+        self.shadows = {stream: self.shadow(stream) for stream in self.scheduler.answering()}
         guessing = {
             stream: shadow
             for stream, shadow in self.shadows.items()

@@ -26,11 +26,11 @@ from infinilm.engine.blocks import Blocks
 from infinilm.engine.draft import ModelDrafter, NgramDrafter, SpeculativeConfig, note_guesses
 from infinilm.engine.memory import share_of, told_of_memory
 from infinilm.engine.request import Completion, NumericalError, QueueFull, Request, RequestError
-from infinilm.engine.scheduler import Scheduler
+from infinilm.engine.scheduler import Scheduler, num_tokens_of
 from infinilm.engine.stats import STEP_TOKENS, Histogram, Progress, Stats
 from infinilm.generation import step_tokens
 from infinilm.models.llama import LlamaForCausalLM
-from infinilm.runner import Drawn, Pending, Runner, Work
+from infinilm.runner import Drawn, Passage, Pending, Runner, Work
 from infinilm.sampling import SamplingParams, is_text
 from infinilm.tokenizer import Tokenizer
 
@@ -44,13 +44,10 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
 class Launched(NamedTuple):
-    """A step under way, when it was launched, its tokens, and where a part of a prompt stands beside answers,
-    the keys before that."""
+    """A step under way, and when it was launched"""
 
     pending: Pending
     time: float
-    num_tokens: int
-    num_keys: int | None
 
 
 class Engine:
@@ -73,13 +70,14 @@ class Engine:
         room = self.cache.num_blocks * config.block_size
         self.max_length = min(config.max_model_len or model.config.max_position_embeddings, room)
         tokens = config.max_num_batched_tokens or step_tokens(model.config, model.device)
-        self.scheduler = Scheduler(self.blocks, config.max_num_seqs, tokens)
+        self.scheduler = Scheduler(self.blocks, config.max_num_seqs, tokens, model.device.type == "cpu")
         self.counts = self.scheduler.counts
         self.step_tokens = Histogram(STEP_TOKENS)
         self.runner = Runner(model, self.cache, config.max_num_seqs, self.max_length)
         self.drafter = self._drafter(draft, others)
         if self.drafter is not None:  # which looks at the last token to guess what follows
             self.runner.is_ahead = False
+        self._passage: Passage | None = None
         self.requests: dict[str, Request] = {}
         self._launched: Launched | None = None
         self._last_read = 0.0
@@ -252,19 +250,25 @@ class Engine:
         the tokens of this one is done meanwhile. Of a stream that turns out to have ended the next step
         computes a token too many, which is dropped.
         """
-        launched = self._launched or self._launch()
-        if launched is None:
-            return []
-        self._launched = self._launch() if launched.pending.may_be_followed else None
-        drawn = launched.pending.read()
-        now = time.perf_counter()
-        if launched.pending.is_settled:
-            self.scheduler.pace.note(
-                launched.num_tokens, now - max(launched.time, self._last_read), launched.num_keys
-            )
-        self._last_read = now
-        self.step_tokens.add(launched.num_tokens)
-        return self._update(launched.pending.work, drawn)
+        work: Sequence[Work] = []
+        drawn: list[Drawn] = []
+        if (launched := self._launched or self._launch()) is not None:
+            self._launched = self._launch() if launched.pending.may_be_followed else None
+            work, drawn = launched.pending.work, self._finish(launched)
+        if self.scheduler.beside and (read := self._read(self.scheduler.beside, work)) is not None:
+            work, drawn = [*work, *self.scheduler.beside], [*drawn, *read]
+            self.scheduler.beside = []
+        if work:
+            self.step_tokens.add(num_tokens_of(work))
+        return self._update(work, drawn)
+
+    def _finish(self, launched: Launched) -> list[Drawn]:
+        """What came of it; it ran since it was launched, or since the one before it was done."""
+        pending, drawn = launched.pending, launched.pending.read()
+        start, self._last_read = max(launched.time, self._last_read), time.perf_counter()
+        if pending.is_settled:
+            self.scheduler.pace.note_answers(num_tokens_of(pending.work), self._last_read - start)
+        return drawn
 
     def _launch(self) -> Launched | None:
         """Begin the next step, if there is anything to do."""
@@ -273,14 +277,24 @@ class Engine:
         work = self.scheduler.schedule()
         if not work:
             return None
+        prepare_masks(work)
         start = time.perf_counter()
-        for item in work:
-            if item.num_drawn and item.stream.matcher is not None:
-                item.stream.matcher.prepare()
-        num_keys = self.scheduler.keys_beside(work)
         pending = self.runner.launch(work)
         self.scheduler.advance(work)
-        return Launched(pending, start, sum(item.num_tokens for item in work), num_keys)
+        return Launched(pending, start)
+
+    def _read(self, prompts: Sequence[Work], answers: Sequence[Work]) -> list[Drawn] | None:
+        """Go on with what is read beside answers; what came of it, once it is done"""
+        if self._passage is None or self._passage.work is not prompts:
+            prepare_masks(prompts)
+            self._passage = self.runner.begin(prompts)
+        passage, seconds = self._passage, self.scheduler.seconds_beside(answers)
+        drawn = passage.advance(seconds)
+        if drawn is not None:
+            self._passage = None
+            self.scheduler.pace.note_layer(passage.num_tokens, passage.slowest, seconds)
+            self.scheduler.advance(prompts)
+        return drawn
 
     def _update(self, work: Sequence[Work], drawn: Sequence[Drawn]) -> list[Request]:
         moved: dict[str, Request] = {}
@@ -472,6 +486,13 @@ def check_length(config: EngineConfig, llama: LlamaConfig) -> None:
     longest, wanted = llama.max_position_embeddings, config.max_model_len
     if wanted is not None and wanted > longest and llama.rope.scaling["rope_type"] != "dynamic":
         raise ValueError(f"max_model_len is {wanted}, but the model's max_position_embeddings are {longest}")
+
+
+def prepare_masks(work: Sequence[Work]) -> None:
+    """They are made while the step runs."""
+    for item in work:
+        if item.num_drawn and item.stream.matcher is not None:
+            item.stream.matcher.prepare()
 
 
 def make_caches(models: Sequence[LlamaForCausalLM], config: EngineConfig) -> list[PagedCache]:

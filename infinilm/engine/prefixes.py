@@ -68,7 +68,8 @@ def save(path: str | Path, model: Any, cache: PagedCache, blocks: Blocks) -> int
         "salts": torch.tensor(list(json.dumps([salt.hex() for salt in salts]).encode()), dtype=torch.uint8),
     }
     for layer, (keys, values) in enumerate(cache.layers):
-        tensors[f"keys.{layer}"], tensors[f"values.{layer}"] = keys[ids].cpu(), values[ids].cpu()
+        for name, pool in (("keys", keys), ("values", values)):
+            tensors[f"{name}.{layer}"] = pool[ids].cpu().contiguous()
     tensors["digest"] = torch.tensor(list(digest_of(sorted(tensors.items()))), dtype=torch.uint8)
     write_tensors(path, tensors, fingerprint(model, cache))
     return len(kept)

@@ -1,11 +1,13 @@
 """Scheduler: who moves how far in the next step, within the tokens of a step and the blocks of the cache.
 
 There is no phase of prompts and none of answers. A stream has tokens that are known and tokens that are
-computed; each step lets some catch up.
+computed; each step lets some catch up. Where some streams are answered, prompts are read beside them, in
+passages that take several steps.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import insort
 from collections.abc import Sequence
@@ -26,12 +28,16 @@ MAX_LOGPROB_TOKENS = 64
 class Scheduler:
     """Streams wait, run, and wait again when blocks run out; lists are in the order of who goes first."""
 
-    def __init__(self, blocks: Blocks, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self, blocks: Blocks, max_num_seqs: int, max_num_batched_tokens: int, reads_beside: bool = True
+    ) -> None:
         self.blocks = blocks
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.reads_beside = reads_beside  # else prompts and answers share a step
         self.waiting: list[Completion] = []
         self.running: list[Completion] = []
+        self.beside: list[Work] = []  # of prompts, which is read beside answers until it is done
         self.pace = Pace()
         self.counts = Counts()
         self.recent = Recent(blocks.size)
@@ -50,25 +56,40 @@ class Scheduler:
 
     def remove(self, stream: Completion) -> None:
         """It has ended, or is not wanted any more."""
+        self._stop_reading(stream)
         if stream in self.running:
             self.running.remove(stream)
             self._release(stream)
         elif stream in self.waiting:
             self.waiting.remove(stream)
 
+    def answering(self) -> list[Completion]:
+        """The streams that wait for their next token, and are not among what is read beside others"""
+        reading = {item.stream for item in self.beside}
+        return [
+            stream
+            for stream in self.running
+            if stream.is_answering and not is_ending(stream) and stream not in reading
+        ]
+
     def schedule(self) -> list[Work]:
-        """What the next step computes: a token of each stream that is answered, then of prompts what fits."""
+        """What the next step computes: a token of each stream that is answered, or of prompts what fits"""
         work: list[Work] = []
         budget = self.max_num_batched_tokens
-        for stream in list(self.running):
-            if budget > 0 and stream.is_answering and not is_ending(stream) and stream in self.running:
+        for stream in self.answering():
+            if budget > 0 and stream in self.running:
                 stream.drafts = stream.drafts[: budget - 1]
                 budget -= self._move(stream, stream.num_pending, work)
-        if work and budget > 0:
-            prompts = [stream for stream in self.running if not stream.is_answering]
-            num_keys = max((stream.num_computed for stream in prompts), default=0)
-            num_prompts = len(prompts) + len(self.waiting)
-            budget = self.pace.most_prompt_tokens(len(work), num_prompts, budget, num_keys)
+        if self.beside:
+            return work
+        num_answers = len(work)
+        is_apart = self.reads_beside and num_answers > 0
+        self._add_prompts(work, min(budget, self.pace.num_tokens) if is_apart else budget)
+        if is_apart:
+            work, self.beside = work[:num_answers], work[num_answers:]
+        return work
+
+    def _add_prompts(self, work: list[Work], budget: int) -> None:
         for stream in list(self.running):
             if budget > 0 and not stream.is_answering and stream in self.running:
                 budget -= self._move(stream, min(chunk(stream), budget), work)
@@ -77,12 +98,13 @@ class Scheduler:
                 if not (count := self._admit(stream, budget, work)):
                     break
                 budget -= count
-        return work
 
-    def keys_beside(self, work: Sequence[Work]) -> int | None:
-        """Of a step with parts of prompts beside answers: the most keys before one of these"""
-        starts = [item.start for item in work if not item.stream.is_answering]
-        return max(starts) if 0 < len(starts) < len(work) else None
+    def seconds_beside(self, answers: Sequence[Work]) -> float:
+        """How long these may wait for what is read beside them"""
+        if not answers:
+            return math.inf
+        num_prompts = len(self.beside) + len(self.waiting)
+        return self.pace.seconds_beside(num_tokens_of(answers), len(answers), num_prompts)
 
     def advance(self, work: Sequence[Work]) -> None:
         """It has been launched: what comes of it will be known when it is read."""
@@ -96,12 +118,18 @@ class Scheduler:
 
     def preempt(self, stream: Completion) -> None:
         """Take its blocks; it will be computed again, from what others or itself left in the cache."""
+        self._stop_reading(stream)
         self.running.remove(stream)
         self._release(stream)
         stream.num_computed, stream.drafts = 0, []
         stream.request.metrics.num_preemptions += 1
         self.counts.preemptions += 1
         self.add(stream)
+
+    def _stop_reading(self, stream: Completion) -> None:
+        """What is read beside answers writes to the blocks of its streams: it ends when one loses them."""
+        if any(item.stream is stream for item in self.beside):
+            self.beside = []
 
     def _move(self, stream: Completion, count: int, work: list[Work]) -> int:
         """Add work to the step, if there are blocks for it; streams behind this one may have to give some."""
@@ -172,6 +200,10 @@ class Scheduler:
     def _release(self, stream: Completion) -> None:
         self.blocks.give_back(stream.block_ids)
         stream.block_ids, stream.chain = [], None
+
+
+def num_tokens_of(work: Sequence[Work]) -> int:
+    return sum(item.num_tokens for item in work)
 
 
 def is_ending(stream: Completion) -> bool:

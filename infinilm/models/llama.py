@@ -19,7 +19,7 @@ from torch import Tensor
 from infinicore import nn, ops
 from infinicore.nn import functional as F
 from infinicore.nn.linear import lay_together, project, project_gated
-from infinilm.batch import Batch
+from infinilm.batch import Batch, Pausing, finished
 from infinilm.cache import DynamicCache, PagedCache
 from infinilm.checkpoint import Checkpoint, open_checkpoint
 from infinilm.config import EngineConfig, LlamaConfig
@@ -232,10 +232,15 @@ class LlamaModel(nn.Module):
         return longer
 
     def run(self, batch: Batch, cache: Cache, rope: nn.RoPE) -> Tensor:
-        """The states [R, E] of tokens whose logits are wanted. Ops and views alone: it can be recorded."""
+        """The states [R, E] of tokens whose logits are wanted."""
+        return finished(self.run_by_layers(batch, cache, rope))
+
+    def run_by_layers(self, batch: Batch, cache: Cache, rope: nn.RoPE) -> Pausing[Tensor]:
+        """The same, with a pause after each layer. Ops and views alone: it can be recorded."""
         hidden_states: Tensor = self.embed_tokens(batch.token_ids, self.norm.weight.dtype)  # [N, E]
         for layer in self.layers:
             hidden_states = layer(hidden_states, cache, rope, batch=batch)
+            yield
         if batch.logit_rows is not None:
             hidden_states = ops.embedding(batch.logit_rows, hidden_states)
         normed: Tensor = self.norm(hidden_states)
@@ -286,7 +291,11 @@ class LlamaForCausalLM(nn.Module, GenerationMixin):
 
     def step(self, batch: Batch, cache: Cache, rope: nn.RoPE) -> tuple[Tensor, Tensor]:
         """The states [R, E] of the tokens of a batch that want them, and the logits [R, V] of what follows"""
-        states = self.model.run(batch, cache, rope)
+        return finished(self.step_by_layers(batch, cache, rope))
+
+    def step_by_layers(self, batch: Batch, cache: Cache, rope: nn.RoPE) -> Pausing[tuple[Tensor, Tensor]]:
+        """The same, with a pause after each layer"""
+        states = yield from self.model.run_by_layers(batch, cache, rope)
         return states, self.logits(states)
 
     def logits(self, hidden_states: Tensor) -> Tensor:
