@@ -19,7 +19,9 @@ from infinicore.graph import Arena, CudaArena, Graph, RecordError
 from infinilm.batch import Batch, Pausing, Stream
 from infinilm.cache import PagedCache
 from infinilm.draw import Ranked, Row, Settings, draw, needs_adjusting, ranked, sampled
-from infinilm.pages import Kinds, Page, num_bytes, sent, tensors_of
+from infinilm.latest import Latest, Readback
+from infinilm.pages import Kinds, Page, num_bytes, tensors_of
+from infinilm.tables import Tables
 
 MAX_RECORDED = 64  # tokens of a step that is recorded
 MAX_CAPTURED = 256  # and of one that is a CUDA graph
@@ -112,20 +114,6 @@ class Pending:
         return collected(self.work, *self._outcome, self._rows, tokens)
 
 
-class Readback:
-    """Tokens that a GPU has drawn, or will have, copied into memory of the host when that is done."""
-
-    def __init__(self, memory: Tensor, tokens: Tensor) -> None:
-        self._memory = memory[: len(tokens)]
-        self._memory.copy_(tokens, non_blocking=True)
-        self._event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._event.record()
-
-    def read(self) -> list[int]:
-        self._event.synchronize()
-        return self._memory.tolist()
-
-
 class Runner:
     """Runs steps of a model over a cache. Steps of few tokens are recorded and replayed.
 
@@ -145,7 +133,8 @@ class Runner:
         self.is_ahead = is_cuda = self.device.type == "cuda"
         self._arena = CudaArena(self.device) if is_cuda else Arena()
         self.can_record = is_cuda or self.device.type == "cpu"
-        self._latest = Latest(max(MAX_CAPTURED, max_streams), self.device)
+        most_bytes = num_bytes(page_kinds(MAX_CAPTURED, MAX_CAPTURED))
+        self._latest = Latest(max(MAX_CAPTURED, max_streams), most_bytes, self.device)
 
     def run(self, work: Sequence[Work]) -> list[Drawn]:
         """Compute the tokens of all work; each stream has the blocks for them."""
@@ -269,99 +258,6 @@ class Passage:
         except StopIteration as done:
             states, logits = done.value
             return collected(self.work, states, logits, drawn_rows(self.work))
-
-
-class Tables:
-    """The blocks of each stream, in a row of its own that it keeps as long as it has them [B, M]"""
-
-    def __init__(self, num_rows: int, num_blocks: int, device: torch.device) -> None:
-        self._tables = torch.zeros(num_rows, num_blocks, dtype=torch.int32)
-        self.on_device = self._tables.to(device)  # the same memory on a CPU
-        self._numbers = self._tables.numpy()
-        self._held: list[tuple[list[int], int]] = [([], 0)] * num_rows  # the blocks that each row shows
-        self._rows: dict[int, int] = {}  # by the identity of a list of blocks
-        self._free = list(range(num_rows))[::-1]
-
-    def row_of(self, item: Work) -> int:
-        return self._rows[id(item.block_ids)]
-
-    def of(self, work: Sequence[Work], num_blocks: int) -> Tensor:
-        """Those of some work alone"""
-        return torch.from_numpy(self._numbers[list(map(self.row_of, work)), :num_blocks])
-
-    def show(self, work: Sequence[Work]) -> None:
-        for item in work:
-            if id(item.block_ids) not in self._rows:
-                self._place(item.block_ids, work)
-        changed = array("q"), array("i")
-        for item in work:
-            self._write(self.row_of(item), item.block_ids, *changed)
-        if changed[0] and self.on_device is not self._tables:
-            at, blocks = (torch.frombuffer(t, dtype=dtype) for t, dtype in zip(changed, KINDS, strict=True))
-            self.on_device.view(-1).scatter_(0, *(sent(t, self.on_device.device) for t in (at, blocks)))
-
-    def _place(self, block_ids: list[int], work: Sequence[Work]) -> None:
-        if not self._free:
-            kept = {id(item.block_ids) for item in work}
-            self._free += [row for held, row in self._rows.items() if held not in kept]
-            self._rows = {held: row for held, row in self._rows.items() if held in kept}
-        row = self._rows[id(block_ids)] = self._free.pop()
-        self._held[row] = block_ids, 0  # which keeps the list, and so its identity
-
-    def _write(self, row: int, block_ids: list[int], at: array[int], blocks: array[int]) -> None:
-        num_shown, count = self._held[row][1], len(block_ids)
-        if num_shown == count:
-            return
-        new = block_ids[num_shown:]
-        self._numbers[row, num_shown:count] = new
-        self._held[row] = block_ids, count
-        first = row * self._numbers.shape[1]
-        at.extend(range(first + num_shown, first + count))
-        blocks.extend(new)
-
-
-KINDS = torch.int64, torch.int32
-
-
-class Latest:
-    """The tokens of the last step, where the next one finds them: a list, or on a GPU the beginning of memory
-    in which the numbers of a step follow."""
-
-    def __init__(self, num_rows: int, device: torch.device) -> None:
-        self.num_rows = num_rows
-        self.tokens: list[int] = []
-        self.is_sent = device.type == "cuda"
-        if self.is_sent:
-            most = num_bytes(page_kinds(MAX_CAPTURED, MAX_CAPTURED))
-            self.memory = torch.zeros(8 * num_rows + most, dtype=torch.uint8, device=device)
-            self.on_device = self.memory[: 8 * num_rows].view(torch.int64)
-            self._hosts = [torch.empty(num_rows, dtype=torch.int64, pin_memory=True) for _ in range(2)]
-
-    def note(self, tokens: Tensor | list[int]) -> list[int] | Readback:
-        if isinstance(tokens, list) or not self.is_sent:
-            self.tokens = tokens if isinstance(tokens, list) else tokens.tolist()
-            return self.tokens
-        place = self.on_device[: len(tokens)]
-        if tokens.data_ptr() != place.data_ptr():
-            place.copy_(tokens)
-        self._hosts.reverse()  # what is read of the step before is in the other
-        return Readback(self._hosts[0], place)
-
-    def copy(self) -> Tensor | None:
-        return self.on_device.clone() if self.is_sent else None
-
-    def restore(self, before: Tensor | None) -> None:
-        if before is not None:
-            self.on_device.copy_(before)
-
-    def here(self, row: int) -> int:
-        """A token, as far as it is known here; what came of no numbers is followed by anything"""
-        return 0 if self.is_sent else max(self.tokens[row], 0)
-
-    def known(self, token_ids: Tensor) -> Tensor:
-        """With those in the place of -1 - row"""
-        latest = self.on_device if self.is_sent else torch.tensor(self.tokens).clamp(min=0)
-        return torch.where(token_ids < 0, latest[(-1 - token_ids).clamp(min=0)], token_ids)
 
 
 def page_kinds(num_tokens: int, num_rows: int) -> Kinds:

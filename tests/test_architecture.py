@@ -26,7 +26,7 @@ LAYERS = (
     ("models",),
     ("generation",),
     ("runner",),
-    ("cache", "draw"),
+    ("cache", "draw", "latest", "tables"),
     ("batch",),
     ("checkpoint", "hub", "sampling", "tokenizer"),
     ("config", "folder", "pages"),
