@@ -55,7 +55,7 @@ class Readback:
         self._memory = memory[: len(tokens)]
         self._memory.copy_(tokens, non_blocking=True)
         self._event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._event.record()
+        self._event.record(torch.cuda.current_stream(tokens.device))
 
     def read(self) -> list[int]:
         self._event.synchronize()
