@@ -105,7 +105,8 @@ class Tiny:
     def engine(
         self, num_blocks: int | None = None, draft: Tiny | None = None, is_ahead: bool = False, **options: Any
     ) -> Engine:
-        """One with so many blocks, or as many as its streams can fill; it may run ahead, as on a GPU"""
+        """One with so many blocks, or as many as its streams can fill. It runs ahead if told so, on any
+        device: tests count what a step has done."""
         options = {"block_size": 16, "max_num_seqs": 8, "max_model_len": MAX_LENGTH, **options}
         block = (
             2 * NUM_KV_HEADS * HEAD_DIM * options["block_size"] * 4 * NUM_LAYERS * (1 if draft is None else 2)
@@ -113,7 +114,7 @@ class Tiny:
         memory = 1 << 30 if num_blocks is None else num_blocks * block
         config = EngineConfig(kv_cache_memory=memory, **options)
         engine = Engine(self.model, self.tokenizer, config, draft and draft.model)
-        engine.runner.is_ahead |= is_ahead
+        engine.runner.is_ahead = is_ahead and engine.drafter is None
         engine.scheduler.reads_beside &= not is_ahead  # prompts and answers share a step, as on a GPU
         return engine
 

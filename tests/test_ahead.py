@@ -150,10 +150,12 @@ def test_a_step_that_somebody_wants_more_of_is_read_before_the_next(tiny: Tiny) 
 
 
 def test_who_guesses_does_not_run_ahead(tiny: Tiny) -> None:
-    engine = tiny.engine(speculative_config={"num_speculative_tokens": 3}, is_ahead=False)
-    engine.runner.is_ahead = True
-    again = Engine(tiny.model, tiny.tokenizer, engine.config)
-    assert not again.runner.is_ahead
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=20)
+    config = tiny.engine(speculative_config={"num_speculative_tokens": 3}).config
+    engine = Engine(tiny.model, tiny.tokenizer, config)
+    assert not engine.runner.is_ahead
+    (output,) = finish(engine, engine.make([7, 8, 9] * 4, params))
+    assert said(output) == said(alone(tiny, Job([7, 8, 9] * 4, params)))
 
 
 def test_a_token_too_many_is_dropped_and_counted_nowhere(tiny: Tiny) -> None:
