@@ -100,7 +100,8 @@ class Tiny:
 
     @classmethod
     def at(cls, folder: Path, **config: Any) -> Tiny:
-        return cls(write_model(folder, **config), *load_model(folder, device=DEVICE))
+        dtype = None if DEVICE == "cpu" else "float32"
+        return cls(write_model(folder, **config), *load_model(folder, device=DEVICE, dtype=dtype))
 
     def engine(
         self, num_blocks: int | None = None, draft: Tiny | None = None, is_ahead: bool = False, **options: Any

@@ -98,8 +98,8 @@ def weights_of(source, column):
 
 @triton.jit
 def floor_of(level):
-    """The least weight of a level; the first is 2^-2, and half of a flat row is above 2^-6."""
-    exponent = tl.where(level == 0, 2, tl.where(level < 5, level + 3, tl.where(level == 5, 9, 13)))
+    """The least weight of a level: 2^-2, -4, -6, -8, -11, -15, -20, and that of all"""
+    exponent = tl.where(level < 4, 2 * level + 2, tl.where(level == 4, 11, tl.where(level == 5, 15, 20)))
     exponent = tl.where(level == LEVELS - 1, 120, exponent)
     return ((127 - exponent) << 23).to(tl.float32, bitcast=True)
 
