@@ -94,13 +94,13 @@ import signal, sys
 from infinilm.cli import main
 from infinilm.runner import Runner
 
-run = Runner.run
+launch = Runner.launch
 
-def announced_run(*args):
+def announced_launch(*args):
     print("reading", flush=True)
-    return run(*args)
+    return launch(*args)
 
-Runner.run = announced_run
+Runner.launch = announced_launch
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits that it is ignored
 sys.exit(main())
 """

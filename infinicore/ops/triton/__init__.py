@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from infinicore.ops import attention_reference, reference  # noqa: F401  which fill OPS
+from infinicore.ops import attention_reference, reference, sampling_reference  # noqa: F401  which fill OPS
 from infinicore.ops.registry import OPS, Kernel
 
 FAMILIES = {
@@ -25,6 +25,8 @@ FAMILIES = {
     "linear": ("linear",),
     "cache": ("store_kv",),
     "attention": ("attention",),
+    "sample": ("sample",),
+    "logits": ("adjust_logits", "logprobs"),
 }
 
 
