@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from infinicore.ops import attention_reference, reference  # noqa: F401  which fill OPS
+from infinicore.ops import attention_reference, fused_reference, reference  # noqa: F401  which fill OPS
 from infinicore.ops.registry import OPS, Kernel
 
 FAMILIES = {
@@ -22,9 +22,10 @@ FAMILIES = {
     "elementwise": ("add", "silu", "swiglu"),
     "rope": ("rope",),
     "embedding": ("embedding",),
-    "linear": ("linear",),
+    "linear": ("linear", "linear_add", "gated_linear"),
     "cache": ("store_kv",),
     "attention": ("attention",),
+    "heads": ("store_heads", "project_heads"),
 }
 
 

@@ -4,20 +4,22 @@ Which token is of which kind is found on the device, so both kernels are launche
 the first reads a list of those that are its own. A token that stands alone, such as the next one of each of
 many streams, is a program for each key/value head and split of its keys: all query heads of the group read
 the keys once. How many splits there are follows from the number of tokens, how long they are from the token's
-slot, so a recorded launch serves any lengths; the parts are folded afterwards, in their order. A run, such as
-a prompt, goes by tiles of tokens.
+slot, so a recorded launch serves any lengths; the parts are folded in their order, by the program that comes
+last where there are few, else afterwards. A run, such as a prompt, goes by tiles of tokens.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
+import infinicore
 from infinicore.ops.triton.cache import LANES, are_places, are_pools
 from infinicore.ops.triton.tensors import (
     FLOATS,
@@ -36,6 +38,11 @@ LONG = tl.constexpr(8)  # tokens of one stream in a row that make a run
 PROGRAMS = 4  # for each processor, which the keys are split for
 MOST_SPLITS = 64
 MOST_PARTS = 1 << 24  # values of splits that wait to be folded
+FOLDED_SPLITS = 16  # at most, where the last program of a token and head folds them
+FOLDED_TILE = 8192  # values that it folds at once
+MOST_FOLDED = 4096  # tokens times heads
+# How many splits of a token and head have come, for each pool: it is one step's at a time.
+ARRIVALS = WeakTensorKeyDictionary()
 
 
 @triton.jit
@@ -158,13 +165,41 @@ def attend_alone(
     return sums, largest, total
 
 
+@triton.jit
+def fold_parts(
+    y_ptr, part_ptr, weight_ptr, arrival_ptr, token, head, slot, window, K, G, D,
+    DIM: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, FOLDED: tl.constexpr,
+):  # fmt: skip
+    """The heads of a group from their parts, by whoever is the last to have written one"""
+    tl.debug_barrier()
+    num_before = tl.atomic_add(arrival_ptr + token * K + head, 1, sem="acq_rel", scope="gpu")
+    if num_before == SPLITS - 1:
+        tl.store(arrival_ptr + token * K + head, 0)
+        split, d = tl.arange(0, SPLITS), tl.arange(0, DIM)
+        _, begin, end = share_of(slot, split, window, SPLITS, KEYS)
+        for first in range(0, G, FOLDED):
+            g = first + tl.arange(0, FOLDED)
+            is_used = (g < G)[:, None] & (begin < end)[None, :]
+            row = (token * K + head) * G + g
+            part = row[:, None] * SPLITS + split[None, :]
+            largest = tl.load(weight_ptr + 2 * part, mask=is_used, other=-float("inf"))
+            total = tl.load(weight_ptr + 2 * part + 1, mask=is_used, other=0.0)
+            at = part_ptr + part[:, :, None] * DIM + d[None, None, :]
+            sums = tl.load(at, mask=is_used[:, :, None], other=0.0)
+            base = tl.max(largest, 1)
+            weight = tl.exp2(largest - tl.where(base == -float("inf"), 0.0, base)[:, None])
+            y = tl.sum(sums * weight[:, :, None], 1) / tl.sum(total * weight, 1)[:, None]
+            is_value = (g < G)[:, None] & (d < D)[None, :]
+            tl.store(y_ptr + row[:, None] * D + d[None, :], y.to(y_ptr.dtype.element_ty), mask=is_value)
+
+
 @triton.jit(do_not_specialize=["window", "N", "B", "M", "P"])
 def alone_kernel(
-    y_ptr, part_ptr, weight_ptr, list_ptr, q_ptr, key_ptr, value_ptr, table_ptr, stream_ptr, slot_ptr,
-    q_token_stride, q_head_stride, scale, window, N, B, M, P, K, G, D,
+    y_ptr, part_ptr, weight_ptr, arrival_ptr, list_ptr, q_ptr, key_ptr, value_ptr, table_ptr, stream_ptr,
+    slot_ptr, q_token_stride, q_head_stride, scale, window, N, B, M, P, K, G, D,
     S: tl.constexpr, LANES: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr,
-    SPLITS: tl.constexpr, HAS_RUNS: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    SPLITS: tl.constexpr, FOLDED: tl.constexpr, HAS_RUNS: tl.constexpr, DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """The heads of a group over a split of the keys of one token: the result, or its part of it"""
     wait_for_inputs(OVERLAPS)
@@ -194,6 +229,11 @@ def alone_kernel(
                 tl.store(part_ptr + part[:, None] * DIM + d[None, :], sums, mask=(g < G)[:, None])
                 tl.store(weight_ptr + 2 * part, largest, mask=g < G)
                 tl.store(weight_ptr + 2 * part + 1, total, mask=g < G)
+        if FOLDED > 0:
+            fold_parts(
+                y_ptr, part_ptr, weight_ptr, arrival_ptr, token, head, slot, window, K, G, D,
+                DIM, KEYS, SPLITS, FOLDED,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["window", "N", "B", "M"])
@@ -340,6 +380,33 @@ def arithmetic(q: Tensor, values: Tensor) -> dict[str, Any]:
     return {"DTYPE": dtype, "PRECISION": "ieee"}
 
 
+class Plan(NamedTuple):
+    """How many programs share the keys of a token, and whether the last of them folds what they found; how
+    many keys each takes at once, on how many warps, in how many stages"""
+
+    splits: int
+    is_folded: bool
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+def plan_of(num_programs: int, q: Tensor, num_kv_heads: int, is_wide: bool, has_runs: bool) -> Plan:
+    """For so many programs of each key/value head"""
+    num_tokens, num_heads, size = q.shape
+    dim, groups = padded(size), num_programs * num_kv_heads
+    if infinicore.deterministic:
+        return Plan(FOLDED_SPLITS, True, *alone_tile(is_wide, dim, False))
+    splits = num_splits(groups, num_tokens * num_heads * dim, q.device)
+    is_folded = not has_runs and splits > 1 and is_few(groups, q.device)
+    tile = alone_tile(is_wide, dim, groups > num_processors(q.device))
+    return Plan(min(splits, FOLDED_SPLITS) if is_folded else splits, is_folded, *tile)
+
+
+def padded(size: int) -> int:
+    return max(triton.next_power_of_2(size), 16)
+
+
 def launch_alone(y: Tensor, tensors: tuple[Tensor, ...], sizes: tuple[Any, ...], has_runs: bool) -> None:
     q, _, values, tables, streams, slots = tensors
     num_tokens, num_heads, size = q.shape
@@ -347,25 +414,52 @@ def launch_alone(y: Tensor, tensors: tuple[Tensor, ...], sizes: tuple[Any, ...],
     alone = listed(streams) if has_runs else streams
     # Where a stream's tokens come one after the other, no more of them stand alone.
     num_programs = min(num_tokens, (LONG.value - 1) * len(tables)) if has_runs else num_tokens
-    math_of = arithmetic(q, values)
-    dim = max(triton.next_power_of_2(size), 16)
-    splits = num_splits(num_programs * num_kv_heads, num_tokens * num_heads * dim, q.device)
-    is_crowded = num_programs * num_kv_heads > num_processors(q.device)
-    keys, num_warps, num_stages = alone_tile(math_of["DTYPE"] == tl.float32, dim, is_crowded)
-    shared = {"S": block_size, "DIM": dim, "KEYS": keys, "SPLITS": splits, "HAS_RUNS": has_runs}
-    num_parts = num_tokens * num_heads * splits if splits > 1 else 0
+    math_of, dim, group = arithmetic(q, values), padded(size), num_heads // num_kv_heads
+    plan = plan_of(num_programs, q, num_kv_heads, math_of["DTYPE"] == tl.float32, has_runs)
+    shared = {"S": block_size, "DIM": dim, "KEYS": plan.keys, "SPLITS": plan.splits, "HAS_RUNS": has_runs}
+    num_parts = num_tokens * num_heads * plan.splits if plan.splits > 1 else 0
     parts, weights = (q.new_empty(num_parts, n, dtype=torch.float32) for n in (dim, 2))
-    alone_kernel[(num_programs, num_kv_heads, splits)](
-        y, parts, weights, alone, *tensors, *q.stride()[:2], *sizes,
-        LANES=LANES, HEADS=max(triton.next_power_of_2(num_heads // num_kv_heads), 16),
-        num_warps=num_warps, num_stages=num_stages, **shared, **math_of, **overlap(q.device),
+    arrived = arrivals(values) if plan.is_folded else None
+    alone_kernel[(num_programs, num_kv_heads, plan.splits)](
+        y, parts, weights, arrived, alone, *tensors, *q.stride()[:2], *sizes,
+        LANES=LANES, HEADS=padded(group), FOLDED=folded_heads(plan, dim, group),
+        num_warps=plan.num_warps, num_stages=plan.num_stages, **shared, **math_of, **overlap(q.device),
     )  # fmt: skip
-    if splits > 1:
+    if plan.splits > 1 and not plan.is_folded:
         _, window, _, num_streams, room, *_ = sizes
         fold_kernel[(num_programs, num_heads)](
             y, parts, weights, alone, streams, slots, window, num_tokens, num_streams, room, num_heads, size,
             num_warps=4, **shared, **overlap(q.device),
         )  # fmt: skip
+
+
+def folded_heads(plan: Plan, dim: int, group: int) -> int:
+    """How many heads of a group the last program folds at once"""
+    most = max(FOLDED_TILE // (plan.splits * dim), 1)
+    return min(most, triton.next_power_of_2(group)) if plan.is_folded else 0
+
+
+def is_few(groups: int, device: torch.device) -> bool:
+    """Whether so few splits give every processor work that one program can fold them"""
+    return num_processors(device) <= FOLDED_SPLITS * groups <= FOLDED_SPLITS * MOST_FOLDED
+
+
+def arrivals(pool: Tensor) -> Tensor:
+    if pool not in ARRIVALS:
+        ARRIVALS[pool] = torch.zeros(MOST_FOLDED, dtype=torch.int32, device=pool.device)
+    found: Tensor = ARRIVALS[pool]
+    return found
+
+
+def launch_each(y: Tensor, tensors: tuple[Tensor, ...], sizes: tuple[Any, ...]) -> None:
+    """Every token as if it stood alone, with the splits it would have then"""
+    q, keys, values, tables, streams, slots = tensors
+    scale, window, _, *rest = sizes
+    size = max(MOST_FOLDED // values.shape[1], 1)
+    for parts in zip(*(t.split(size) for t in (y, q, streams, slots)), strict=True):
+        y_part, q_part, streams_part, slots_part = parts
+        some = q_part, keys, values, tables, streams_part, slots_part
+        launch_alone(y_part, some, (scale, window, len(q_part), *rest), False)
 
 
 def listed(streams: Tensor) -> Tensor:
@@ -431,9 +525,11 @@ def attention(  # noqa: PLR0913  those of the op
     group = q.shape[1] // num_kv_heads
     # exp2 is what the device has
     sizes = (scale * math.log2(math.e), window, len(q), *tables.shape, num_blocks, num_kv_heads, group, size)
-    tensors = q, keys, values, tables, streams, slots
+    if infinicore.deterministic:
+        launch_each(y, (q, keys, values, tables, streams, slots), sizes)
+        return settled(y, out)
     has_runs = len(q) > max(len(tables), LONG.value - 1)
-    launch_alone(y, tensors, sizes, has_runs)
+    launch_alone(y, (q, keys, values, tables, streams, slots), sizes, has_runs)
     if has_runs:
-        launch_runs(y, tensors, sizes)
+        launch_runs(y, (q, keys, values, tables, streams, slots), sizes)
     return settled(y, out)
