@@ -18,12 +18,14 @@ from test_triton import (  # noqa: F401  fixtures too
     assert_near,
     kernel_of,
     placed,
+    problem,
     random,
     run,
     wanted,
 )
 from torch import Tensor
 
+import infinicore
 from infinicore import nn, ops
 from infinicore.nn.linear import lay_together, project_gated, project_heads
 from infinicore.ops.attention_reference import paged
@@ -33,8 +35,9 @@ pytestmark = [
     pytest.mark.skipif(not HAS_GPU and not IS_INTERPRETED, reason="there is no CUDA device here"),
 ]
 
-NUM_ROWS = (1, 2, 5, 16, 17, 64, 100, 128) if HAS_GPU else (1, 2, 17)
-SIZES = ((33, 300), (130, 577), (64, 256), (4096, 4096)) if HAS_GPU else ((33, 300), (18, 256))
+SIZES_OF_HEADS = HEAD_SIZES if HAS_GPU else (10,)
+NUM_ROWS = (1, 2, 5, 16, 17, 64, 100, 128) if HAS_GPU else (1, 17)
+SIZES = ((33, 300), (130, 577), (64, 256), (4096, 4096)) if HAS_GPU else ((33, 300),)
 
 
 def product(num_rows: int, size: int, length: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -94,7 +97,7 @@ def assert_stores(op: Any, args: tuple[Any, ...], where: tuple[Any, ...], dtype:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", HEAD_SIZES)
+@pytest.mark.parametrize("size", SIZES_OF_HEADS)
 def test_heads_are_rotated_and_stored(size: int, dtype: torch.dtype) -> None:
     for num_tokens, block_size in ((1, 16), (37, 64)):
         heads = random(num_tokens, 10 * size, dtype=dtype).view(num_tokens, 10, size).split((6, 2, 2), 1)
@@ -104,9 +107,9 @@ def test_heads_are_rotated_and_stored(size: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", HEAD_SIZES)
+@pytest.mark.parametrize("size", SIZES_OF_HEADS)
 def test_heads_of_one_state_are_projected_rotated_and_stored(size: int, dtype: torch.dtype) -> None:
-    for length in (96, 577):
+    for length in (96, 577) if HAS_GPU else (96,):
         x, weight, bias, _ = product(1, 10 * size, length, dtype)
         for is_interleaved, b in ((False, None), (True, bias)):
             where = heads_problem(1, size, dtype, is_interleaved)
@@ -175,3 +178,40 @@ def test_layers_that_lie_together_give_what_they_give_apart() -> None:
         where[4].zero_()
         joined = project_gated(x, *gates, norm), project_heads(x, heads, norm, where), where[4]
         assert_near(joined, tuple(t.double() for t in apart), HALF)
+
+
+# ---- the same bits in any company --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_of_a_product_has_the_same_bits_in_any_company(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(infinicore, "deterministic", True)
+    size, length = (1030, 4096) if HAS_GPU else (40, 100)
+    x, weight, bias, residual = product(300 if HAS_GPU else 70, 2 * size, length, dtype)
+    norm = random(length, dtype=dtype)
+    calls: list[tuple[Any, Any]] = [
+        (ops.linear, lambda rows: (x[rows], weight, bias)),
+        (ops.linear_add, lambda rows: (x[rows], weight, bias, residual[rows])),
+        (ops.gated_linear, lambda rows: (x[rows], norm, 1e-5, weight, None)),
+    ]
+    for op, args in calls:
+        together = run(op, *args(slice(None)))
+        for rows in (slice(0, 1), slice(68, 69), slice(3, 5), slice(20, 67), slice(0, 256)):
+            assert torch.equal(run(op, *args(rows)), together[rows]), (op.name, rows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_token_attends_with_the_same_bits_in_any_company(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(infinicore, "deterministic", True)
+    num_tokens = 700 if HAS_GPU else 30
+    q, keys, values, tables, streams, slots, *rest = problem(
+        dtype, 64, 2, 16, list(range(num_tokens)), [0] * num_tokens
+    )
+    together = run(ops.attention, q, keys, values, tables, streams, slots, *rest)
+    for part in (slice(0, 1), slice(27, 28), slice(14, 29), slice(0, 5)):
+        some = q[part], keys, values, tables, streams[part], slots[part]
+        assert torch.equal(run(ops.attention, *some, *rest), together[part])

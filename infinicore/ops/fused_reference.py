@@ -100,7 +100,7 @@ def store_heads(  # noqa: PLR0913  those of its parts
 
 
 def project_heads_samples(dtype: torch.dtype) -> Samples:
-    for num_tokens, size in ((1, 8), (1, 64), (3, 10), (1, 10)):
+    for num_tokens, size in ((1, 8), (1, 16), (3, 10), (1, 10)):
         for is_interleaved in (False, True):
             x, norm = random(num_tokens, 96, dtype=dtype), random(96, dtype=dtype)
             weight, bias = random(10 * size, 96, dtype=dtype), random(10 * size, dtype=dtype)
