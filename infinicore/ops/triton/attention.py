@@ -441,7 +441,7 @@ def folded_heads(plan: Plan, dim: int, group: int) -> int:
 
 def is_few(groups: int, device: torch.device) -> bool:
     """Whether so few splits give every processor work that one program can fold them"""
-    return num_processors(device) <= FOLDED_SPLITS * groups <= FOLDED_SPLITS * MOST_FOLDED
+    return num_processors(device) // 2 <= FOLDED_SPLITS * groups <= FOLDED_SPLITS * MOST_FOLDED
 
 
 def arrivals(pool: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from infinicore.ops.triton.cache import LANES, are_places, are_pools
-from infinicore.ops.triton.linear import are_product, is_alone, row_products
+from infinicore.ops.triton.linear import are_product, first_weights, is_alone, row_products
 from infinicore.ops.triton.norm import are_rows
 from infinicore.ops.triton.rope import TILE, are_tables
 from infinicore.ops.triton.tensors import (
@@ -71,7 +71,7 @@ def project_kernel(
     q_ptr, key_ptr, value_ptr, x_ptr, norm_ptr, weight_ptr, bias_ptr, position_ptr, sin_ptr, cos_ptr,
     table_ptr, stream_ptr, slot_ptr, weight_stride, sin_stride, cos_stride, eps, length, B, M, P, H, K, D, E,
     HAS_BIAS: tl.constexpr, IS_INTERLEAVED: tl.constexpr, S: tl.constexpr, LANES: tl.constexpr,
-    PAIRS: tl.constexpr, COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr,
+    PAIRS: tl.constexpr, COLUMNS: tl.constexpr, IS_WHOLE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Some pairs of the heads of one token, from its state: norm, product, rotation, and where they belong"""
     half = D // 2
@@ -87,20 +87,22 @@ def project_kernel(
         row = both // half * D + both % half + second * half
         d = pair % half
         gap = half
-    y = row_products(
-        x_ptr, norm_ptr, weight_ptr, row, both < num_pairs, weight_stride, E, eps, True, COLUMNS, OVERLAPS
+    at, weight, norm = first_weights(
+        weight_ptr, norm_ptr, row, both < num_pairs, weight_stride, E, COLUMNS
     )
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + row, mask=both < num_pairs, other=0.0).to(tl.float32)
-    y0, y1 = tl.split(tl.reshape(y, (PAIRS, 2)))
+    wait_for_inputs(OVERLAPS)
     head, is_pair = pair // half, pair < num_pairs
     position = tl.load(position_ptr).to(tl.int64)
     sin, cos = angles(sin_ptr, cos_ptr, position, pair % half, is_pair, sin_stride, cos_stride, length)
+    stream, slot = tl.load(stream_ptr).to(tl.int64), tl.load(slot_ptr).to(tl.int64)
+    block, place = place_of(table_ptr, stream, slot, B, M, P, S)
+    y = row_products(x_ptr, norm_ptr, at, weight, norm, both < num_pairs, E, eps, True, COLUMNS, IS_WHOLE)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + row, mask=both < num_pairs, other=0.0).to(tl.float32)
+    y0, y1 = tl.split(tl.reshape(y, (PAIRS, 2)))
     is_rotated = head < H + K
     r0 = tl.where(is_rotated, y0 * cos - y1 * sin, y0)
     r1 = tl.where(is_rotated, y0 * sin + y1 * cos, y1)
-    stream, slot = tl.load(stream_ptr).to(tl.int64), tl.load(slot_ptr).to(tl.int64)
-    block, place = place_of(table_ptr, stream, slot, B, M, P, S)
     put(q_ptr, key_ptr, value_ptr, r0, 0, head, d, is_pair, block, place, H, K, D, S, LANES)
     put(q_ptr, key_ptr, value_ptr, r1, 0, head, d + gap, is_pair, block, place, H, K, D, S, LANES)
 
@@ -154,7 +156,7 @@ def launch_project(q: Tensor, x: Tensor, norm: Tensor, eps: float, *rest: Any) -
         weight.stride(0), sin.stride(0), cos.stride(0), eps, len(sin), *tables.shape, num_blocks,
         num_heads, num_kv_heads, size, weight.shape[1],
         HAS_BIAS=bias is not None, IS_INTERLEAVED=is_interleaved, S=block_size, LANES=LANES,
-        PAIRS=pairs, COLUMNS=columns, num_warps=num_warps, **overlap(x.device),
+        PAIRS=pairs, COLUMNS=columns, IS_WHOLE=weight.shape[1] <= columns, num_warps=num_warps, **overlap(x.device),
     )  # fmt: skip
 
 

@@ -37,40 +37,47 @@ class Tile(NamedTuple):
 
 
 @triton.jit
-def load_weights(at, is_row, column, start, K):
-    is_in = is_row[:, None] & (start + column < K)[None, :]
-    return tl.load(at + start, mask=is_in, other=0.0, eviction_policy="evict_first").to(tl.float32)
+def load_weights(at, is_row, column, K):
+    is_in = is_row[:, None] & (column < K)[None, :]
+    return tl.load(at, mask=is_in, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def first_weights(weight_ptr, norm_ptr, row, is_row, weight_stride, K, COLUMNS: tl.constexpr):
+    """Where some rows of a weight lie, their first columns, and those of a norm.
+
+    They do not depend on the kernel before, so they are on their way while it ends; as they are stored, since
+    they take room until then.
+    """
+    column = tl.arange(0, COLUMNS)
+    at = weight_ptr + row.to(tl.int64)[:, None] * weight_stride + column[None, :]
+    norm = tl.load(norm_ptr + column, mask=column < K, other=0.0)
+    return at, load_weights(at, is_row, column, K), norm
 
 
 @triton.jit
 def row_products(
-    x_ptr, norm_ptr, weight_ptr, row, is_row, weight_stride, K, eps,
-    NORMS: tl.constexpr, COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr,
+    x_ptr, norm_ptr, at, weight, norm, is_row, K, eps,
+    NORMS: tl.constexpr, COLUMNS: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
     """sum(x * weight[row]) for some rows, x being normalised first if there is a norm.
 
-    The mean square is a factor of the sum, so it is found on the way. Weights do not depend on the kernel
-    before: the first are on their way while it ends.
+    The mean square is a factor of the sum, so it is found on the way.
     """
     column = tl.arange(0, COLUMNS)
-    at = weight_ptr + row.to(tl.int64)[:, None] * weight_stride + column[None, :]
-    weight = load_weights(at, is_row, column, 0, K)
-    if NORMS:
-        norm = tl.load(norm_ptr + column, mask=column < K, other=0.0).to(tl.float32)
-    wait_for_inputs(OVERLAPS)
     x = tl.load(x_ptr + column, mask=column < K, other=0.0).to(tl.float32)
     squares = x * x
     if NORMS:
-        x = x * norm
-    sums = weight * x[None, :]
-    for start in range(COLUMNS, K, COLUMNS):
-        is_column = start + column < K
-        weight = load_weights(at, is_row, column, start, K)
-        x = tl.load(x_ptr + start + column, mask=is_column, other=0.0).to(tl.float32)
+        x = x * norm.to(tl.float32)
+    sums = weight.to(tl.float32) * x[None, :]
+    for start in range(COLUMNS, COLUMNS if IS_WHOLE else K, COLUMNS):
+        weight = load_weights(at + start, is_row, start + column, K)
+        x = tl.load(x_ptr + start + column, mask=start + column < K, other=0.0).to(tl.float32)
         if NORMS:
             squares += x * x
-            x = x * tl.load(norm_ptr + start + column, mask=is_column, other=0.0).to(tl.float32)
-        sums += weight * x[None, :]
+            norm = tl.load(norm_ptr + start + column, mask=start + column < K, other=0.0)
+            x = x * norm.to(tl.float32)
+        sums += weight.to(tl.float32) * x[None, :]
     y = tl.sum(sums, 1)
     if NORMS:
         y = y * tl.rsqrt(tl.sum(squares, 0) / K + eps)
@@ -81,15 +88,19 @@ def row_products(
 def linear_kernel(
     y_ptr, x_ptr, weight_ptr, bias_ptr, residual_ptr, weight_stride, N, K,
     HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    IS_WHOLE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """y[n] = sum(x * weight[n]) + bias[n], rounded, + residual[n]"""
+    """y[n] = sum(x * weight[n]) + bias[n] + residual[n]"""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    y = row_products(x_ptr, x_ptr, weight_ptr, row, row < N, weight_stride, K, 0.0, False, COLUMNS, OVERLAPS)
+    at, weight, _ = first_weights(weight_ptr, weight_ptr, row, row < N, weight_stride, K, COLUMNS)
+    wait_for_inputs(OVERLAPS)
+    if ADDS:
+        residual = tl.load(residual_ptr + row, mask=row < N, other=0.0).to(tl.float32)
+    y = row_products(x_ptr, x_ptr, at, weight, weight, row < N, K, 0.0, False, COLUMNS, IS_WHOLE)
     if HAS_BIAS:
         y += tl.load(bias_ptr + row, mask=row < N, other=0.0).to(tl.float32)
     if ADDS:
-        y += tl.load(residual_ptr + row, mask=row < N, other=0.0).to(tl.float32)
+        y += residual
     tl.store(y_ptr + row, y.to(y_ptr.dtype.element_ty), mask=row < N)
 
 
@@ -97,14 +108,16 @@ def linear_kernel(
 def gated_kernel(
     y_ptr, x_ptr, norm_ptr, weight_ptr, bias_ptr, weight_stride, N, K, eps,
     NORMS: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    IS_WHOLE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """y[n] = silu(gate[n]) * up[n], whose weights are N rows apart"""
     pair = tl.program_id(0) * ROWS + tl.arange(0, 2 * ROWS) // 2
     row = pair + tl.arange(0, 2 * ROWS) % 2 * N
-    y = row_products(
-        x_ptr, norm_ptr, weight_ptr, row, pair < N, weight_stride, K, eps, NORMS, COLUMNS, OVERLAPS
+    at, weight, norm = first_weights(
+        weight_ptr, norm_ptr if NORMS else weight_ptr, row, pair < N, weight_stride, K, COLUMNS
     )
+    wait_for_inputs(OVERLAPS)
+    y = row_products(x_ptr, norm_ptr, at, weight, norm, pair < N, K, eps, NORMS, COLUMNS, IS_WHOLE)
     if HAS_BIAS:
         y += tl.load(bias_ptr + row, mask=pair < N, other=0.0).to(tl.float32)
     gate, up = tl.split(tl.reshape(y, (ROWS, 2)))
@@ -126,7 +139,7 @@ def launch(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, residual: 
     linear_kernel[(triton.cdiv(num_rows, tile.rows),)](
         y, x, weight, bias, residual, weight.stride(0), num_rows, size,
         HAS_BIAS=bias is not None, ADDS=residual is not None, ROWS=tile.rows, COLUMNS=tile.columns,
-        num_warps=tile.num_warps, **overlap(x.device),
+        IS_WHOLE=size <= tile.columns, num_warps=tile.num_warps, **overlap(x.device),
     )  # fmt: skip
 
 
@@ -138,7 +151,7 @@ def launch_gated(
     gated_kernel[(triton.cdiv(num_rows, tile.rows),)](
         y, x, norm, weight, bias, weight.stride(0), num_rows, size, eps,
         NORMS=norm is not None, HAS_BIAS=bias is not None, ROWS=tile.rows, COLUMNS=tile.columns,
-        num_warps=tile.num_warps, **overlap(x.device),
+        IS_WHOLE=size <= tile.columns, num_warps=tile.num_warps, **overlap(x.device),
     )  # fmt: skip
 
 

@@ -144,7 +144,9 @@ def tile_of(x: Tensor, weight: Tensor, is_gated: bool = False) -> Tile | None:
     num_rows = x.numel() // x.shape[-1]
     if num_rows > MOST_ROWS or x.dtype not in HALVES or weight.dtype != x.dtype:
         return None
-    return Tile(max(triton.next_power_of_2(num_rows), 16), 32, 128, 4, 4)
+    size, num_rows = 128 if is_gated else 64, max(triton.next_power_of_2(num_rows), 16)
+    splits = 2 if len(weight) <= 64 * 64 else 1
+    return Tile(num_rows, size, 128, 4, 3 if is_gated else 4, splits, True)
 
 
 def launch(
