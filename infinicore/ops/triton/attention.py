@@ -73,13 +73,6 @@ def blocks_of(table_ptr, key, is_seen, K, P, head, S: tl.constexpr):
 
 
 @triton.jit
-def with_lanes(key, begin, end, LANES: tl.constexpr):
-    """Whether a key from begin to end is among the lanes of these: those are loaded together"""
-    lane = key // LANES * LANES
-    return (lane + LANES > begin) & (lane < end)
-
-
-@triton.jit
 def load_keys(key_ptr, first, key, d, D, S: tl.constexpr, LANES: tl.constexpr):
     """[D, KEYS], of which LANES lie side by side
 
@@ -144,24 +137,76 @@ def list_kernel(list_ptr, stream_ptr, N, LONG: tl.constexpr, TILE: tl.constexpr,
 
 
 @triton.jit
+def lanes_at(table_ptr, key, seen, end, K, P, head, D, S: tl.constexpr, LANES: tl.constexpr):
+    """Where the LANES keys from `key` on begin in a pool, and NaN where no pool has their block
+
+    Of keys that are not seen it is somewhere in the first block.
+    """
+    is_any = (key + LANES > seen) & (key < end)
+    block = tl.load(table_ptr + key // S, mask=is_any, other=0).to(tl.int64)
+    is_there = (block >= 0) & (block < P)
+    lost = tl.where(is_there, 0.0, float("nan"))
+    return ((tl.where(is_there, block, 0) * K + head) * S + key % S) * D, lost
+
+
+@triton.jit
+def lane_scores(
+    q, key_ptr, first, lost, key, seen, end, scale, D,
+    LANES: tl.constexpr, DIM: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """[HEADS, LANES]; the keys are [D, LANES] in one piece"""
+    d, lane = tl.arange(0, DIM)[:, None], tl.arange(0, LANES)[None, :]
+    keys = tl.load(key_ptr + first + (d * LANES + lane), mask=d < D, other=0.0).to(DTYPE)
+    scores = tl.dot(q, keys, input_precision=PRECISION) * scale + lost
+    return tl.where((key + lane >= seen) & (key + lane < end), scores, -float("inf"))
+
+
+@triton.jit
+def add_lanes(
+    sums, weights, value_ptr, first, key, seen, end, D,
+    LANES: tl.constexpr, DIM: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """sums + weights * values, which are [LANES, D] in one piece; what is not seen may be anything"""
+    lane, d = tl.arange(0, LANES)[:, None], tl.arange(0, DIM)[None, :]
+    is_seen = (key + lane >= seen) & (key + lane < end)
+    values = tl.load(value_ptr + first + (lane * D + d), mask=is_seen & (d < D), other=0.0).to(DTYPE)
+    return tl.dot(weights.to(DTYPE), values, sums, input_precision=PRECISION)
+
+
+@triton.jit
 def attend_alone(
     sums, largest, total, q, seen, begin, end, lost, key_ptr, value_ptr, table, scale, K, P, head, D,
-    S: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    S: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What the heads of a group sum up over the keys from begin to end, as far as those are seen"""
-    d = tl.arange(0, DIM)
-    for start in range(begin, end, KEYS):
-        key = start + tl.arange(0, KEYS)
-        is_seen = (key >= seen) & (key < end)
-        first, missing = blocks_of(table, key, with_lanes(key, seen, end, LANES), K, P, head, S)
-        keys = load_keys(key_ptr, first, key, d, D, S, LANES).to(DTYPE)
-        scores = tl.dot(q, keys, input_precision=PRECISION) * scale + (missing + lost)[None, :]
-        scores = tl.where(is_seen[None, :], scores, -float("inf"))
-        weights, largest, scaled = weigh(scores, largest)
-        values = load_values(value_ptr, first, key, is_seen, d, D, S).to(DTYPE)
-        total = total * scaled + tl.sum(weights, 1)
-        sums = tl.dot(weights.to(DTYPE), values, sums * scaled[:, None], input_precision=PRECISION)
+    """What the heads of a group sum up over the keys from begin to end, as far as those are seen.
+
+    Lanes lie in one block each, so an address is a number for all of them. It is found one round ahead: loads
+    that wait for no other are begun several rounds ahead.
+    """
+    first, first_lost = lanes_at(table, begin, seen, end, K, P, head, D, S, LANES)
+    second, second_lost = lanes_at(table, begin + LANES, seen, end, K, P, head, D, S, LANES)
+    for key in range(begin, end, 2 * LANES):
+        next_first, next_first_lost = lanes_at(table, key + 2 * LANES, seen, end, K, P, head, D, S, LANES)
+        next_second, next_second_lost = lanes_at(table, key + 3 * LANES, seen, end, K, P, head, D, S, LANES)
+        scores = lane_scores(
+            q, key_ptr, first, first_lost + lost, key, seen, end, scale, D, LANES, DIM, DTYPE, PRECISION
+        )
+        others = lane_scores(
+            q, key_ptr, second, second_lost + lost, key + LANES, seen, end, scale, D,
+            LANES, DIM, DTYPE, PRECISION,
+        )  # fmt: skip
+        new = tl.maximum(largest, tl.max(tl.maximum(scores, others), 1))
+        base = tl.where(new == -float("inf"), 0.0, new)
+        scaled, largest = tl.exp2(largest - base), new
+        weights, other_weights = tl.exp2(scores - base[:, None]), tl.exp2(others - base[:, None])
+        total = total * scaled + tl.sum(weights + other_weights, 1)
+        sums = add_lanes(
+            sums * scaled[:, None], weights, value_ptr, first, key, seen, end, D, LANES, DIM, DTYPE, PRECISION
+        )
+        sums = add_lanes(
+            sums, other_weights, value_ptr, second, key + LANES, seen, end, D, LANES, DIM, DTYPE, PRECISION
+        )
+        first, first_lost, second, second_lost = next_first, next_first_lost, next_second, next_second_lost
     return sums, largest, total
 
 
@@ -218,7 +263,7 @@ def alone_kernel(
             total, sums = tl.zeros((HEADS,), tl.float32), tl.zeros((HEADS, DIM), tl.float32)
             sums, largest, total = attend_alone(
                 sums, largest, total, q, seen, begin, end, lost, key_ptr, value_ptr, table_ptr + stream * M,
-                scale, K, P, head, D, S, LANES, DIM, KEYS, DTYPE, PRECISION,
+                scale, K, P, head, D, S, LANES, DIM, DTYPE, PRECISION,
             )  # fmt: skip
             row = (token * K + head) * G + g
             if SPLITS == 1:
@@ -359,11 +404,9 @@ def num_splits(num_programs: int, num_values: int, device: torch.device) -> int:
     return min(1 << max(wanted - 1, 0).bit_length(), 1 << most.bit_length() - 1)
 
 
-def alone_tile(is_wide: bool, dim: int, is_crowded: bool) -> tuple[int, int, int]:
-    """Keys at once, warps, stages, as an H200 does best"""
-    if is_wide or dim > 128:
-        return 32, 4, 2
-    return (64, 2, 4) if is_crowded else (64, 4, 4)
+def alone_tile(is_wide: bool, dim: int) -> tuple[int, int]:
+    """Warps and stages, as an H200 does best"""
+    return (4, 2) if is_wide or dim > 128 else (2, 3)
 
 
 def runs_tile(is_wide: bool, dim: int) -> tuple[int, int, int, int]:
@@ -381,12 +424,11 @@ def arithmetic(q: Tensor, values: Tensor) -> dict[str, Any]:
 
 
 class Plan(NamedTuple):
-    """How many programs share the keys of a token, and whether the last of them folds what they found; how
-    many keys each takes at once, on how many warps, in how many stages"""
+    """How many programs share the keys of a token, and whether the last of them folds what they found; on
+    how many warps, in how many stages"""
 
     splits: int
     is_folded: bool
-    keys: int
     num_warps: int
     num_stages: int
 
@@ -396,11 +438,11 @@ def plan_of(num_programs: int, q: Tensor, num_kv_heads: int, is_wide: bool, has_
     num_tokens, num_heads, size = q.shape
     dim, groups = padded(size), num_programs * num_kv_heads
     if infinicore.deterministic:
-        return Plan(FOLDED_SPLITS, True, *alone_tile(is_wide, dim, False))
+        return Plan(FOLDED_SPLITS, True, *alone_tile(is_wide, dim))
     splits = num_splits(groups, num_tokens * num_heads * dim, q.device)
     is_folded = not has_runs and splits > 1 and is_few(groups, q.device)
-    tile = alone_tile(is_wide, dim, groups > num_processors(q.device))
-    return Plan(min(splits, FOLDED_SPLITS) if is_folded else splits, is_folded, *tile)
+    splits = min(splits, FOLDED_SPLITS) if is_folded else splits
+    return Plan(splits, is_folded, *alone_tile(is_wide, dim))
 
 
 def padded(size: int) -> int:
@@ -416,7 +458,7 @@ def launch_alone(y: Tensor, tensors: tuple[Tensor, ...], sizes: tuple[Any, ...],
     num_programs = min(num_tokens, (LONG.value - 1) * len(tables)) if has_runs else num_tokens
     math_of, dim, group = arithmetic(q, values), padded(size), num_heads // num_kv_heads
     plan = plan_of(num_programs, q, num_kv_heads, math_of["DTYPE"] == tl.float32, has_runs)
-    shared = {"S": block_size, "DIM": dim, "KEYS": plan.keys, "SPLITS": plan.splits, "HAS_RUNS": has_runs}
+    shared = {"S": block_size, "DIM": dim, "KEYS": 2 * LANES, "SPLITS": plan.splits, "HAS_RUNS": has_runs}
     num_parts = num_tokens * num_heads * plan.splits if plan.splits > 1 else 0
     parts, weights = (q.new_empty(num_parts, n, dtype=torch.float32) for n in (dim, 2))
     arrived = arrivals(values) if plan.is_folded else None

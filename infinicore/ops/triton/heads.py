@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from infinicore.ops.triton.cache import LANES, are_places, are_pools
-from infinicore.ops.triton.linear import are_product, first_weights, is_alone, row_products
+from infinicore.ops.triton.linear import are_product, is_alone, load_row, pair_product, tile_of
 from infinicore.ops.triton.norm import are_rows
 from infinicore.ops.triton.rope import TILE, are_tables
 from infinicore.ops.triton.tensors import (
@@ -71,40 +71,34 @@ def project_kernel(
     q_ptr, key_ptr, value_ptr, x_ptr, norm_ptr, weight_ptr, bias_ptr, position_ptr, sin_ptr, cos_ptr,
     table_ptr, stream_ptr, slot_ptr, weight_stride, sin_stride, cos_stride, eps, length, B, M, P, H, K, D, E,
     HAS_BIAS: tl.constexpr, IS_INTERLEAVED: tl.constexpr, S: tl.constexpr, LANES: tl.constexpr,
-    PAIRS: tl.constexpr, COLUMNS: tl.constexpr, IS_WHOLE: tl.constexpr, OVERLAPS: tl.constexpr,
+    COLUMNS: tl.constexpr, IS_WHOLE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Some pairs of the heads of one token, from its state: norm, product, rotation, and where they belong"""
-    half = D // 2
-    pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
-    both = tl.program_id(0) * PAIRS + tl.arange(0, 2 * PAIRS) // 2
-    second = tl.arange(0, 2 * PAIRS) % 2
-    num_pairs = (H + 2 * K) * half
-    if IS_INTERLEAVED:
-        row = 2 * both + second
-        d = 2 * (pair % half)
-        gap = 1
-    else:
-        row = both // half * D + both % half + second * half
-        d = pair % half
-        gap = half
-    at, weight, norm = first_weights(
-        weight_ptr, norm_ptr, row, both < num_pairs, weight_stride, E, COLUMNS
-    )
+    """A pair of one token, from its state: norm, product, rotation, and where it belongs"""
+    half, column = D // 2, tl.arange(0, COLUMNS)
+    head, pair = tl.program_id(0) // half, tl.program_id(0) % half
+    d = 2 * pair if IS_INTERLEAVED else pair
+    gap = 1 if IS_INTERLEAVED else half
+    row = head * D + d
+    first_ptr = weight_ptr + row.to(tl.int64) * weight_stride
+    second_ptr = first_ptr + gap * weight_stride
+    first, second = load_row(first_ptr, column, E), load_row(second_ptr, column, E)
+    norm = tl.load(norm_ptr + column, mask=column < E, other=0.0)
     wait_for_inputs(OVERLAPS)
-    head, is_pair = pair // half, pair < num_pairs
     position = tl.load(position_ptr).to(tl.int64)
-    sin, cos = angles(sin_ptr, cos_ptr, position, pair % half, is_pair, sin_stride, cos_stride, length)
     stream, slot = tl.load(stream_ptr).to(tl.int64), tl.load(slot_ptr).to(tl.int64)
+    sin, cos = angles(sin_ptr, cos_ptr, position, pair, True, sin_stride, cos_stride, length)
     block, place = place_of(table_ptr, stream, slot, B, M, P, S)
-    y = row_products(x_ptr, norm_ptr, at, weight, norm, both < num_pairs, E, eps, True, COLUMNS, IS_WHOLE)
+    y0, y1 = pair_product(
+        x_ptr, norm_ptr, first_ptr, second_ptr, first, second, norm, E, eps, True, COLUMNS, IS_WHOLE
+    )
     if HAS_BIAS:
-        y += tl.load(bias_ptr + row, mask=both < num_pairs, other=0.0).to(tl.float32)
-    y0, y1 = tl.split(tl.reshape(y, (PAIRS, 2)))
+        y0 += tl.load(bias_ptr + row).to(tl.float32)
+        y1 += tl.load(bias_ptr + row + gap).to(tl.float32)
     is_rotated = head < H + K
     r0 = tl.where(is_rotated, y0 * cos - y1 * sin, y0)
     r1 = tl.where(is_rotated, y0 * sin + y1 * cos, y1)
-    put(q_ptr, key_ptr, value_ptr, r0, 0, head, d, is_pair, block, place, H, K, D, S, LANES)
-    put(q_ptr, key_ptr, value_ptr, r1, 0, head, d + gap, is_pair, block, place, H, K, D, S, LANES)
+    put(q_ptr, key_ptr, value_ptr, r0, 0, head, d, True, block, place, H, K, D, S, LANES)
+    put(q_ptr, key_ptr, value_ptr, r1, 0, head, d + gap, True, block, place, H, K, D, S, LANES)
 
 
 @triton.jit(do_not_specialize=["length", "B", "M", "P"])
@@ -149,20 +143,15 @@ def launch_project(q: Tensor, x: Tensor, norm: Tensor, eps: float, *rest: Any) -
     tables, streams, slots = (place.contiguous() for place in places)
     num_blocks, num_kv_heads, block_size, size = values.shape
     num_heads = q.shape[-2]
-    pairs, columns, num_warps = project_tile(weight.shape[1], weight.element_size())
-    num_pairs = (num_heads + 2 * num_kv_heads) * size // 2
-    project_kernel[(triton.cdiv(num_pairs, pairs),)](
+    tile = tile_of(weight.shape[1], weight.element_size(), len(weight))
+    project_kernel[(len(weight) // 2,)](
         q, keys, values, x, norm, weight, bias, positions, sin, cos, tables, streams, slots,
         weight.stride(0), sin.stride(0), cos.stride(0), eps, len(sin), *tables.shape, num_blocks,
         num_heads, num_kv_heads, size, weight.shape[1],
         HAS_BIAS=bias is not None, IS_INTERLEAVED=is_interleaved, S=block_size, LANES=LANES,
-        PAIRS=pairs, COLUMNS=columns, IS_WHOLE=weight.shape[1] <= columns, num_warps=num_warps, **overlap(x.device),
+        COLUMNS=tile.columns, IS_WHOLE=weight.shape[1] <= tile.columns, num_warps=tile.num_warps,
+        **overlap(x.device),
     )  # fmt: skip
-
-
-def project_tile(size: int, width: int) -> tuple[int, int, int]:
-    """Pairs and columns at once, and warps"""
-    return 1, min(triton.next_power_of_2(size), 8192 // width), 4
 
 
 def launch_store(y: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> None:

@@ -18,6 +18,7 @@ from infinicore.ops.triton.tensors import (
     FLOATS,
     are_plain,
     fits,
+    num_processors,
     overlap,
     rows_of,
     settled,
@@ -26,131 +27,161 @@ from infinicore.ops.triton.tensors import (
 )
 
 # N rows of the weight, K their length
+RESIDENT = 8  # programs of linear_kernel that a processor has at once, or some more
+FETCHED_BYTES = 1 << 13  # the longest row that is fetched ahead
 
 
 class Tile(NamedTuple):
-    """How much of the weight a program takes at once, and on how many warps"""
+    """How much of a row of the weight a program takes at once, and on how many warps"""
 
-    rows: int
     columns: int
     num_warps: int
 
 
 @triton.jit
-def load_weights(at, is_row, column, K):
-    is_in = is_row[:, None] & (column < K)[None, :]
-    return tl.load(at, mask=is_in, other=0.0, eviction_policy="evict_first")
+def load_row(row_ptr, column, K):
+    """Part of a row of a weight, as it is stored: it may take room for a while until it is wanted"""
+    return tl.load(row_ptr + column, mask=column < K, other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
-def first_weights(weight_ptr, norm_ptr, row, is_row, weight_stride, K, COLUMNS: tl.constexpr):
-    """Where some rows of a weight lie, their first columns, and those of a norm.
+def load_wide(row_ptr, column, K):
+    return tl.load(row_ptr + column, mask=column < K, other=0.0).to(tl.float32)
 
-    They do not depend on the kernel before, so they are on their way while it ends; as they are stored, since
-    they take room until then.
-    """
+
+@triton.jit
+def fetch(ptr, NUM_BYTES: tl.constexpr):
+    """Have memory brought as near as all processors share, and wait for nothing"""
+    tl.inline_asm_elementwise(
+        "{.reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;"
+        "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;}",
+        "=r,l,r", [ptr, NUM_BYTES], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def sum_of_three(a, b, c, d, e, f):
+    return a + d, b + e, c + f
+
+
+@triton.jit
+def row_product(x_ptr, row_ptr, weight, K, COLUMNS: tl.constexpr, IS_WHOLE: tl.constexpr):
+    """sum(x * row), of which the first columns are there"""
     column = tl.arange(0, COLUMNS)
-    at = weight_ptr + row.to(tl.int64)[:, None] * weight_stride + column[None, :]
-    norm = tl.load(norm_ptr + column, mask=column < K, other=0.0)
-    return at, load_weights(at, is_row, column, K), norm
+    sums = weight.to(tl.float32) * load_wide(x_ptr, column, K)
+    for start in range(COLUMNS, COLUMNS if IS_WHOLE else K, COLUMNS):
+        weight = load_row(row_ptr, start + column, K)
+        sums += weight.to(tl.float32) * load_wide(x_ptr, start + column, K)
+    return tl.sum(sums, 0)
 
 
 @triton.jit
-def row_products(
-    x_ptr, norm_ptr, at, weight, norm, is_row, K, eps,
+def pair_product(
+    x_ptr, norm_ptr, first_ptr, second_ptr, first, second, norm, K, eps,
     NORMS: tl.constexpr, COLUMNS: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """sum(x * weight[row]) for some rows, x being normalised first if there is a norm.
+    """sum(x * row) for two rows of which the first columns are there, x being normalised if there is a norm.
 
-    The mean square is a factor of the sum, so it is found on the way.
+    The mean square is a factor of the sums, so it is found on the way.
     """
     column = tl.arange(0, COLUMNS)
-    x = tl.load(x_ptr + column, mask=column < K, other=0.0).to(tl.float32)
+    x = load_wide(x_ptr, column, K)
     squares = x * x
     if NORMS:
         x = x * norm.to(tl.float32)
-    sums = weight.to(tl.float32) * x[None, :]
+    firsts, seconds = first.to(tl.float32) * x, second.to(tl.float32) * x
     for start in range(COLUMNS, COLUMNS if IS_WHOLE else K, COLUMNS):
-        weight = load_weights(at + start, is_row, start + column, K)
-        x = tl.load(x_ptr + start + column, mask=start + column < K, other=0.0).to(tl.float32)
+        first, second = load_row(first_ptr, start + column, K), load_row(second_ptr, start + column, K)
+        x = load_wide(x_ptr, start + column, K)
+        squares += x * x
         if NORMS:
-            squares += x * x
-            norm = tl.load(norm_ptr + start + column, mask=start + column < K, other=0.0)
-            x = x * norm.to(tl.float32)
-        sums += weight.to(tl.float32) * x[None, :]
-    y = tl.sum(sums, 1)
-    if NORMS:
-        y = y * tl.rsqrt(tl.sum(squares, 0) / K + eps)
-    return y
+            x = x * load_wide(norm_ptr, start + column, K)
+        firsts += first.to(tl.float32) * x
+        seconds += second.to(tl.float32) * x
+    y0, y1, square = tl.reduce((firsts, seconds, squares), 0, sum_of_three)
+    factor = tl.rsqrt(square / K + eps) if NORMS else 1.0
+    return y0 * factor, y1 * factor
 
 
 @triton.jit
 def linear_kernel(
-    y_ptr, x_ptr, weight_ptr, bias_ptr, residual_ptr, weight_stride, N, K,
-    HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    IS_WHOLE: tl.constexpr, OVERLAPS: tl.constexpr,
+    y_ptr, x_ptr, weight_ptr, bias_ptr, residual_ptr, weight_stride, N, K, ahead,
+    HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, COLUMNS: tl.constexpr, IS_WHOLE: tl.constexpr,
+    FETCHED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """y[n] = sum(x * weight[n]) + bias[n] + residual[n]"""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    at, weight, _ = first_weights(weight_ptr, weight_ptr, row, row < N, weight_stride, K, COLUMNS)
+    """y[n] = sum(x * weight[n]) + bias[n] + residual[n]
+
+    Weights do not depend on the kernel before: the first are on their way while it ends, and programs that
+    are there by then fetch some of those that come after them.
+    """
+    n = tl.program_id(0)
+    row_ptr = weight_ptr + n.to(tl.int64) * weight_stride
+    weight = load_row(row_ptr, tl.arange(0, COLUMNS), K)
+    if OVERLAPS and FETCHED > 0:  # noqa: SIM102  known when it is compiled, unlike what follows
+        if (n < ahead) & (n + 2 * ahead < N):
+            fetch(row_ptr + ahead.to(tl.int64) * weight_stride, FETCHED)
+            fetch(row_ptr + 2 * ahead.to(tl.int64) * weight_stride, FETCHED)
     wait_for_inputs(OVERLAPS)
-    if ADDS:
-        residual = tl.load(residual_ptr + row, mask=row < N, other=0.0).to(tl.float32)
-    y = row_products(x_ptr, x_ptr, at, weight, weight, row < N, K, 0.0, False, COLUMNS, IS_WHOLE)
+    residual = tl.load(residual_ptr + n).to(tl.float32) if ADDS else 0.0
+    y = row_product(x_ptr, row_ptr, weight, K, COLUMNS, IS_WHOLE) + residual
     if HAS_BIAS:
-        y += tl.load(bias_ptr + row, mask=row < N, other=0.0).to(tl.float32)
-    if ADDS:
-        y += residual
-    tl.store(y_ptr + row, y.to(y_ptr.dtype.element_ty), mask=row < N)
+        y += tl.load(bias_ptr + n).to(tl.float32)
+    tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty))
 
 
 @triton.jit
 def gated_kernel(
     y_ptr, x_ptr, norm_ptr, weight_ptr, bias_ptr, weight_stride, N, K, eps,
-    NORMS: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    IS_WHOLE: tl.constexpr, OVERLAPS: tl.constexpr,
+    NORMS: tl.constexpr, HAS_BIAS: tl.constexpr, COLUMNS: tl.constexpr, IS_WHOLE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """y[n] = silu(gate[n]) * up[n], whose weights are N rows apart"""
-    pair = tl.program_id(0) * ROWS + tl.arange(0, 2 * ROWS) // 2
-    row = pair + tl.arange(0, 2 * ROWS) % 2 * N
-    at, weight, norm = first_weights(
-        weight_ptr, norm_ptr if NORMS else weight_ptr, row, pair < N, weight_stride, K, COLUMNS
-    )
+    n = tl.program_id(0)
+    column = tl.arange(0, COLUMNS)
+    gate_ptr = weight_ptr + n.to(tl.int64) * weight_stride
+    up_ptr = gate_ptr + N.to(tl.int64) * weight_stride
+    gate, up = load_row(gate_ptr, column, K), load_row(up_ptr, column, K)
+    norm = tl.load(norm_ptr + column, mask=column < K, other=0.0) if NORMS else gate
     wait_for_inputs(OVERLAPS)
-    y = row_products(x_ptr, norm_ptr, at, weight, norm, pair < N, K, eps, NORMS, COLUMNS, IS_WHOLE)
+    g, u = pair_product(x_ptr, norm_ptr, gate_ptr, up_ptr, gate, up, norm, K, eps, NORMS, COLUMNS, IS_WHOLE)
     if HAS_BIAS:
-        y += tl.load(bias_ptr + row, mask=pair < N, other=0.0).to(tl.float32)
-    gate, up = tl.split(tl.reshape(y, (ROWS, 2)))
-    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    y = gate / (1 + tl.exp(-gate)) * up
-    tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=n < N)
+        g += tl.load(bias_ptr + n).to(tl.float32)
+        u += tl.load(bias_ptr + N + n).to(tl.float32)
+    tl.store(y_ptr + n, (g / (1 + tl.exp(-g)) * u).to(y_ptr.dtype.element_ty))
 
 
-def tile_of(size: int, width: int) -> Tile:
-    """What reads weights fastest on an H200: a row as a whole if it is short, else in steps"""
-    if size <= 8192 // width:
-        return Tile(1, triton.next_power_of_2(size), 4)
-    return Tile(1, 4096 // width, 8)
+def tile_of(size: int, width: int, num_rows: int) -> Tile:
+    """What reads weights fastest on an H200: rows as a whole if they are short, else in steps"""
+    if size * width <= 8192:
+        return Tile(triton.next_power_of_2(size), 8 if num_rows <= 8192 else 4)
+    return Tile(2048 // width, 4)
 
 
 def launch(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> None:
     num_rows, size = weight.shape
-    tile = tile_of(size, weight.element_size())
-    linear_kernel[(triton.cdiv(num_rows, tile.rows),)](
-        y, x, weight, bias, residual, weight.stride(0), num_rows, size,
-        HAS_BIAS=bias is not None, ADDS=residual is not None, ROWS=tile.rows, COLUMNS=tile.columns,
-        IS_WHOLE=size <= tile.columns, num_warps=tile.num_warps, **overlap(x.device),
+    tile = tile_of(size, weight.element_size(), num_rows)
+    linear_kernel[(num_rows,)](
+        y, x, weight, bias, residual, weight.stride(0), num_rows, size, RESIDENT * num_processors(x.device),
+        HAS_BIAS=bias is not None, ADDS=residual is not None, COLUMNS=tile.columns,
+        IS_WHOLE=size <= tile.columns, FETCHED=fetched(weight), num_warps=tile.num_warps, **overlap(x.device),
     )  # fmt: skip
+
+
+def fetched(weight: Tensor) -> int:
+    """Bytes of a row, if they are few and can be fetched: those are 16 at a time"""
+    row_bytes, stride = (n * weight.element_size() for n in (weight.shape[1], weight.stride(0)))
+    is_aligned = weight.data_ptr() % 16 == row_bytes % 16 == stride % 16 == 0
+    return row_bytes if is_aligned and row_bytes <= FETCHED_BYTES else 0
 
 
 def launch_gated(
     y: Tensor, x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None
 ) -> None:
     num_rows, size = len(weight) // 2, weight.shape[1]
-    tile = tile_of(size, weight.element_size())
-    gated_kernel[(triton.cdiv(num_rows, tile.rows),)](
+    tile = tile_of(size, weight.element_size(), len(weight))
+    gated_kernel[(num_rows,)](
         y, x, norm, weight, bias, weight.stride(0), num_rows, size, eps,
-        NORMS=norm is not None, HAS_BIAS=bias is not None, ROWS=tile.rows, COLUMNS=tile.columns,
+        NORMS=norm is not None, HAS_BIAS=bias is not None, COLUMNS=tile.columns,
         IS_WHOLE=size <= tile.columns, num_warps=tile.num_warps, **overlap(x.device),
     )  # fmt: skip
 

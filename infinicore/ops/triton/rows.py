@@ -19,7 +19,7 @@ from infinicore.ops.triton.tensors import overlap, wait_for_inputs
 
 # M rows of x, N rows of the weight, K their length
 HALVES = (torch.float16, torch.bfloat16)
-MOST_ROWS = 64
+MOST_ROWS, MOST_GATED = 64, 128  # beyond which cuBLAS is faster
 FETCHED_BYTES = 1024
 MOST_TILES = 1024  # of a result whose columns are split
 # How many parts of a tile have come, for each weight: it is in one product at a time.
@@ -134,7 +134,8 @@ class Tile(NamedTuple):
     is_swapped: bool = False
 
 
-DETERMINISTIC, DETERMINISTIC_WIDE = Tile(64, 64, 64, 4, 5), Tile(16, 32, 32, 4, 2)
+GATED = {64: Tile(64, 128, 64, 4, 4), 128: Tile(128, 128, 64, 8, 4, 1, True)}
+DETERMINISTIC, DETERMINISTIC_WIDE = Tile(64, 64, 128, 4, 4), Tile(16, 32, 32, 4, 2)
 
 
 def tile_of(x: Tensor, weight: Tensor, is_gated: bool = False) -> Tile | None:
@@ -142,11 +143,12 @@ def tile_of(x: Tensor, weight: Tensor, is_gated: bool = False) -> Tile | None:
     if infinicore.deterministic:
         return DETERMINISTIC if x.dtype in HALVES else DETERMINISTIC_WIDE
     num_rows = x.numel() // x.shape[-1]
-    if num_rows > MOST_ROWS or x.dtype not in HALVES or weight.dtype != x.dtype:
+    if num_rows > (MOST_GATED if is_gated else MOST_ROWS) or x.dtype not in HALVES or weight.dtype != x.dtype:
         return None
-    size, num_rows = 128 if is_gated else 64, max(triton.next_power_of_2(num_rows), 16)
-    splits = 2 if len(weight) <= 64 * 64 else 1
-    return Tile(num_rows, size, 128, 4, 3 if is_gated else 4, splits, True)
+    num_rows = max(triton.next_power_of_2(num_rows), 16)
+    if is_gated:
+        return GATED[num_rows] if num_rows in GATED else Tile(num_rows, 128, 128, 4, 3, 1, True)
+    return Tile(num_rows, 64, 128, 4, 4, 2 if len(weight) <= 64 * 64 else 1, True)
 
 
 def launch(
