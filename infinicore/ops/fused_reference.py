@@ -64,7 +64,8 @@ def gated_linear(x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bia
 
 def places(num_tokens: int, size: int, dtype: torch.dtype) -> tuple[Any, ...]:
     """Angles for tokens of two streams, pools for two heads, and where the tokens go"""
-    keys, values, tables = paged(*random(2, 2, 2, 64, size, dtype=dtype), 16)
+    k, v = random(2, 2, 2, 64, size, dtype=dtype)
+    keys, values, tables = paged(k, v, 16)
     streams = torch.arange(num_tokens) % 2
     slots = torch.arange(num_tokens) * 3 % 64
     return torch.arange(num_tokens) % 9, *rope_tables(size // 2, dtype), keys, values, tables, streams, slots
@@ -72,7 +73,7 @@ def places(num_tokens: int, size: int, dtype: torch.dtype) -> tuple[Any, ...]:
 
 def store_heads_samples(dtype: torch.dtype) -> Samples:
     for num_tokens, size in ((1, 8), (2, 64), (7, 10), (9, 128)):
-        q, k, v = random(num_tokens, 3 * 2 + 4, size, dtype=dtype).split((6, 2, 2), 1)
+        q, k, v = torch.split(random(num_tokens, 6 + 2 + 2, size, dtype=dtype), [6, 2, 2], 1)
         for is_interleaved in (False, True):
             rows, sin, cos, *rest = places(num_tokens, size, dtype)
             yield q, k, v, rows, sin, cos, is_interleaved, *rest
@@ -120,4 +121,4 @@ def project_heads(
     _, num_kv_heads, _, size = where[5].shape
     heads = linear(rms_norm(x, norm, eps), weight, bias).view(len(x), -1, size)
     num_heads = heads.shape[1] - 2 * num_kv_heads
-    return store_heads(*heads.split((num_heads, num_kv_heads, num_kv_heads), 1), *where)
+    return store_heads(*torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], 1), *where)

@@ -446,7 +446,8 @@ def plan_of(num_programs: int, q: Tensor, num_kv_heads: int, is_wide: bool, has_
 
 
 def padded(size: int) -> int:
-    return max(triton.next_power_of_2(size), 16)
+    power: int = triton.next_power_of_2(size)
+    return max(power, 16)
 
 
 def launch_alone(y: Tensor, tensors: tuple[Tensor, ...], sizes: tuple[Any, ...], has_runs: bool) -> None:
@@ -477,8 +478,8 @@ def launch_alone(y: Tensor, tensors: tuple[Tensor, ...], sizes: tuple[Any, ...],
 
 def folded_heads(plan: Plan, dim: int, group: int) -> int:
     """How many heads of a group the last program folds at once"""
-    most = max(FOLDED_TILE // (plan.splits * dim), 1)
-    return min(most, triton.next_power_of_2(group)) if plan.is_folded else 0
+    most: int = min(max(FOLDED_TILE // (plan.splits * dim), 1), triton.next_power_of_2(group))
+    return most if plan.is_folded else 0
 
 
 def is_few(groups: int, device: torch.device) -> bool:

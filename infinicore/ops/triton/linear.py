@@ -208,7 +208,7 @@ def is_alone(x: Tensor) -> bool:
 
 def are_few(x: Tensor, weight: Tensor, is_gated: bool = False) -> bool:
     """One row, or as many as the tensor cores take better than cuBLAS"""
-    return is_alone(x) or rows.tile_of(x, weight, is_gated) is not None
+    return is_alone(x) or rows.suits(x, weight, is_gated)
 
 
 def accepts_linear(out: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

@@ -138,16 +138,23 @@ GATED = {64: Tile(64, 128, 64, 4, 4), 128: Tile(128, 128, 64, 8, 4, 1, True)}
 DETERMINISTIC, DETERMINISTIC_WIDE = Tile(64, 64, 128, 4, 4), Tile(16, 32, 32, 4, 2)
 
 
-def tile_of(x: Tensor, weight: Tensor, is_gated: bool = False) -> Tile | None:
-    """What an H200 does best, or None where that is cuBLAS; one for all where a row depends on no other"""
+def suits(x: Tensor, weight: Tensor, is_gated: bool = False) -> bool:
+    """Whether cuBLAS is no faster, or not what is wanted: it sums in another order for each number of rows"""
+    if infinicore.deterministic:
+        return True
+    num_rows = x.numel() // x.shape[-1]
+    return (
+        x.dtype in HALVES and x.dtype == weight.dtype and num_rows <= (MOST_GATED if is_gated else MOST_ROWS)
+    )
+
+
+def tile_of(x: Tensor, weight: Tensor, is_gated: bool = False) -> Tile:
+    """What an H200 does best; one for all where a row depends on no other"""
     if infinicore.deterministic:
         return DETERMINISTIC if x.dtype in HALVES else DETERMINISTIC_WIDE
-    num_rows = x.numel() // x.shape[-1]
-    if num_rows > (MOST_GATED if is_gated else MOST_ROWS) or x.dtype not in HALVES or weight.dtype != x.dtype:
-        return None
-    num_rows = max(triton.next_power_of_2(num_rows), 16)
+    num_rows = max(triton.next_power_of_2(x.numel() // x.shape[-1]), 16)
     if is_gated:
-        return GATED[num_rows] if num_rows in GATED else Tile(num_rows, 128, 128, 4, 3, 1, True)
+        return GATED.get(num_rows, Tile(num_rows, 128, 128, 4, 3, is_swapped=True))
     return Tile(num_rows, 64, 128, 4, 4, 2 if len(weight) <= 64 * 64 else 1, True)
 
 
