@@ -310,13 +310,13 @@ def fold_kernel(
 @triton.jit
 def add_keys(
     sums, total, largest, q, slot, key_ptr, value_ptr, table, begin, end, last, scale, window, K, P, head, D,
-    S: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, IS_MASKED: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    S: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What the tokens of a tile have summed up, with the keys from begin to end.
+    """What the tokens of a tile have summed up, with the keys from begin to end, where some see some of them.
 
-    Where not all of them see all keys, values that are not finite are NaN to those who see them and nothing
-    to the others, whose weight of 0 would make NaN of them.
+    Values that are not finite are NaN to those who see them and nothing to the others, whose weight of 0
+    would make NaN of them.
     """
     d = tl.arange(0, DIM)
     for start in range(begin, end, KEYS):
@@ -325,22 +325,53 @@ def add_keys(
         first, missing = blocks_of(table, key, is_there, K, P, head, S)
         keys = load_keys(key_ptr, first, key, d, D, S, LANES).to(DTYPE)
         scores = tl.dot(q, keys, input_precision=PRECISION) * scale + missing[None, :]
-        if IS_MASKED:
-            is_seen = (key[None, :] <= slot[:, None]) & (
-                (window <= 0) | (key[None, :] > slot[:, None] - window)
-            )
-            scores = tl.where(is_seen, scores, -float("inf"))
-        weights, largest, scaled = weigh(scores, largest)
+        is_seen = (key[None, :] <= slot[:, None]) & ((window <= 0) | (key[None, :] > slot[:, None] - window))
+        weights, largest, scaled = weigh(tl.where(is_seen, scores, -float("inf")), largest)
         values = load_values(value_ptr, first, key, is_there, d, D, S).to(DTYPE)
         total = total * scaled + tl.sum(weights, 1)
-        sums = sums * scaled[:, None]
-        if IS_MASKED:
-            is_finite = tl.abs(values.to(tl.float32)) < float("inf")
-            spoils = tl.where(is_finite, 0.0, 1.0).to(DTYPE)
-            values = tl.where(is_finite, values, 0.0)
-            num_spoilt = tl.dot(is_seen.to(DTYPE), spoils, input_precision=PRECISION)
-            sums = tl.where(num_spoilt > 0, float("nan"), sums)
+        is_finite = tl.abs(values.to(tl.float32)) < float("inf")
+        spoils = tl.where(is_finite, 0.0, 1.0).to(DTYPE)
+        num_spoilt = tl.dot(is_seen.to(DTYPE), spoils, input_precision=PRECISION)
+        sums = tl.where(num_spoilt > 0, float("nan"), sums * scaled[:, None])
+        values = tl.where(is_finite, values, 0.0)
         sums = tl.dot(weights.to(DTYPE), values, sums, input_precision=PRECISION)
+    return sums, total, largest
+
+
+@triton.jit
+def chosen(group, first, second, third, fourth):
+    """Of four numbers the one that each group has"""
+    return tl.where(group < 2, tl.where(group == 0, first, second), tl.where(group == 2, third, fourth))
+
+
+@triton.jit
+def add_whole_keys(
+    sums, total, largest, q, key_ptr, value_ptr, table, begin, end, scale, K, P, head, D,
+    S: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """add_keys where all tokens see all keys: four times LANES at once, whose addresses are found one round
+    ahead, a number for each LANES"""
+    d, k = tl.arange(0, DIM), tl.arange(0, 4 * LANES)
+    a0, lost0 = lanes_at(table, begin, 0, end, K, P, head, D, S, LANES)
+    a1, lost1 = lanes_at(table, begin + LANES, 0, end, K, P, head, D, S, LANES)
+    a2, lost2 = lanes_at(table, begin + 2 * LANES, 0, end, K, P, head, D, S, LANES)
+    a3, lost3 = lanes_at(table, begin + 3 * LANES, 0, end, K, P, head, D, S, LANES)
+    for start in range(begin, end, 4 * LANES):
+        ahead, lost = start + 4 * LANES, lost0 + lost1 + lost2 + lost3
+        first = tl.multiple_of(chosen(k // LANES, a0, a1, a2, a3), LANES)
+        a0, lost0 = lanes_at(table, ahead, 0, end, K, P, head, D, S, LANES)
+        a1, lost1 = lanes_at(table, ahead + LANES, 0, end, K, P, head, D, S, LANES)
+        a2, lost2 = lanes_at(table, ahead + 2 * LANES, 0, end, K, P, head, D, S, LANES)
+        a3, lost3 = lanes_at(table, ahead + 3 * LANES, 0, end, K, P, head, D, S, LANES)
+        at = (first + k % LANES)[None, :] + (d * LANES)[:, None]
+        at = tl.max_contiguous(tl.multiple_of(at, (1, LANES)), (1, LANES))
+        keys = tl.load(key_ptr + at, mask=(d < D)[:, None], other=0.0).to(DTYPE)
+        scores = tl.dot(q, keys, input_precision=PRECISION) * scale + lost
+        weights, largest, scaled = weigh(scores, largest)
+        at = (first + k % LANES * D)[:, None] + d[None, :]
+        values = tl.load(value_ptr + at, mask=(d < D)[None, :], other=0.0).to(DTYPE)
+        total = total * scaled + tl.sum(weights, 1)
+        sums = tl.dot(weights.to(DTYPE), values, sums * scaled[:, None], input_precision=PRECISION)
     return sums, total, largest
 
 
@@ -370,25 +401,25 @@ def runs_kernel(
         is_own = todo & (stream == current)
         last = tl.max(tl.where(is_own, slot, 0), 0)
         seen = tl.where(window > 0, tl.maximum(slot - window + 1, 0), 0)
-        # All see the keys from `whole` to `parted`, which are whole tiles.
+        # All see the keys from `whole` to `parted`, which are four times LANES each.
         begin = tl.min(tl.where(is_own, seen, 1 << 30), 0) // KEYS * KEYS
-        whole = tl.cdiv(tl.max(tl.where(is_own, seen, 0), 0), KEYS) * KEYS
-        parted = (tl.min(tl.where(is_own, slot, 1 << 30), 0) + 1) // KEYS * KEYS
+        whole = tl.cdiv(tl.max(tl.where(is_own, seen, 0), 0), 4 * LANES) * 4 * LANES
+        parted = (tl.min(tl.where(is_own, slot, 1 << 30), 0) + 1) // (4 * LANES) * 4 * LANES
         parted = tl.maximum(parted, whole)
         table = table_ptr + current * M
         largest = tl.full((TOKENS,), -float("inf"), tl.float32)
         total, sums = tl.zeros((TOKENS,), tl.float32), tl.zeros((TOKENS, DIM), tl.float32)
         sums, total, largest = add_keys(
             sums, total, largest, q, slot, key_ptr, value_ptr, table, begin, whole, last,
-            scale, window, K, P, head // G, D, S, LANES, DIM, KEYS, True, DTYPE, PRECISION,
+            scale, window, K, P, head // G, D, S, LANES, DIM, KEYS, DTYPE, PRECISION,
         )  # fmt: skip
-        sums, total, largest = add_keys(
-            sums, total, largest, q, slot, key_ptr, value_ptr, table, whole, parted, last,
-            scale, window, K, P, head // G, D, S, LANES, DIM, KEYS, False, DTYPE, PRECISION,
+        sums, total, largest = add_whole_keys(
+            sums, total, largest, q, key_ptr, value_ptr, table, whole, parted,
+            scale, K, P, head // G, D, S, LANES, DIM, DTYPE, PRECISION,
         )  # fmt: skip
         sums, total, largest = add_keys(
             sums, total, largest, q, slot, key_ptr, value_ptr, table, parted, last + 1, last,
-            scale, window, K, P, head // G, D, S, LANES, DIM, KEYS, True, DTYPE, PRECISION,
+            scale, window, K, P, head // G, D, S, LANES, DIM, KEYS, DTYPE, PRECISION,
         )  # fmt: skip
         y = sums / total[:, None] + lost[:, None]
         y_at = y_ptr + (rows * K * G + head)[:, None] * D + d[None, :]
