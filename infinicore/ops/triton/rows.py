@@ -20,20 +20,9 @@ from infinicore.ops.triton.tensors import overlap, wait_for_inputs
 # M rows of x, N rows of the weight, K their length
 HALVES = (torch.float16, torch.bfloat16)
 MOST_ROWS, MOST_GATED = 64, 128  # beyond which cuBLAS is faster
-FETCHED_BYTES = 1024
 MOST_TILES = 1024  # of a result whose columns are split
 # How many parts of a tile have come, for each weight: it is in one product at a time.
 ARRIVALS = WeakTensorKeyDictionary()
-
-
-@triton.jit
-def fetch(at, is_row, NUM_BYTES: tl.constexpr):
-    """Have the beginnings of some rows brought as near as all processors share, and wait for nothing"""
-    size = tl.where(is_row, NUM_BYTES, 0)
-    tl.inline_asm_elementwise(
-        "{.reg .pred p; setp.ne.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;}",
-        "=r,l,r", [at, size], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -75,7 +64,7 @@ def rows_kernel(
     x_stride, weight_stride, residual_stride, M, N, K,
     HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, GATES: tl.constexpr, IS_EVEN: tl.constexpr,
     ROWS: tl.constexpr, SIZE: tl.constexpr, STEP: tl.constexpr, SPLITS: tl.constexpr, SWAPS: tl.constexpr,
-    FETCHED: tl.constexpr, OVERLAPS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """y = x @ weight.T + bias (+ residual), or silu(gate) * up of two weights that are N rows apart"""
     n = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
@@ -83,12 +72,6 @@ def rows_kernel(
     split, step = tl.program_id(2), tl.arange(0, STEP)
     begin = split * tl.cdiv(K, STEP * SPLITS) * STEP
     end = tl.minimum(begin + tl.cdiv(K, STEP * SPLITS) * STEP, K)
-    if OVERLAPS and FETCHED > 0:
-        at = weight_ptr + n.to(tl.int64) * weight_stride + begin
-        is_in = (n < N) & (begin + FETCHED // 2 <= K)
-        fetch(at, is_in, FETCHED)
-        if GATES:
-            fetch(at + N.to(tl.int64) * weight_stride, is_in, FETCHED)
     wait_for_inputs(OVERLAPS)
     sums = tl.zeros((SIZE, ROWS) if SWAPS else (ROWS, SIZE), tl.float32)
     gated = sums
@@ -179,7 +162,7 @@ def launch(
         0 if residual is None else residual.stride(0), num_rows, num_outputs, size,
         HAS_BIAS=bias is not None, ADDS=residual is not None, GATES=is_gated, IS_EVEN=size % tile.step == 0,
         ROWS=tile.rows, SIZE=tile.size, STEP=tile.step, SPLITS=tile.splits, SWAPS=tile.is_swapped,
-        FETCHED=fetched(weight), num_warps=tile.num_warps, num_stages=tile.num_stages, **overlap(x.device),
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **overlap(x.device),
     )  # fmt: skip
 
 
@@ -188,10 +171,3 @@ def arrivals(weight: Tensor) -> Tensor:
         ARRIVALS[weight] = torch.zeros(MOST_TILES, dtype=torch.int32, device=weight.device)
     found: Tensor = ARRIVALS[weight]
     return found
-
-
-def fetched(weight: Tensor) -> int:
-    """Bytes of each row that are asked for before the input is there; an address is to be one of 16 bytes"""
-    row_bytes = weight.shape[1] * weight.element_size()
-    is_aligned = weight.data_ptr() % 16 == 0 and weight.stride(0) * weight.element_size() % 16 == 0
-    return min(row_bytes // 16 * 16, FETCHED_BYTES) if is_aligned else 0
