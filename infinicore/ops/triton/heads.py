@@ -12,7 +12,15 @@ import triton.language as tl
 from torch import Tensor
 
 from infinicore.ops.triton.cache import LANES, are_places, are_pools
-from infinicore.ops.triton.linear import are_product, is_alone, load_row, pair_product, tile_of
+from infinicore.ops.triton.linear import (
+    are_product,
+    is_alone,
+    load_row,
+    normalised,
+    num_pair_programs,
+    num_pair_warps,
+    pair_product,
+)
 from infinicore.ops.triton.norm import are_rows
 from infinicore.ops.triton.rope import TILE, are_tables
 from infinicore.ops.triton.tensors import (
@@ -66,39 +74,55 @@ def put(
     tl.store(value_ptr + first + place * D + d, y.to(value_ptr.dtype.element_ty), mask=is_value)
 
 
+@triton.jit
+def row_of(pair, half, D, IS_INTERLEAVED: tl.constexpr):
+    """Of a pair, counted through all heads, the first row"""
+    return pair // half * D + (2 * (pair % half) if IS_INTERLEAVED else pair % half)
+
+
 @triton.jit(do_not_specialize=["length", "B", "M", "P"])
 def project_kernel(
     q_ptr, key_ptr, value_ptr, x_ptr, norm_ptr, weight_ptr, bias_ptr, position_ptr, sin_ptr, cos_ptr,
     table_ptr, stream_ptr, slot_ptr, weight_stride, sin_stride, cos_stride, eps, length, B, M, P, H, K, D, E,
     HAS_BIAS: tl.constexpr, IS_INTERLEAVED: tl.constexpr, S: tl.constexpr, LANES: tl.constexpr,
-    COLUMNS: tl.constexpr, IS_WHOLE: tl.constexpr, OVERLAPS: tl.constexpr,
+    COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """A pair of one token, from its state: norm, product, rotation, and where it belongs"""
+    """Pairs of one token, from its state: norm, product, rotation, and where they belong
+
+    A program normalises the state once and has the next rows on their way while it sums up those it has.
+    """
     half, column = D // 2, tl.arange(0, COLUMNS)
-    head, pair = tl.program_id(0) // half, tl.program_id(0) % half
-    d = 2 * pair if IS_INTERLEAVED else pair
+    num_pairs = (H + 2 * K) * half
     gap = 1 if IS_INTERLEAVED else half
-    row = head * D + d
-    first_ptr = weight_ptr + row.to(tl.int64) * weight_stride
-    second_ptr = first_ptr + gap * weight_stride
-    first, second = load_row(first_ptr, column, E), load_row(second_ptr, column, E)
+    row = row_of(tl.program_id(0), half, D, IS_INTERLEAVED)
+    row_ptr = weight_ptr + row.to(tl.int64) * weight_stride
+    first, second = load_row(row_ptr, column, E), load_row(row_ptr + gap * weight_stride, column, E)
     norm = tl.load(norm_ptr + column, mask=column < E, other=0.0)
     wait_for_inputs(OVERLAPS)
     position = tl.load(position_ptr).to(tl.int64)
     stream, slot = tl.load(stream_ptr).to(tl.int64), tl.load(slot_ptr).to(tl.int64)
-    sin, cos = angles(sin_ptr, cos_ptr, position, pair, True, sin_stride, cos_stride, length)
     block, place = place_of(table_ptr, stream, slot, B, M, P, S)
-    y0, y1 = pair_product(
-        x_ptr, norm_ptr, first_ptr, second_ptr, first, second, norm, E, eps, True, COLUMNS, IS_WHOLE
-    )
-    if HAS_BIAS:
-        y0 += tl.load(bias_ptr + row).to(tl.float32)
-        y1 += tl.load(bias_ptr + row + gap).to(tl.float32)
-    is_rotated = head < H + K
-    r0 = tl.where(is_rotated, y0 * cos - y1 * sin, y0)
-    r1 = tl.where(is_rotated, y0 * sin + y1 * cos, y1)
-    put(q_ptr, key_ptr, value_ptr, r0, 0, head, d, True, block, place, H, K, D, S, LANES)
-    put(q_ptr, key_ptr, value_ptr, r1, 0, head, d + gap, True, block, place, H, K, D, S, LANES)
+    x = normalised(x_ptr, norm, E, eps, True, COLUMNS)
+    for n in range(tl.program_id(0), num_pairs, tl.num_programs(0)):
+        ahead = n + tl.num_programs(0)
+        row_ptr = weight_ptr + row_of(ahead, half, D, IS_INTERLEAVED).to(tl.int64) * weight_stride
+        num_columns = tl.where(ahead < num_pairs, E, 0)
+        next_first, next_second = (
+            load_row(row_ptr, column, num_columns),
+            load_row(row_ptr + gap * weight_stride, column, num_columns),
+        )
+        sin, cos = angles(sin_ptr, cos_ptr, position, n % half, True, sin_stride, cos_stride, length)
+        y0, y1 = pair_product(x, first, second)
+        row, head = row_of(n, half, D, IS_INTERLEAVED), n // half
+        if HAS_BIAS:
+            y0 += tl.load(bias_ptr + row).to(tl.float32)
+            y1 += tl.load(bias_ptr + row + gap).to(tl.float32)
+        r0 = tl.where(head < H + K, y0 * cos - y1 * sin, y0)
+        r1 = tl.where(head < H + K, y0 * sin + y1 * cos, y1)
+        d = row % D
+        put(q_ptr, key_ptr, value_ptr, r0, 0, head, d, True, block, place, H, K, D, S, LANES)
+        put(q_ptr, key_ptr, value_ptr, r1, 0, head, d + gap, True, block, place, H, K, D, S, LANES)
+        first, second = next_first, next_second
 
 
 @triton.jit(do_not_specialize=["length", "B", "M", "P"])
@@ -143,13 +167,12 @@ def launch_project(q: Tensor, x: Tensor, norm: Tensor, eps: float, *rest: Any) -
     tables, streams, slots = (place.contiguous() for place in places)
     num_blocks, num_kv_heads, block_size, size = values.shape
     num_heads = q.shape[-2]
-    tile = tile_of(weight.shape[1], weight.element_size(), len(weight))
-    project_kernel[(len(weight) // 2,)](
+    project_kernel[(num_pair_programs(len(weight) // 2, x.device),)](
         q, keys, values, x, norm, weight, bias, positions, sin, cos, tables, streams, slots,
         weight.stride(0), sin.stride(0), cos.stride(0), eps, len(sin), *tables.shape, num_blocks,
         num_heads, num_kv_heads, size, weight.shape[1],
         HAS_BIAS=bias is not None, IS_INTERLEAVED=is_interleaved, S=block_size, LANES=LANES,
-        COLUMNS=tile.columns, IS_WHOLE=weight.shape[1] <= tile.columns, num_warps=tile.num_warps,
+        COLUMNS=triton.next_power_of_2(weight.shape[1]), num_warps=num_pair_warps(weight),
         **overlap(x.device),
     )  # fmt: skip
 

@@ -16,6 +16,7 @@ from infinicore.ops.triton import rows
 from infinicore.ops.triton.norm import are_rows, rms_norm
 from infinicore.ops.triton.tensors import (
     FLOATS,
+    LARGEST_TILE,
     are_plain,
     fits,
     num_processors,
@@ -27,8 +28,7 @@ from infinicore.ops.triton.tensors import (
 )
 
 # N rows of the weight, K their length
-RESIDENT = 8  # programs of linear_kernel that a processor has at once, or some more
-FETCHED_BYTES = 1 << 13  # the longest row that is fetched ahead
+RESIDENT = 4  # programs that take rows in pairs, for each processor
 
 
 class Tile(NamedTuple):
@@ -50,18 +50,8 @@ def load_wide(row_ptr, column, K):
 
 
 @triton.jit
-def fetch(ptr, NUM_BYTES: tl.constexpr):
-    """Have memory brought as near as all processors share, and wait for nothing"""
-    tl.inline_asm_elementwise(
-        "{.reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;"
-        "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;}",
-        "=r,l,r", [ptr, NUM_BYTES], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def sum_of_three(a, b, c, d, e, f):
-    return a + d, b + e, c + f
+def sum_of_two(a, b, c, d):
+    return a + c, b + d
 
 
 @triton.jit
@@ -76,51 +66,33 @@ def row_product(x_ptr, row_ptr, weight, K, COLUMNS: tl.constexpr, IS_WHOLE: tl.c
 
 
 @triton.jit
-def pair_product(
-    x_ptr, norm_ptr, first_ptr, second_ptr, first, second, norm, K, eps,
-    NORMS: tl.constexpr, COLUMNS: tl.constexpr, IS_WHOLE: tl.constexpr,
-):  # fmt: skip
-    """sum(x * row) for two rows of which the first columns are there, x being normalised if there is a norm.
-
-    The mean square is a factor of the sums, so it is found on the way.
-    """
-    column = tl.arange(0, COLUMNS)
-    x = load_wide(x_ptr, column, K)
-    squares = x * x
+def normalised(x_ptr, norm, K, eps, NORMS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A row, normalised if there is a norm"""
+    x = load_wide(x_ptr, tl.arange(0, COLUMNS), K)
     if NORMS:
-        x = x * norm.to(tl.float32)
-    firsts, seconds = first.to(tl.float32) * x, second.to(tl.float32) * x
-    for start in range(COLUMNS, COLUMNS if IS_WHOLE else K, COLUMNS):
-        first, second = load_row(first_ptr, start + column, K), load_row(second_ptr, start + column, K)
-        x = load_wide(x_ptr, start + column, K)
-        squares += x * x
-        if NORMS:
-            x = x * load_wide(norm_ptr, start + column, K)
-        firsts += first.to(tl.float32) * x
-        seconds += second.to(tl.float32) * x
-    y0, y1, square = tl.reduce((firsts, seconds, squares), 0, sum_of_three)
-    factor = tl.rsqrt(square / K + eps) if NORMS else 1.0
-    return y0 * factor, y1 * factor
+        x = x * norm.to(tl.float32) * tl.rsqrt(tl.sum(x * x, 0) / K + eps)
+    return x
+
+
+@triton.jit
+def pair_product(x, first, second):
+    """(sum(x * first), sum(x * second))"""
+    return tl.reduce((first.to(tl.float32) * x, second.to(tl.float32) * x), 0, sum_of_two)
 
 
 @triton.jit
 def linear_kernel(
-    y_ptr, x_ptr, weight_ptr, bias_ptr, residual_ptr, weight_stride, N, K, ahead,
+    y_ptr, x_ptr, weight_ptr, bias_ptr, residual_ptr, weight_stride, N, K,
     HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, COLUMNS: tl.constexpr, IS_WHOLE: tl.constexpr,
-    FETCHED: tl.constexpr, OVERLAPS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """y[n] = sum(x * weight[n]) + bias[n] + residual[n]
 
-    Weights do not depend on the kernel before: the first are on their way while it ends, and programs that
-    are there by then fetch some of those that come after them.
+    Weights do not depend on the kernel before: the first are on their way while it ends.
     """
     n = tl.program_id(0)
     row_ptr = weight_ptr + n.to(tl.int64) * weight_stride
     weight = load_row(row_ptr, tl.arange(0, COLUMNS), K)
-    if OVERLAPS and FETCHED > 0:  # noqa: SIM102  known when it is compiled, unlike what follows
-        if (n < ahead) & (n + 2 * ahead < N):
-            fetch(row_ptr + ahead.to(tl.int64) * weight_stride, FETCHED)
-            fetch(row_ptr + 2 * ahead.to(tl.int64) * weight_stride, FETCHED)
     wait_for_inputs(OVERLAPS)
     residual = tl.load(residual_ptr + n).to(tl.float32) if ADDS else 0.0
     y = row_product(x_ptr, row_ptr, weight, K, COLUMNS, IS_WHOLE) + residual
@@ -132,22 +104,32 @@ def linear_kernel(
 @triton.jit
 def gated_kernel(
     y_ptr, x_ptr, norm_ptr, weight_ptr, bias_ptr, weight_stride, N, K, eps,
-    NORMS: tl.constexpr, HAS_BIAS: tl.constexpr, COLUMNS: tl.constexpr, IS_WHOLE: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    NORMS: tl.constexpr, HAS_BIAS: tl.constexpr, COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """y[n] = silu(gate[n]) * up[n], whose weights are N rows apart"""
-    n = tl.program_id(0)
-    column = tl.arange(0, COLUMNS)
-    gate_ptr = weight_ptr + n.to(tl.int64) * weight_stride
-    up_ptr = gate_ptr + N.to(tl.int64) * weight_stride
-    gate, up = load_row(gate_ptr, column, K), load_row(up_ptr, column, K)
+    """y[n] = silu(gate[n]) * up[n], whose weights are N rows apart
+
+    A program normalises x once and has the next rows on their way while it sums up those it has.
+    """
+    column, apart = tl.arange(0, COLUMNS), N.to(tl.int64) * weight_stride
+    row_ptr = weight_ptr + tl.program_id(0).to(tl.int64) * weight_stride
+    gate, up = load_row(row_ptr, column, K), load_row(row_ptr + apart, column, K)
     norm = tl.load(norm_ptr + column, mask=column < K, other=0.0) if NORMS else gate
     wait_for_inputs(OVERLAPS)
-    g, u = pair_product(x_ptr, norm_ptr, gate_ptr, up_ptr, gate, up, norm, K, eps, NORMS, COLUMNS, IS_WHOLE)
-    if HAS_BIAS:
-        g += tl.load(bias_ptr + n).to(tl.float32)
-        u += tl.load(bias_ptr + N + n).to(tl.float32)
-    tl.store(y_ptr + n, (g / (1 + tl.exp(-g)) * u).to(y_ptr.dtype.element_ty))
+    x = normalised(x_ptr, norm, K, eps, NORMS, COLUMNS)
+    for n in range(tl.program_id(0), N, tl.num_programs(0)):
+        ahead = n + tl.num_programs(0)
+        row_ptr = weight_ptr + ahead.to(tl.int64) * weight_stride
+        num_columns = tl.where(ahead < N, K, 0)
+        next_gate, next_up = (
+            load_row(row_ptr, column, num_columns),
+            load_row(row_ptr + apart, column, num_columns),
+        )
+        g, u = pair_product(x, gate, up)
+        if HAS_BIAS:
+            g += tl.load(bias_ptr + n).to(tl.float32)
+            u += tl.load(bias_ptr + N + n).to(tl.float32)
+        tl.store(y_ptr + n, (g / (1 + tl.exp(-g)) * u).to(y_ptr.dtype.element_ty))
+        gate, up = next_gate, next_up
 
 
 def tile_of(size: int, width: int, num_rows: int) -> Tile:
@@ -161,29 +143,31 @@ def launch(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, residual: 
     num_rows, size = weight.shape
     tile = tile_of(size, weight.element_size(), num_rows)
     linear_kernel[(num_rows,)](
-        y, x, weight, bias, residual, weight.stride(0), num_rows, size, RESIDENT * num_processors(x.device),
+        y, x, weight, bias, residual, weight.stride(0), num_rows, size,
         HAS_BIAS=bias is not None, ADDS=residual is not None, COLUMNS=tile.columns,
-        IS_WHOLE=size <= tile.columns, FETCHED=fetched(weight), num_warps=tile.num_warps, **overlap(x.device),
+        IS_WHOLE=size <= tile.columns, num_warps=tile.num_warps, **overlap(x.device),
     )  # fmt: skip
-
-
-def fetched(weight: Tensor) -> int:
-    """Bytes of a row, if they are few and can be fetched: those are 16 at a time"""
-    row_bytes, stride = (n * weight.element_size() for n in (weight.shape[1], weight.stride(0)))
-    is_aligned = weight.data_ptr() % 16 == row_bytes % 16 == stride % 16 == 0
-    return row_bytes if is_aligned and row_bytes <= FETCHED_BYTES else 0
 
 
 def launch_gated(
     y: Tensor, x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None
 ) -> None:
     num_rows, size = len(weight) // 2, weight.shape[1]
-    tile = tile_of(size, weight.element_size(), len(weight))
-    gated_kernel[(num_rows,)](
+    gated_kernel[(num_pair_programs(num_rows, x.device),)](
         y, x, norm, weight, bias, weight.stride(0), num_rows, size, eps,
-        NORMS=norm is not None, HAS_BIAS=bias is not None, COLUMNS=tile.columns,
-        IS_WHOLE=size <= tile.columns, num_warps=tile.num_warps, **overlap(x.device),
+        NORMS=norm is not None, HAS_BIAS=bias is not None, COLUMNS=triton.next_power_of_2(size),
+        num_warps=num_pair_warps(weight), **overlap(x.device),
     )  # fmt: skip
+
+
+def num_pair_programs(num_pairs: int, device: torch.device) -> int:
+    return min(num_pairs, RESIDENT * num_processors(device))
+
+
+def num_pair_warps(weight: Tensor) -> int:
+    """So many that a thread has 32 values of a row of 16 bits, as far as there are"""
+    num_bytes = triton.next_power_of_2(weight.shape[1]) * weight.element_size()
+    return min(max(num_bytes // 2048, 1), 16)
 
 
 def are_product(x: Any, weight: Any, bias: Any) -> bool:
@@ -255,6 +239,7 @@ def accepts_gated_linear(
     return (
         are_product(x, weight, bias)
         and len(weight) % 2 == 0
+        and weight.shape[1] <= LARGEST_TILE
         and are_few(x, weight, True)
         and (norm is None or are_rows(x, norm))
         and fits(out, (*x.shape[:-1], len(weight) // 2), x.dtype, x.device)
