@@ -129,7 +129,7 @@ def test_an_op_takes_its_own_samples(name: str, dtype: torch.dtype) -> None:
 def assert_same_or_near(op: Op[Any], found: Any, expected: Any, dtype: torch.dtype) -> None:
     """What is exact has the same bits. A half type's error is that of its weights, not of the sum."""
     tolerance = op.tolerances[dtype]
-    if op.name in ("attention", "linear"):
+    if op.name in ("attention", "linear", "linear_add", "gated_linear", "project_heads"):
         assert_near(found, expected.double(), dtype)
     else:
         torch.testing.assert_close(found, expected, rtol=tolerance.rtol, atol=tolerance.atol, equal_nan=True)

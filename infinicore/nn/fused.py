@@ -13,6 +13,7 @@ from torch import Tensor
 
 from infinicore import ops
 from infinicore.nn import functional as F
+from infinicore.nn.norm import RMSNorm
 from infinicore.quantization import PackedTensor, QuantizedTensor
 
 
@@ -24,7 +25,9 @@ def linear_add(
     F.check_like("linear", input, "residual", residual, (*input.shape[:-1], weight.shape[0]))
     if isinstance(weight, PackedTensor):
         return ops.packed_linear(input, (weight,), (bias,), residual, False)
-    return ops.add(residual, F.linear(input, weight, bias))
+    if isinstance(weight, QuantizedTensor):
+        return ops.add(residual, F.linear(input, weight, bias))
+    return ops.linear_add(input, weight, bias, residual)
 
 
 def linear_group(
@@ -50,15 +53,29 @@ def gated_linear(
     up: Tensor | QuantizedTensor,
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
+    norm: RMSNorm | None = None,
 ) -> Tensor:
-    """swiglu(linear(input, gate), linear(input, up)), in one pass where both are packed."""
-    if not input.is_cpu:
-        return F.swiglu(*linear_group(input, (gate, up), (gate_bias, up_bias)))
+    """swiglu(linear(input, gate), linear(input, up)), the input normalised first if there is a norm.
+
+    In one pass where both are packed.
+    """
+    whole = None if input.is_cpu or gate.shape != up.shape else joined((gate, up), (gate_bias, up_bias))
+    if whole is not None:
+        F.check_linear(input, *whole)
+        return ops.gated_linear(input, *scale_of(norm, input), *whole)
+    input = input if norm is None else norm(input)
     if not can_share_input((gate, up)) or gate.shape != up.shape:
         return F.swiglu(F.linear(input, gate, gate_bias), F.linear(input, up, up_bias))
     F.check_linear(input, gate, gate_bias)
     F.check_linear(input, up, up_bias)
     return ops.packed_linear(input, (gate, up), (gate_bias, up_bias), None, True)
+
+
+def scale_of(norm: RMSNorm | None, input: Tensor) -> tuple[Tensor | None, float]:
+    if norm is None:
+        return None, 0.0
+    F.check_like("rms_norm", input, "weight", norm.weight, input.shape[-1:])
+    return norm.weight, norm.eps
 
 
 def joined(
