@@ -1,12 +1,13 @@
 """Products that share a pass over memory where their weights are packed: what a decoder layer is made of.
 
-Each is the same as its parts, which it falls back to for weights of any other kind. On a GPU dense weights
-that lie one after the other are multiplied as one.
+Each is the same as its parts, which it falls back to for weights of any other kind. On a GPU weights that lie
+one after the other, dense ones or tiles, are multiplied as one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from infinicore import ops
 from infinicore.nn import functional as F
 from infinicore.quantization import PackedTensor, QuantizedTensor
+from infinicore.tiles import RowTensor, can_be_one
 
 
 def linear_add(
@@ -63,12 +65,18 @@ def gated_linear(
 
 def joined(
     weights: Sequence[Tensor | QuantizedTensor], biases: Sequence[Tensor | None]
-) -> tuple[Tensor, Tensor | None] | None:
+) -> tuple[Tensor | RowTensor, Tensor | None] | None:
     """Weights and biases that lie one after the other, each as one"""
-    weight = as_one(weights)
+    weight = rows_as_one(weights) if can_be_one(weights) else as_one(weights)
     has_biases = any(bias is not None for bias in biases)
     bias = as_one(biases) if has_biases else None
     return None if weight is None or (has_biases and bias is None) else (weight, bias)
+
+
+def rows_as_one(weights: Sequence[Any]) -> RowTensor | None:
+    planes = [as_one(parts) for parts in zip(*(weight.planes for weight in weights), strict=True)]
+    found = [plane for plane in planes if plane is not None]
+    return weights[0].of(found, sum(w.shape[0] for w in weights)) if len(found) == len(planes) else None
 
 
 def as_one(parts: Sequence[Tensor | QuantizedTensor | None]) -> Tensor | None:

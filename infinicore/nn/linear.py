@@ -4,6 +4,7 @@ One seed gives one model at any tp_size: initial values are drawn for the whole 
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from infinicore.nn import functional as F
 from infinicore.nn.fused import gated_linear, linear_add, linear_group
 from infinicore.nn.module import Parameter
 from infinicore.nn.weight import WeightLayer
+from infinicore.tiles import can_be_one, laid_together
 
 Device = torch.device | str | None
 
@@ -144,6 +146,10 @@ def lay_together(*layers: BaseLinear) -> None:
             together = torch.split(torch.cat([part.data for part in parts]), [len(part) for part in parts])
             for part, place in zip(parts, together, strict=True):
                 part.data = place
+    weights: list[Any] = [layer.weight for layer in layers]
+    if can_be_one(weights):
+        for layer, weight in zip(layers, laid_together(weights), strict=True):
+            layer.set_weight(weight)
 
 
 def uniform(shape: tuple[int, ...], bound: float, dtype: torch.dtype | None, device: Device) -> Tensor:

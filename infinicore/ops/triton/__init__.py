@@ -25,6 +25,7 @@ FAMILIES = {
     "linear": ("linear",),
     "cache": ("store_kv",),
     "attention": ("attention",),
+    "quantized": ("quantized_linear", "quantized_embedding"),
 }
 
 

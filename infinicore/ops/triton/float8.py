@@ -1,0 +1,187 @@
+"""Products with weights in float8, and rows of them (infinicore/float8.py).
+
+One row is sums of products in registers; a few go through the tensor cores in their own dtype, so that only
+the weight is rounded. Many are rounded too, each to a scale of its own, for the float8 tensor cores where the
+GPU has them.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from infinicore.float8 import LARGEST, Float8Tensor
+from infinicore.ops.triton.tensors import overlap, wait_for_inputs
+
+# M rows of x, N of the weight, K their length
+MOST_FOR_TILES = 64  # rows; more are rounded to float8 themselves
+TILE = 1024
+
+
+@triton.jit
+def row_kernel(
+    y_ptr, x_ptr, weight_ptr, scale_ptr, bias_ptr, x_stride, weight_stride, N, K,
+    HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, PIECES: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """y[m, n] = scale[n] * sum(x[m] * weight[n]) + bias[n]"""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    piece = tl.arange(0, PIECES) * 16
+    lane = tl.arange(0, 16)
+    is_row = (row < N)[None, :, None]
+    at = (
+        weight_ptr
+        + row.to(tl.int64)[None, :, None] * weight_stride
+        + piece[:, None, None]
+        + lane[None, None, :]
+    )
+    x_at = x_ptr + tl.program_id(1).to(tl.int64) * x_stride + piece[:, None] + lane[None, :]
+    is_in = piece[:, None] + lane[None, :] < K
+    # Weights do not depend on the kernel before: the first are on their way while it ends.
+    weight = tl.load(at, mask=is_row & is_in[:, None, :], other=0.0, eviction_policy="evict_first")
+    wait_for_inputs(OVERLAPS)
+    sums = tl.zeros([PIECES, ROWS], tl.float32)
+    for start in range(0, K, PIECES * 16):
+        x = tl.load(x_at + start, mask=start + piece[:, None] + lane[None, :] < K, other=0.0).to(tl.float32)
+        following = start + PIECES * 16
+        is_in = following + piece[:, None] + lane[None, :] < K
+        next_weight = tl.load(
+            at + following, mask=is_row & is_in[:, None, :], other=0.0, eviction_policy="evict_first"
+        )
+        sums += tl.sum(weight.to(tl.float32) * x[:, None, :], 2)
+        weight = next_weight
+    y = tl.sum(sums, 0) * tl.load(scale_ptr + row, mask=row < N, other=0.0)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + row, mask=row < N, other=0.0).to(tl.float32)
+    to = y_ptr + tl.program_id(1).to(tl.int64) * N + row
+    tl.store(to, y.to(y_ptr.dtype.element_ty), mask=row < N)
+
+
+@triton.jit
+def tiles_kernel(
+    y_ptr, x_ptr, weight_ptr, scale_ptr, bias_ptr, x_stride, weight_stride, M, N, K,
+    HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LENGTH: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """A tile [ROWS of the weight, COLUMNS rows of x] of the product"""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    at = tl.arange(0, LENGTH)
+    w_at = weight_ptr + row.to(tl.int64)[:, None] * weight_stride + at[None, :]
+    x_at = x_ptr + column.to(tl.int64)[:, None] * x_stride + at[None, :]
+    wait_for_inputs(OVERLAPS)
+    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, K, LENGTH):
+        is_in = (start + at < K)[None, :]
+        weight = tl.load(
+            w_at + start, mask=(row < N)[:, None] & is_in, other=0.0, eviction_policy="evict_first"
+        )
+        x = tl.load(x_at + start, mask=(column < M)[:, None] & is_in, other=0.0)
+        sums = tl.dot(weight.to(x.dtype), x.T, sums)
+    sums *= tl.load(scale_ptr + row, mask=row < N, other=0.0)[:, None]
+    if HAS_BIAS:
+        sums += tl.load(bias_ptr + row, mask=row < N, other=0.0).to(tl.float32)[:, None]
+    to = y_ptr + column.to(tl.int64)[:, None] * N + row[None, :]
+    tl.store(to, sums.T.to(y_ptr.dtype.element_ty), mask=(column < M)[:, None] & (row < N)[None, :])
+
+
+@triton.jit
+def round_kernel(y_ptr, scale_ptr, x_ptr, x_stride, K, LARGEST, TILE: tl.constexpr, OVERLAPS: tl.constexpr):
+    """y = x / scale as float8, where the largest of each row of x becomes the largest there is"""
+    wait_for_inputs(OVERLAPS)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, TILE)
+    largest = tl.zeros([TILE], tl.float32)
+    for start in range(0, K, TILE):
+        x = tl.load(x_ptr + row * x_stride + start + column, mask=start + column < K, other=0.0)
+        largest = tl.maximum(largest, tl.abs(x.to(tl.float32)))
+    scale = tl.maximum(tl.max(largest, 0) / LARGEST, 1e-30)
+    tl.store(scale_ptr + row, scale)
+    for start in range(0, K, TILE):
+        is_in = start + column < K
+        x = tl.load(x_ptr + row * x_stride + start + column, mask=is_in, other=0.0).to(tl.float32)
+        tl.store(y_ptr + row * K + start + column, (x / scale).to(tl.float8e4nv), mask=is_in)
+
+
+@triton.jit
+def values_kernel(
+    y_ptr, id_ptr, weight_ptr, scale_ptr, N, K, TILE: tl.constexpr, OVERLAPS: tl.constexpr
+):  # fmt: skip
+    """y[i] = weight[id[i]], NaN where there is no such row"""
+    wait_for_inputs(OVERLAPS)
+    out = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    row = tl.load(id_ptr + out).to(tl.int64)
+    is_row = (row >= 0) & (row < N)
+    scale = tl.load(scale_ptr + row, mask=is_row, other=float("nan"))
+    values = tl.load(weight_ptr + row * K + column, mask=is_row & (column < K), other=0.0).to(tl.float32)
+    tl.store(y_ptr + out * K + column, (values * scale).to(y_ptr.dtype.element_ty), mask=column < K)
+
+
+def launch_row(y: Tensor, x: Tensor, weight: Float8Tensor, bias: Tensor | None) -> None:
+    num_rows, size = weight.shape
+    rows, pieces = 4, min(triton.next_power_of_2(triton.cdiv(size, 16)), 128)
+    row_kernel[(triton.cdiv(num_rows, rows), len(x))](
+        y, x, weight.values, weight.row_scales, bias, x.stride(0), weight.blocks.stride(0), num_rows, size,
+        HAS_BIAS=bias is not None, ROWS=rows, PIECES=pieces, num_warps=max(pieces // 32, 1), num_stages=1,
+        **overlap(x.device),
+    )  # fmt: skip
+
+
+def launch_tiles(y: Tensor, x: Tensor, weight: Float8Tensor, bias: Tensor | None) -> None:
+    num_rows, size = weight.shape
+    rows, columns = 64, max(triton.next_power_of_2(len(x)), 16)
+    tiles_kernel[(triton.cdiv(num_rows, rows), triton.cdiv(len(x), columns))](
+        y, x, weight.values, weight.row_scales, bias, x.stride(0), weight.blocks.stride(0),
+        len(x), num_rows, size,
+        HAS_BIAS=bias is not None, ROWS=rows, COLUMNS=columns, LENGTH=128, num_warps=4, num_stages=4,
+        **overlap(x.device),
+    )  # fmt: skip
+
+
+def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [M, K] as float8, and the scale [M, 1] of each"""
+    y = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
+    round_kernel[(len(x),)](
+        y, scales, x, x.stride(0), x.shape[1], LARGEST, TILE=TILE, num_warps=4, **overlap(x.device)
+    )
+    return y, scales
+
+
+@cache
+def multiplies_float8(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def can_round(x: Tensor, weight: Float8Tensor) -> bool:
+    """Whether the float8 tensor cores take this product"""
+    is_whole = weight.shape[0] % 16 == 0 and weight.shape[1] % 16 == 0
+    return multiplies_float8(x.device) and x.dtype == torch.bfloat16 and is_whole
+
+
+def linear(y: Tensor, x: Tensor, weight: Float8Tensor, bias: Tensor | None) -> None:
+    """y [M, N] = x [M, K] times the weight + bias"""
+    if len(x) == 1 or (x.dtype == torch.float32 and len(x) <= MOST_FOR_TILES):
+        launch_row(y, x, weight, bias)
+    elif len(x) <= MOST_FOR_TILES:
+        launch_tiles(y, x, weight, bias)
+    elif can_round(x, weight):
+        values, scales = rounded(x)
+        torch._scaled_mm(
+            values, weight.values.t(), scales, weight.row_scales[None], bias=bias, out_dtype=y.dtype, out=y
+        )
+    else:
+        y.copy_(torch.nn.functional.linear(x, weight.dequantize(x.dtype), bias))
+
+
+def rows(y: Tensor, ids: Tensor, weight: Float8Tensor) -> None:
+    """y [M, K] = the rows that ids name"""
+    num_rows, size = weight.shape
+    values_kernel[(ids.numel(), triton.cdiv(size, TILE))](
+        y, ids, weight.values, weight.row_scales, num_rows, size,
+        TILE=TILE, num_warps=4, **overlap(ids.device),
+    )  # fmt: skip
