@@ -21,6 +21,11 @@ class Float8(Enum):
 
     FP8 = "e4m3, a scale for each row"
 
+    @property
+    def elements_per_block(self) -> int:
+        """Kernels take 16 values of a row at once."""
+        return 16
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Float8Tensor(RowTensor):

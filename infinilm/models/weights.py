@@ -123,11 +123,9 @@ class Placement:
         """A matrix in blocks, if that was asked for and its rows fill them."""
         if self.rounds_to is None or isinstance(weight, QuantizedTensor):
             return weight
-        if isinstance(self.rounds_to, Float8):
-            return to_float8(weight)
         if weight.shape[-1] % self.rounds_to.elements_per_block:
             return weight
-        return quantize(weight, self.rounds_to)
+        return to_float8(weight) if isinstance(self.rounds_to, Float8) else quantize(weight, self.rounds_to)
 
     def kept(self, weight: Tensor | QuantizedTensor) -> Tensor | QuantizedTensor:
         """A copy, which nothing done to the file reaches."""
@@ -234,7 +232,7 @@ def check_dense(checkpoint: Checkpoint) -> None:
 
 def tell_of_dense(checkpoint: Checkpoint, model: torch.nn.Module, wanted: BlockType | Float8 | None) -> None:
     """Say which matrices could not be quantised; nothing else would."""
-    if not isinstance(wanted, BlockType):
+    if wanted is None:
         return
     layers = [m for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding)]
     dense = [layer for layer in layers if not isinstance(layer.weight, QuantizedTensor)]

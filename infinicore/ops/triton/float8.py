@@ -23,36 +23,47 @@ TILE = 1024
 
 
 @triton.jit
+def values_of(words):
+    """The four float8 of a word as float32, two at a time by way of float16"""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 low, high, a, b, c, d; .reg .b32 first, last; mov.b32 {low, high}, $4;"
+        " cvt.rn.f16x2.e4m3x2 first, low; cvt.rn.f16x2.e4m3x2 last, high;"
+        " mov.b32 {a, b}, first; mov.b32 {c, d}, last;"
+        " cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; cvt.f32.f16 $2, c; cvt.f32.f16 $3, d; }",
+        "=f,=f,=f,=f,r", [words], dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+        is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def row_kernel(
-    y_ptr, x_ptr, weight_ptr, scale_ptr, bias_ptr, x_stride, weight_stride, N, K,
+    y_ptr, x_ptr, word_ptr, scale_ptr, bias_ptr, x_stride, N, num_pieces,
     HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, PIECES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """y[m, n] = scale[n] * sum(x[m] * weight[n]) + bias[n]"""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    piece = tl.arange(0, PIECES) * 16
-    lane = tl.arange(0, 16)
+    piece = tl.arange(0, PIECES)
+    lane = tl.arange(0, 4)
+    start = row.to(tl.int64) * num_pieces
+    at = word_ptr + (start[None, :, None] + piece[:, None, None]) * 4 + lane[None, None, :]
     is_row = (row < N)[None, :, None]
-    at = (
-        weight_ptr
-        + row.to(tl.int64)[None, :, None] * weight_stride
-        + piece[:, None, None]
-        + lane[None, None, :]
-    )
-    x_at = x_ptr + tl.program_id(1).to(tl.int64) * x_stride + piece[:, None] + lane[None, :]
-    is_in = piece[:, None] + lane[None, :] < K
     # Weights do not depend on the kernel before: the first are on their way while it ends.
-    weight = tl.load(at, mask=is_row & is_in[:, None, :], other=0.0, eviction_policy="evict_first")
+    is_in = is_row & (piece < num_pieces)[:, None, None]
+    words = tl.load(at, mask=is_in, other=0, eviction_policy="evict_first")
     wait_for_inputs(OVERLAPS)
+    x_at = x_ptr + tl.program_id(1).to(tl.int64) * x_stride + piece[:, None] * 16 + lane[None, :] * 4
     sums = tl.zeros([PIECES, ROWS], tl.float32)
-    for start in range(0, K, PIECES * 16):
-        x = tl.load(x_at + start, mask=start + piece[:, None] + lane[None, :] < K, other=0.0).to(tl.float32)
-        following = start + PIECES * 16
-        is_in = following + piece[:, None] + lane[None, :] < K
-        next_weight = tl.load(
-            at + following, mask=is_row & is_in[:, None, :], other=0.0, eviction_policy="evict_first"
-        )
-        sums += tl.sum(weight.to(tl.float32) * x[:, None, :], 2)
-        weight = next_weight
+    for first in range(0, num_pieces, PIECES):
+        is_in = is_row & (first + PIECES + piece < num_pieces)[:, None, None]
+        next_words = tl.load(at + (first + PIECES) * 4, mask=is_in, other=0, eviction_policy="evict_first")
+        is_x = (first + piece < num_pieces)[:, None]
+        a, b, c, d = values_of(words)
+        products = a * tl.load(x_at + first * 16, mask=is_x, other=0.0).to(tl.float32)[:, None, :]
+        products += b * tl.load(x_at + first * 16 + 1, mask=is_x, other=0.0).to(tl.float32)[:, None, :]
+        products += c * tl.load(x_at + first * 16 + 2, mask=is_x, other=0.0).to(tl.float32)[:, None, :]
+        products += d * tl.load(x_at + first * 16 + 3, mask=is_x, other=0.0).to(tl.float32)[:, None, :]
+        sums += tl.sum(products, 2)
+        words = next_words
     y = tl.sum(sums, 0) * tl.load(scale_ptr + row, mask=row < N, other=0.0)
     if HAS_BIAS:
         y += tl.load(bias_ptr + row, mask=row < N, other=0.0).to(tl.float32)
@@ -122,10 +133,10 @@ def values_kernel(
 
 
 def launch_row(y: Tensor, x: Tensor, weight: Float8Tensor, bias: Tensor | None) -> None:
-    num_rows, size = weight.shape
-    rows, pieces = 4, min(triton.next_power_of_2(triton.cdiv(size, 16)), 128)
+    num_rows, num_pieces = weight.shape[0], weight.shape[1] // 16
+    rows, pieces = 8, min(triton.next_power_of_2(num_pieces), 128)
     row_kernel[(triton.cdiv(num_rows, rows), len(x))](
-        y, x, weight.values, weight.row_scales, bias, x.stride(0), weight.blocks.stride(0), num_rows, size,
+        y, x, weight.blocks.view(torch.int32), weight.row_scales, bias, x.stride(0), num_rows, num_pieces,
         HAS_BIAS=bias is not None, ROWS=rows, PIECES=pieces, num_warps=max(pieces // 32, 1), num_stages=1,
         **overlap(x.device),
     )  # fmt: skip
@@ -159,8 +170,7 @@ def multiplies_float8(device: torch.device) -> bool:
 
 def can_round(x: Tensor, weight: Float8Tensor) -> bool:
     """Whether the float8 tensor cores take this product"""
-    is_whole = weight.shape[0] % 16 == 0 and weight.shape[1] % 16 == 0
-    return multiplies_float8(x.device) and x.dtype == torch.bfloat16 and is_whole
+    return multiplies_float8(x.device) and x.dtype == torch.bfloat16 and weight.shape[0] % 16 == 0
 
 
 def linear(y: Tensor, x: Tensor, weight: Float8Tensor, bias: Tensor | None) -> None:

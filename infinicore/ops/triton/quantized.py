@@ -406,8 +406,8 @@ def values_of(weight: TiledTensor, dtype: torch.dtype) -> Tensor:
 
 def is_taken(weight: Any, device: torch.device) -> bool:
     """Whether kernels here read this kind of weight, which lies on the device"""
-    is_known = isinstance(weight, TiledTensor | Float8Tensor)
-    return is_known and weight.device == device and weight.blocks.is_contiguous() and weight.shape[0] > 0
+    is_known = isinstance(weight, TiledTensor | Float8Tensor) and weight.device == device
+    return is_known and weight.blocks.is_contiguous() and weight.shape[0] > 0 and weight.shape[1] % 16 == 0
 
 
 def accepts_quantized_linear(out: Any, x: Tensor, weight: Any, bias: Tensor | None) -> bool:
