@@ -1,7 +1,7 @@
-"""Quantised matrices as a GPU reads them: 8 rows are a tile, in which each kind of byte lies together.
+"""Quantised matrices as a GPU reads them: 32 rows are a tile, laid out as the tensor cores take them.
 
-A thread then takes 16 bytes of codes at once, and the scales of 8 rows at once. The bytes are those of the
-blocks in another order; only the 6-bit scales of Q4_K take 8 bits, which makes it 3 % larger.
+A thread of a warp loads 16 bytes, which hold 8 values of each of the 4 rows whose products it computes. The
+bytes are those of the blocks in another order; only the 6-bit scales of Q4_K take 8 bits: 3 % more.
 """
 
 from __future__ import annotations
@@ -23,23 +23,26 @@ from infinicore.quantization import (
     _parts,
 )
 
-# N rows, K their length, T tiles, P pieces of 16 bytes of codes, G groups
-TILE_ROWS = 8
+# N rows, K their length, T tiles, G groups of 32 values of a row, B blocks of a row
+TILE_ROWS = 32
 CHUNK = 1 << 24  # values that are rearranged at once
 
 
 class Part(NamedTuple):
-    """What a row has of one kind: `num_bytes` for every `elements`. In a tile codes lie row after row, of
-    scales those of its 8 rows side by side."""
+    """What a row has of one kind: `num_bytes` for every `elements`.
+
+    Codes lie by groups of 32 values: of each, `num_bytes` of all rows of a tile. The others are scales and
+    minimums, those of rows g, g + 8, g + 16 and g + 24 side by side.
+    """
 
     elements: int
     num_bytes: int
     is_codes: bool = False
 
 
-BYTES, NIBBLES, HIGH_BITS = Part(16, 16, True), Part(32, 16, True), Part(32, 8, True)
+BYTES, NIBBLES, HIGH_BITS = Part(32, 32, True), Part(32, 16, True), Part(32, 8, True)
 PARTS = {
-    BlockType.Q8_0: (BYTES, Part(32, 2)),
+    BlockType.Q8_0: (BYTES, Part(32, 2)),  # low nibbles of a group, then high ones
     BlockType.Q4_0: (NIBBLES, Part(32, 2)),
     BlockType.Q4_1: (NIBBLES, Part(32, 2), Part(32, 2)),  # and minimums
     BlockType.Q4_K: (NIBBLES, Part(32, 1), Part(32, 1), Part(256, 2), Part(256, 2)),
@@ -70,8 +73,10 @@ class RowTensor(QuantizedTensor):
 class TiledTensor(RowTensor):
     """A quantised matrix in tiles, uint8 [T, bytes of a tile], the last of them filled up with zeros.
 
-    The 16 bytes of a piece are 4 words: field f of word j is value 4 f + j of the piece. Bytes are unsigned,
-    and the high 2 bits of six lie 16 to a word, those of its fields f and f + 4 side by side.
+    A group of 32 values of all 32 rows is 512 bytes of nibbles, 16 for each of 32 threads 4 g + t: 4 words,
+    for rows g, g + 8, g + 16 and g + 24. Value v of a word is value 16 (v / 4) + 4 t + v % 4 of the group, at
+    nibble v / 2 if v is even, else at v / 2 + 4. Bytes of Q8_0 are unsigned and two such nibbles, the high
+    2 bits of Q6_K lie likewise, two rows to a word.
     """
 
     row_step: ClassVar[int] = TILE_ROWS
@@ -94,20 +99,18 @@ class TiledTensor(RowTensor):
         return replace(self, blocks=tiles_of(parts, self.type), shape=(len(indices), self.shape[1]))
 
     def has_finite_scales(self) -> bool:
-        halves = [part for part in self.parts() if part.shape[-1] == 2]
-        return all(bool(half.contiguous().view(torch.float16).isfinite().all()) for half in halves)
+        halves = [
+            part for part, kind in zip(self.parts(), PARTS[self.type], strict=True) if kind.num_bytes == 2
+        ]
+        return all(bool(_halves(half).isfinite().all()) for half in halves)
 
     def parts(self, tiles: slice = slice(None)) -> list[Tensor]:
-        """Of the rows of these tiles, what PARTS names: uint8 [N, how many, bytes of each]"""
+        """What PARTS names, of the rows of these tiles: uint8 [N, how many, bytes of each], codes singly"""
         blocks, found, start = self.blocks[tiles], [], 0
-        for elements, size, is_codes in PARTS[self.type]:
-            count = self.shape[1] // elements
-            raw = blocks[:, start : start + TILE_ROWS * count * size]
-            sizes = (TILE_ROWS, count) if is_codes else (count, TILE_ROWS)
-            laid = raw.reshape(len(blocks), *sizes, size)
-            by_row = laid if is_codes else laid.transpose(1, 2)
-            found.append(by_row.flatten(0, 1))
-            start += raw.shape[1]
+        for kind in PARTS[self.type]:
+            size = TILE_ROWS * self.shape[1] // kind.elements * kind.num_bytes
+            found.append(rows_of_tiles(blocks[:, start : start + size], kind))
+            start += size
         return [part[: self.shape[0] - (tiles.start or 0) * TILE_ROWS] for part in found]
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -146,67 +149,105 @@ def laid_together(weights: Sequence[RowTensor]) -> list[RowTensor]:
 
 
 def taken_apart(rows: Tensor, type: BlockType) -> list[Tensor]:
-    """Rows of blocks, uint8 [N, bytes of a row], as their parts: [N, how many, bytes of each]"""
+    """Parts of rows of blocks, uint8 [N, bytes of a row]: [N, how many, bytes of each], codes singly"""
     parts = SPLITTERS[type](rows.reshape(-1, type.bytes_per_block))
     kinds = PARTS[type]
-    return [part.reshape(len(rows), -1, kind.num_bytes) for part, kind in zip(parts, kinds, strict=True)]
+    sizes = [1 if kind.is_codes else kind.num_bytes for kind in kinds]
+    return [part.reshape(len(rows), -1, size) for part, size in zip(parts, sizes, strict=True)]
 
 
 def tiles_of(parts: Sequence[Tensor], type: BlockType) -> Tensor:
-    """uint8 [N, how many, bytes of each] for each part -> tiles [T, bytes of a tile]"""
+    """The parts of rows -> tiles [T, bytes of a tile]"""
     num_tiles = -(-len(parts[0]) // TILE_ROWS)
     laid = []
     for part, kind in zip(parts, PARTS[type], strict=True):
         padded = torch.nn.functional.pad(part, (0, 0, 0, 0, 0, num_tiles * TILE_ROWS - len(part)))
-        by_tile = padded.view(num_tiles, TILE_ROWS, *part.shape[1:])
-        laid.append((by_tile if kind.is_codes else by_tile.transpose(1, 2)).flatten(1))
+        laid.append(laid_out(padded, kind))
     return torch.cat(laid, 1)
+
+
+def laid_out(part: Tensor, kind: Part) -> Tensor:
+    """One part of whole tiles, [32 T, how many, bytes of each] -> [T, bytes of it in a tile]"""
+    if not kind.is_codes:
+        return part.view(-1, 4, 8, *part.shape[1:]).permute(0, 3, 2, 1, 4).flatten(1)
+    if kind is HIGH_BITS:
+        return _high_words(part).flatten(1)
+    planes = [part] if kind is NIBBLES else [part & 15, part >> 4]
+    return torch.cat([_nibble_words(plane) for plane in planes], 2).flatten(1)
+
+
+def rows_of_tiles(laid: Tensor, kind: Part) -> Tensor:
+    """The inverse of laid_out"""
+    if not kind.is_codes:
+        by_group = laid.reshape(len(laid), -1, 8, 4, kind.num_bytes)  # [T, how many, g, j, bytes]
+        return by_group.permute(0, 3, 2, 1, 4).flatten(0, 2)
+    groups = laid.reshape(len(laid), -1, TILE_ROWS * kind.num_bytes)
+    if kind is HIGH_BITS:
+        return _high_bits_of(groups)
+    planes = [_nibbles_of(plane) for plane in torch.split(groups, TILE_ROWS * NIBBLES.num_bytes, 2)]
+    return planes[0] if kind is NIBBLES else planes[0] | planes[1] << 4
+
+
+# A value's place: row 8 j + g of its tile, value 16 s + 4 t + 2 p + o of its group; that of its bits: thread
+# 4 g + t, word j, byte 2 o + s, and there p.
+
+
+def _nibble_words(codes: Tensor) -> Tensor:
+    """[32 T, 32 G, 1] -> bytes of words [T, G, 512]"""
+    laid = codes.view(-1, 4, 8, codes.shape[1] // 32, 2, 4, 2, 2).permute(0, 3, 2, 5, 1, 7, 4, 6)
+    return (laid[..., 0] | laid[..., 1] << 4).flatten(2)  # [T, G, g, t, j, o, s]
+
+
+def _nibbles_of(words: Tensor) -> Tensor:
+    """The inverse of _nibble_words"""
+    laid = words.reshape(*words.shape[:2], 8, 4, 4, 2, 2)
+    codes = torch.stack([laid & 15, laid >> 4], -1)  # [T, G, g, t, j, o, s, p]
+    return codes.permute(0, 4, 2, 1, 6, 3, 7, 5).reshape(len(words) * TILE_ROWS, -1, 1)
+
+
+def _high_words(codes: Tensor) -> Tensor:
+    """[32 T, 32 G, 1] of 2 bits -> bytes [T, G, 256] of words j / 2: byte 2 o + j % 2, bits 4 s + 2 p"""
+    laid = codes.view(-1, 2, 2, 8, codes.shape[1] // 32, 2, 4, 2, 2).permute(0, 4, 3, 6, 1, 8, 2, 5, 7)
+    shifted = [
+        laid[..., s, p] << (4 * s + 2 * p) for s in (0, 1) for p in (0, 1)
+    ]  # [T, G, g, t, j / 2, o, j % 2]
+    return torch.stack(shifted).sum(0, dtype=torch.uint8).flatten(2)
+
+
+def _high_bits_of(words: Tensor) -> Tensor:
+    """The inverse of _high_words"""
+    laid = words.reshape(*words.shape[:2], 8, 4, 2, 2, 2)
+    fields = [laid >> (4 * s + 2 * p) & 3 for s in (0, 1) for p in (0, 1)]
+    codes = torch.stack(fields, -1).reshape(*laid.shape, 2, 2)  # [T, G, g, t, j / 2, o, j % 2, s, p]
+    return codes.permute(0, 4, 6, 2, 1, 7, 3, 8, 5).reshape(len(words) * TILE_ROWS, -1, 1)
 
 
 # From blocks, uint8 [N, bytes per block], to the parts of each
 
 
-def _byte_pieces(values: Tensor) -> Tensor:
-    """[N, 16 P] -> the same, byte f of word j being value 4 f + j of its 16"""
-    return values.reshape(len(values), -1, 4, 4).transpose(2, 3).flatten(1)
-
-
-def _nibble_pieces(fields: Tensor) -> Tensor:
-    """[N, 32 P] -> [N, 16 P], field f of word j being value 4 f + j of its 32"""
-    pairs = fields.reshape(len(fields), -1, 4, 2, 4)  # [N, P, byte, low or high, word]
-    return (pairs[:, :, :, 0] | pairs[:, :, :, 1] << 4).transpose(2, 3).flatten(1)
-
-
-def _high_pieces(fields: Tensor) -> Tensor:
-    """[N, 32 P] of 2 bits -> [N, 8 P], those of value 4 f + j in half-word j, at bit 4 f or 4 f - 14"""
-    f = fields.reshape(len(fields), -1, 8, 4).unbind(2)  # each [N, P, word]
-    low, high = (f[i] | f[i + 4] << 2 | f[i + 1] << 4 | f[i + 5] << 6 for i in (0, 2))
-    return torch.stack([low, high], -1).flatten(1)
-
-
 def _split_q8_0(blocks: Tensor) -> tuple[Tensor, ...]:
     scale, values = _parts(blocks, 2, 32)
-    return _byte_pieces(values ^ 0x80), scale
+    return values ^ 0x80, scale
 
 
 def _split_q4_0(blocks: Tensor) -> tuple[Tensor, ...]:
     scale, packed = _parts(blocks, 2, 16)
-    return _nibble_pieces(_fields(packed, 4, 16)), scale
+    return _fields(packed, 4, 16), scale
 
 
 def _split_q4_1(blocks: Tensor) -> tuple[Tensor, ...]:
     scale, minimum, packed = _parts(blocks, 2, 2, 16)
-    return _nibble_pieces(_fields(packed, 4, 16)), scale, minimum
+    return _fields(packed, 4, 16), scale, minimum
 
 
 def _split_q4_k(blocks: Tensor) -> tuple[Tensor, ...]:
     scale, minimum, groups, packed = _parts(blocks, 2, 2, 12, 128)
-    return _nibble_pieces(_fields(packed, 4, 32)), *_group_scales(groups), scale, minimum
+    return _fields(packed, 4, 32), *_group_scales(groups), scale, minimum
 
 
 def _split_q6_k(blocks: Tensor) -> tuple[Tensor, ...]:
     low, high, scales, scale = _parts(blocks, 128, 64, 16, 2)
-    return _nibble_pieces(_fields(low, 4, 64)), _high_pieces(_fields(high, 2, 32)), scales, scale
+    return _fields(low, 4, 64), _fields(high, 2, 32), scales, scale
 
 
 SPLITTERS: dict[BlockType, Callable[[Tensor], tuple[Tensor, ...]]] = {
@@ -221,22 +262,6 @@ SPLITTERS: dict[BlockType, Callable[[Tensor], tuple[Tensor, ...]]] = {
 # And from the parts of rows, uint8 [N, how many, bytes of each], to float32 [N, K]
 
 
-def _bytes_of(pieces: Tensor) -> Tensor:
-    return pieces.reshape(*pieces.shape[:2], 4, 4).transpose(2, 3).flatten(1)
-
-
-def _nibbles_of(pieces: Tensor) -> Tensor:
-    words = pieces.reshape(*pieces.shape[:2], 4, 4).transpose(2, 3)  # [N, P, byte, word]
-    return torch.stack([words & 15, words >> 4], 3).flatten(1)
-
-
-def _high_bits_of(pieces: Tensor) -> Tensor:
-    low, high = pieces.reshape(*pieces.shape[:2], 4, 2).unbind(3)  # each [N, P, word]
-    shifted = ((low, 0), (low, 4), (high, 0), (high, 4), (low, 2), (low, 6), (high, 2), (high, 6))
-    fields = [half >> shift & 3 for half, shift in shifted]
-    return torch.stack(fields, 2).flatten(1)
-
-
 def _halves(raw: Tensor) -> Tensor:
     """float16 bytes [N, G, 2] -> float32 [N, G]"""
     return _half(raw.flatten(0, 1)).view(raw.shape[:2])
@@ -248,24 +273,24 @@ def _spread(scales: Tensor, groups: Tensor) -> Tensor:
 
 
 def _values_q8_0(codes: Tensor, scale: Tensor) -> Tensor:
-    return _grouped(_halves(scale), _bytes_of(codes).float() - 128)
+    return _grouped(_halves(scale), codes.flatten(1).float() - 128)
 
 
 def _values_q4_0(codes: Tensor, scale: Tensor) -> Tensor:
-    return _grouped(_halves(scale), _nibbles_of(codes).float() - 8)
+    return _grouped(_halves(scale), codes.flatten(1).float() - 8)
 
 
 def _values_q4_1(codes: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
-    return _grouped(_halves(scale), _nibbles_of(codes), -_halves(minimum))
+    return _grouped(_halves(scale), codes.flatten(1), -_halves(minimum))
 
 
 def _values_q4_k(codes: Tensor, scales: Tensor, minimums: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
     lowest = _spread(_halves(minimum), minimums[..., 0])
-    return _grouped(_spread(_halves(scale), scales[..., 0]), _nibbles_of(codes), lowest)
+    return _grouped(_spread(_halves(scale), scales[..., 0]), codes.flatten(1), lowest)
 
 
 def _values_q6_k(codes: Tensor, high: Tensor, scales: Tensor, scale: Tensor) -> Tensor:
-    fields = _nibbles_of(codes) | _high_bits_of(high) << 4
+    fields = (codes | high << 4).flatten(1)
     signed = scales[..., 0].contiguous().view(torch.int8)
     return _grouped(_spread(_halves(scale), signed), fields.float() - 32)
 

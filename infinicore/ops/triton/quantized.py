@@ -1,11 +1,14 @@
 """Products with quantised weights, read as the bytes they are, and rows of them (infinicore/tiles.py).
 
-One row is sums of products in registers. A few go through the tensor cores, a tile of the weight being made
-floats on its way there. For many it pays to make floats of the whole weight first, for cuBLAS.
+Up to 32 rows of bfloat16 go through the tensor cores by way of the instruction whose registers the tiles are
+laid out for: a nibble becomes a bfloat16 as the last bits of 128, and what that adds is taken off by a
+product of its own. More rows, and float16, go there by way of Triton's own products. For many it pays to make
+floats of the whole weight first, for cuBLAS.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +32,8 @@ from infinicore.ops.triton.tensors import (
 )
 from infinicore.tiles import TiledTensor
 
-# M rows of x, N of the weight, K their length, P pieces of 16 bytes of codes, F fields of a word, S splits
+# M rows of x, N of the weight, K their length, G groups of 32 values, L threads: 32 for each group at hand.
+# Thread 4 g + t has rows 8 j + g of a tile, j being 0 to 3.
 # The types by ggml's numbers
 Q4_0 = tl.constexpr(2)
 Q4_1 = tl.constexpr(3)
@@ -38,214 +42,459 @@ Q4_K = tl.constexpr(12)
 Q6_K = tl.constexpr(14)
 
 POWER = 150 << 23  # 2^23 as a float32 in bits: the last of them count ones
-MOST_FOR_TILES = 256  # rows; with more, floats are made of a weight as a whole
+PAIR = 0x43004300  # two bfloat16 of 128, likewise
+MOST_IN_REGISTERS = 32  # rows; with more, Triton's products
+MOST_FOR_TILES = 192  # rows; with more, floats are made of a weight as a whole
 MOST_ALONE = 16  # rows of float32, which the tensor cores do not take
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 # ---- what a tile holds -------------------------------------------------------------------------------------
+# `base` is where a tile begins, in steps of 16 bytes; shapes are what base, group, lane and j make together.
 
 
 @triton.jit
-def load_words(ptr, row, piece, is_in, num_pieces, stride):
-    """Codes of these rows and pieces, where there are any: [R], [P], [P, R] -> int32 [P, R, 4]
-
-    A warp takes pieces of a row, and a thread of it the same ones of every row, with their scales and x.
-    """
-    start = (row // 8).to(tl.int64) * stride + (row % 8) * num_pieces
-    at = ptr + (start[None, :, None] + piece[:, None, None]) * 4 + tl.arange(0, 4)[None, None, :]
-    words = tl.load(at, mask=is_in[:, :, None], other=0, eviction_policy="evict_first")
-    return words.to(tl.uint32, bitcast=True)
+def load_words(ptr, base, group, lane, j, is_in, PLANES: tl.constexpr, PLANE: tl.constexpr):
+    """Codes as uint32: 8 nibbles of row 8 j + lane / 4"""
+    at = ptr + (base + (group * PLANES + PLANE) * 32 + lane) * 4 + j
+    return tl.load(at, mask=is_in, other=0, eviction_policy="evict_first").to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def load_high(ptr, row, piece, is_in, num_pieces, stride):
-    """Of Q6_K the high bits: 16 of them for each word"""
-    start = ((row // 8).to(tl.int64) * stride + num_pieces * 8) * 8 + (row % 8) * num_pieces * 4
-    at = ptr + start[None, :, None] + piece[:, None, None] * 4 + tl.arange(0, 4)[None, None, :]
-    return tl.load(at, mask=is_in[:, :, None], other=0, eviction_policy="evict_first").to(tl.uint32)
+def load_high(ptr, base, group, lane, j, is_in, num_groups, TYPE: tl.constexpr):
+    """The high nibbles of Q8_0, or the words of Q6_K that hold the high bits of rows j and j ^ 1"""
+    if TYPE == Q8_0:
+        high = load_words(ptr, base, group, lane, j, is_in, 2, 1)
+    else:
+        at = ptr + (base + num_groups * 32) * 4 + (group * 32 + lane) * 2 + j // 2
+        high = tl.load(at, mask=is_in, other=0, eviction_policy="evict_first").to(tl.uint32, bitcast=True)
+    return high
 
 
 @triton.jit
-def load_side_by_side(ptr, row, index, is_in, start, stride, SIZE: tl.constexpr):
-    """Number `index` of each row, of a part whose elements have SIZE bytes and lie 8 rows together"""
-    at = ((row // 8).to(tl.int64) * stride + start) * (16 // SIZE) + row % 8
-    return tl.load(ptr + at[None, :] + index[:, None] * 8, mask=is_in, other=0)
+def load_side(ptr, base, index, lane, j, is_in, SIZE: tl.constexpr):
+    """Number `index` of rows 8 j + lane / 4, of a part whose elements have SIZE bytes"""
+    return tl.load(ptr + base * (16 // SIZE) + (index * 8 + lane // 4) * 4 + j, mask=is_in, other=0)
 
 
 @triton.jit
 def load_scale(
-    half_ptr, byte_ptr, row, piece, is_in, num_pieces, stride, HALF: tl.constexpr, TYPE: tl.constexpr
+    half_ptr, byte_ptr, base, group, lane, j, is_in, num_groups, STEP: tl.constexpr, TYPE: tl.constexpr
 ):  # fmt: skip
-    """What the values of a piece are multiplied by, of Q6_K those of one half of it: float32 [P, R]"""
+    """What the values of a group are multiplied by, of Q6_K those of half of it: float32"""
     if TYPE == Q8_0:
-        scale = load_side_by_side(half_ptr, row, piece // 2, is_in, num_pieces * 8, stride, 2)
+        scale = load_side(half_ptr, base + num_groups * 64, group, lane, j, is_in, 2).to(tl.float32)
     elif TYPE == Q4_K:
-        block = load_side_by_side(half_ptr, row, piece // 8, is_in, num_pieces * 9, stride, 2)
-        group = load_side_by_side(byte_ptr, row, piece, is_in, num_pieces * 8, stride, 1)
-        scale = block.to(tl.float32) * group.to(tl.float32)
+        block = load_side(half_ptr, base + num_groups * 36, group // 8, lane, j, is_in, 2)
+        part = load_side(byte_ptr, base + num_groups * 32, group, lane, j, is_in, 1)
+        scale = block.to(tl.float32) * part.to(tl.float32)
     elif TYPE == Q6_K:
-        block = load_side_by_side(half_ptr, row, piece // 8, is_in, num_pieces * 13, stride, 2)
-        group = load_side_by_side(byte_ptr, row, piece * 2 + HALF, is_in, num_pieces * 12, stride, 1)
-        scale = block.to(tl.float32) * group.to(tl.int8, bitcast=True).to(tl.float32)
+        block = load_side(half_ptr, base + num_groups * 52, group // 8, lane, j, is_in, 2)
+        part = load_side(byte_ptr, base + num_groups * 48, group * 2 + STEP, lane, j, is_in, 1)
+        scale = block.to(tl.float32) * part.to(tl.int8, bitcast=True).to(tl.float32)
     else:
-        scale = load_side_by_side(half_ptr, row, piece, is_in, num_pieces * 8, stride, 2)
-    return scale.to(tl.float32)
+        scale = load_side(half_ptr, base + num_groups * 32, group, lane, j, is_in, 2).to(tl.float32)
+    return scale
 
 
 @triton.jit
-def load_minimum(half_ptr, byte_ptr, row, piece, is_in, num_pieces, stride, TYPE: tl.constexpr):
-    """What is added to the values of a piece of Q4_1 or Q4_K: float32 [P, R]"""
+def load_minimum(half_ptr, byte_ptr, base, group, lane, j, is_in, num_groups, TYPE: tl.constexpr):
+    """What is added to the values of a group of Q4_1 or Q4_K: float32"""
     if TYPE == Q4_1:
-        return load_side_by_side(half_ptr, row, piece, is_in, num_pieces * 9, stride, 2).to(tl.float32)
-    start = num_pieces * 9 + num_pieces // 8
-    block = load_side_by_side(half_ptr, row, piece // 8, is_in, start, stride, 2)
-    start = num_pieces * 8 + num_pieces // 2
-    group = load_side_by_side(byte_ptr, row, piece, is_in, start, stride, 1)
-    return -block.to(tl.float32) * group.to(tl.float32)
+        minimum = load_side(half_ptr, base + num_groups * 36, group, lane, j, is_in, 2).to(tl.float32)
+    else:
+        start = num_groups * 36 + num_groups // 2
+        block = load_side(half_ptr, base + start, group // 8, lane, j, is_in, 2)
+        part = load_side(byte_ptr, base + num_groups * 34, group, lane, j, is_in, 1)
+        minimum = -block.to(tl.float32) * part.to(tl.float32)
+    return minimum
+
+
+# ---- a few rows, in registers ------------------------------------------------------------------------------
 
 
 @triton.jit
-def field(words, high, power, F: tl.constexpr, TYPE: tl.constexpr):
-    """Field F of every word as the number it stands for, float32.
+def multiply(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3, EMULATES: tl.constexpr):
+    """c + a b of the tensor cores, 16 x 16 times 16 x 8, in registers of a warp's threads: pairs of bfloat16
 
-    Its bits become the last ones of a large power of two, which is then taken off: one operation each.
-    The power is an argument since the first of them takes one constant, and that is the mask.
+    Of a, rows g and g + 8, of b column g, of both the pairs t; of c, the same rows and columns 2 t, 2 t + 1.
     """
-    BITS: tl.constexpr = 8 if TYPE == Q8_0 else 4
-    IS_LOW: tl.constexpr = F * BITS < 16
-    AT: tl.constexpr = F * BITS if IS_LOW else F * BITS - 12  # below the 23 bits that a float32 has
-    OFFSET: tl.constexpr = 128 if TYPE == Q8_0 else 8 if TYPE == Q4_0 else 32 if TYPE == Q6_K else 0
-    half = words if IS_LOW else words >> 12
-    bits = power - (AT << 23)
-    if TYPE == Q6_K:
-        bits = ((high << (4 if IS_LOW else 6)) & (48 << AT)) | bits
-    bits = (half & (((1 << BITS) - 1) << AT)) | bits
-    return bits.to(tl.float32, bitcast=True) - float((1 << (23 - AT)) + OFFSET)
-
-
-# ---- one row -----------------------------------------------------------------------------------------------
+    if EMULATES:
+        low = products_of(a0, b0) + products_of(a2, b1)
+        top = products_of(a1, b0) + products_of(a3, b1)
+        d0, d1 = tl.split(low)
+        d2, d3 = tl.split(top)
+        size: tl.constexpr = c0.shape[0]
+        return c0 + d0.reshape(size), c1 + d1.reshape(size), c2 + d2.reshape(size), c3 + d3.reshape(size)
+    else:
+        return tl.inline_asm_elementwise(
+            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+            " {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
+            "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
+            [a0, a1, a2, a3, b0, b1, c0, c1, c2, c3],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit
-def row_kernel(
-    y_ptr, x_ptr, word_ptr, short_ptr, half_ptr, byte_ptr, bias_ptr, x_stride, stride, N, num_pieces, power,
-    HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, PIECES: tl.constexpr, TYPE: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+def products_of(a, b):
+    """Without a GPU: rows of a times columns of b, [L] -> [L / 32, 8, 4, 2]"""
+    x = a.reshape(a.shape[0] // 32, 8, 1, 4)
+    y = b.reshape(b.shape[0] // 32, 1, 8, 4)
+    low = (x << 16).to(tl.float32, bitcast=True) * (y << 16).to(tl.float32, bitcast=True)
+    top = (x & 0xFFFF0000).to(tl.float32, bitcast=True) * (y & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return tl.sum(low + top, 3).reshape(a.shape[0] // 32, 8, 4, 2)
+
+
+@triton.jit
+def four(x):
+    """[L, 4] -> its columns"""
+    even, odd = tl.split(x.reshape(x.shape[0], 2, 2))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return a, b, c, d
+
+
+@triton.jit
+def pair(words, pairs, P: tl.constexpr):
+    """Values 2 P and 2 P + 1 of every word, each plus 128, as bfloat16 side by side"""
+    return ((words >> (4 * P)) & 0x000F000F) | pairs
+
+
+@triton.jit
+def high_pair(high, pairs, P: tl.constexpr, J: tl.constexpr, TYPE: tl.constexpr):
+    """The same of the high bits of row J"""
+    if TYPE == Q8_0:
+        return ((high >> (4 * P)) & 0x000F000F) | pairs
+    else:
+        return ((high >> (8 * (J % 2) + 2 * P)) & 0x00030003) | pairs
+
+
+@triton.jit
+def step_of_rows(
+    u, v, high_u, high_v, b0, b1, d0, d1, d2, d3, pairs,
+    P: tl.constexpr, J: tl.constexpr, TYPE: tl.constexpr, EMULATES: tl.constexpr,
 ):  # fmt: skip
-    """y[m, n] = sum(x[m] * weight[n]) + bias[n]"""
-    FIELDS: tl.constexpr = 4 if TYPE == Q8_0 else 8
-    HALVES: tl.constexpr = 2 if TYPE == Q6_K else 1
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    piece = tl.arange(0, PIECES)
-    # Weights do not depend on the kernel before: the first are on their way while it ends.
-    is_in = (piece < num_pieces)[:, None]
-    words = load_words(word_ptr, row, piece, is_in, num_pieces, stride)
-    high = load_high(short_ptr, row, piece, is_in, num_pieces, stride) if TYPE == Q6_K else words
-    wait_for_inputs(OVERLAPS)
-    x_row = x_ptr + tl.program_id(1).to(tl.int64) * x_stride
-    sums = tl.zeros([PIECES, ROWS], tl.float32)
-    for start in range(0, num_pieces, PIECES):
-        at = start + piece
-        x_at = x_row + at[:, None] * (4 * FIELDS) + tl.arange(0, 4)[None, :]
-        is_in = (at < num_pieces)[:, None]
-        is_next = (at + PIECES < num_pieces)[:, None]
-        next_words = load_words(word_ptr, row, at + PIECES, is_next, num_pieces, stride)
-        next_high = words
-        if TYPE == Q6_K:
-            next_high = load_high(short_ptr, row, at + PIECES, is_next, num_pieces, stride)
-        x_sums = tl.zeros([PIECES, 4], tl.float32)
-        for HALF in tl.static_range(HALVES):
-            scale = load_scale(half_ptr, byte_ptr, row, at, is_in, num_pieces, stride, HALF, TYPE)
-            products = tl.zeros([PIECES, ROWS, 4], tl.float32)
-            for F in tl.static_range(HALF * FIELDS // HALVES, (HALF + 1) * FIELDS // HALVES):
-                x = tl.load(x_at + 4 * F, mask=is_in, other=0.0).to(tl.float32)
-                products += field(words, high, power, F, TYPE) * x[:, None, :]
-                x_sums += x
-            sums += tl.sum(products, 2) * scale
-        if (TYPE == Q4_1) | (TYPE == Q4_K):
-            minimum = load_minimum(half_ptr, byte_ptr, row, at, is_in, num_pieces, stride, TYPE)
-            sums += minimum * tl.sum(x_sums, 1)[:, None]
-        words, high = next_words, next_high
-    y = tl.sum(sums, 0)
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + row, mask=row < N, other=0.0).to(tl.float32)
-    to = y_ptr + tl.program_id(1).to(tl.int64) * N + row
-    tl.store(to, y.to(y_ptr.dtype.element_ty), mask=row < N)
-
-
-# ---- few rows ----------------------------------------------------------------------------------------------
+    """Add the products of pairs P and P + 1 of rows 8 J + g (words u) and 8 J + 8 + g (words v)"""
+    d0, d1, d2, d3 = multiply(
+        pair(u, pairs, P), pair(v, pairs, P), pair(u, pairs, P + 1), pair(v, pairs, P + 1),
+        b0, b1, d0, d1, d2, d3, EMULATES,
+    )  # fmt: skip
+    if (TYPE == Q8_0) | (TYPE == Q6_K):
+        # 16 x: the exponents of a pair of bfloat16, plus 4
+        d0, d1, d2, d3 = multiply(
+            high_pair(high_u, pairs, P, J, TYPE), high_pair(high_v, pairs, P, J + 1, TYPE),
+            high_pair(high_u, pairs, P + 1, J, TYPE), high_pair(high_v, pairs, P + 1, J + 1, TYPE),
+            b0 + 0x02000200, b1 + 0x02000200, d0, d1, d2, d3, EMULATES,
+        )  # fmt: skip
+    return d0, d1, d2, d3
 
 
 @triton.jit
-def scaled(words, high, power, scale, minimum, F: tl.constexpr, TYPE: tl.constexpr, DTYPE: tl.constexpr):
-    values = field(words, high, power, F, TYPE) * scale[:, :, None]
+def products_of_rows(
+    u, v, high_u, high_v, b0, b1, b2, b3, z0, z1, z2, z3, s, r, first_s, first_r, pairs,
+    J: tl.constexpr, TYPE: tl.constexpr, EMULATES: tl.constexpr,
+):  # fmt: skip
+    """Scaled products of a group with two rows: [L, 2, 2], columns before rows. z is what 128 and so on add,
+    negative, of the first step and of both."""
+    if TYPE == Q6_K:  # which has a scale for each step
+        d0, d1, d2, d3 = step_of_rows(
+            u, v, high_u, high_v, b0, b1, z0, z1, z0, z1, pairs, 0, J, TYPE, EMULATES
+        )
+        e0, e1, e2, e3 = step_of_rows(
+            u, v, high_u, high_v, b2, b3, z2, z3, z2, z3, pairs, 2, J, TYPE, EMULATES
+        )
+        low = tl.join(d0 * first_s + e0 * s, d1 * first_s + e1 * s)
+        top = tl.join(d2 * first_r + e2 * r, d3 * first_r + e3 * r)
+    else:
+        d0, d1, d2, d3 = step_of_rows(
+            u, v, high_u, high_v, b0, b1, z2, z3, z2, z3, pairs, 0, J, TYPE, EMULATES
+        )
+        d0, d1, d2, d3 = step_of_rows(
+            u, v, high_u, high_v, b2, b3, d0, d1, d2, d3, pairs, 2, J, TYPE, EMULATES
+        )
+        low = tl.join(d0 * s, d1 * s)
+        top = tl.join(d2 * r, d3 * r)
+    return tl.join(low, top)
+
+
+@triton.jit
+def products_of_columns(
+    words, high, scale, first_scale, minimum, x_ptr, x_stride, M, group, lane, is_in, pairs, offset,
+    COLUMN: tl.constexpr, TYPE: tl.constexpr, EMULATES: tl.constexpr,
+):  # fmt: skip
+    """Scaled products of a group with 8 rows of x, from COLUMN on: [L, 2, 2, 2], by column, then row"""
+    column = COLUMN + lane // 4
+    at = x_ptr + column.to(tl.int64) * x_stride + group * 16 + (lane % 4) * 2
+    is_x = (is_in & (column < M))[:, None]
+    b0, b1 = tl.split(
+        tl.load(at[:, None] + tl.arange(0, 2)[None, :], mask=is_x, other=0).to(tl.uint32, bitcast=True)
+    )
+    b2, b3 = tl.split(
+        tl.load(at[:, None] + 8 + tl.arange(0, 2)[None, :], mask=is_x, other=0).to(tl.uint32, bitcast=True)
+    )
+    zero = tl.zeros([lane.shape[0]], tl.float32)
+    taken = tl.zeros([lane.shape[0]], tl.uint32) + offset
+    z0, z1, _, _ = multiply(taken, taken, taken, taken, b0, b1, zero, zero, zero, zero, EMULATES)
+    y0, y1 = zero, zero
+    if TYPE != Q6_K:
+        y0, y1 = z0, z1
+    z2, z3, _, _ = multiply(taken, taken, taken, taken, b2, b3, y0, y1, zero, zero, EMULATES)
+    u0, u1, u2, u3 = four(words)
+    h0, h1, h2, h3 = four(high)
+    s0, s1, s2, s3 = four(scale)
+    f0, f1, f2, f3 = four(first_scale)
+    low = products_of_rows(
+        u0, u1, h0, h1, b0, b1, b2, b3, z0, z1, z2, z3, s0, s1, f0, f1, pairs, 0, TYPE, EMULATES
+    )  # fmt: skip
+    top = products_of_rows(
+        u2, u3, h2, h3, b0, b1, b2, b3, z0, z1, z2, z3, s2, s3, f2, f3, pairs, 2, TYPE, EMULATES
+    )  # fmt: skip
+    result = tl.join(low, top)
     if (TYPE == Q4_1) | (TYPE == Q4_K):
-        values += minimum[:, :, None]
-    return values.to(DTYPE)
+        # The sum of x is what 128 adds, over -128.
+        sums = tl.join(z2, z3) * (-1.0 / 128)
+        m0, m1, m2, m3 = four(minimum)
+        by_row = tl.join(tl.join(m0, m1), tl.join(m2, m3))
+        result += by_row[:, None, :, :] * sums[:, :, None, None]
+    return result
 
 
 @triton.jit
-def four(words, high, power, scale, minimum, F: tl.constexpr, TYPE: tl.constexpr, DTYPE: tl.constexpr):
-    """Fields F to F + 3 of every word: [P, R, 4, 2, 2], the low bit of which before the high one"""
+def store_columns(y_ptr, bias_ptr, sums, tile, M, N, COLUMN: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """[L, 2, 2, 2], summed over the groups, goes to 8 rows of y"""
+    total = tl.sum(sums.reshape(sums.shape[0] // 32, 32, 8), 0)  # [thread, column | row, its low bit first]
+    lane = tl.arange(0, 32)[:, None]
+    which = tl.arange(0, 8)[None, :]
+    column = COLUMN + lane % 4 * 2 + which // 4
+    row = tile * 32 + ((which // 2) % 2 + which % 2 * 2) * 8 + lane // 4
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + row, mask=row < N, other=0.0).to(tl.float32)
+    to = y_ptr + column.to(tl.int64) * N + row
+    tl.store(to, total.to(y_ptr.dtype.element_ty), mask=(row < N) & (column < M))
+
+
+@triton.jit
+def few_kernel(
+    y_ptr, x_ptr, word_ptr, half_ptr, byte_ptr, bias_ptr, x_stride, stride, M, N, num_groups, pairs, offset,
+    HAS_BIAS: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr, TYPE: tl.constexpr,
+    EMULATES: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """A tile's 32 columns of y [M, N], for up to COLUMNS rows of x; warps share the groups of a row"""
+    HAS_HIGH: tl.constexpr = (TYPE == Q8_0) | (TYPE == Q6_K)
+    HAS_MINIMUM: tl.constexpr = (TYPE == Q4_1) | (TYPE == Q4_K)
+    PLANES: tl.constexpr = 2 if TYPE == Q8_0 else 1
+    tile = tl.program_id(0)
+    base = tile.to(tl.int64) * stride
+    thread = tl.arange(0, GROUPS * 32)
+    lane = thread % 32
+    lanes = lane[:, None]
+    j = tl.arange(0, 4)[None, :]
+    group = thread // 32
+    # Weights do not depend on the kernel before: the first are on their way while it ends.
+    is_first = (group < num_groups)[:, None]
+    words = load_words(word_ptr, base, group[:, None], lanes, j, is_first, PLANES, 0)
+    high = words
+    if HAS_HIGH:
+        high = load_high(word_ptr, base, group[:, None], lanes, j, is_first, num_groups, TYPE)
+    wait_for_inputs(OVERLAPS)
+    zero = tl.zeros([GROUPS * 32, 2, 2, 2], tl.float32)
+    sums0, sums1, sums2, sums3 = zero, zero, zero, zero
+    for start in range(0, num_groups, GROUPS):
+        group = start + thread // 32
+        groups = group[:, None]
+        is_in = group < num_groups
+        is_next = (group + GROUPS < num_groups)[:, None]
+        next_words = load_words(word_ptr, base, groups + GROUPS, lanes, j, is_next, PLANES, 0)
+        next_high = next_words
+        if HAS_HIGH:
+            next_high = load_high(word_ptr, base, groups + GROUPS, lanes, j, is_next, num_groups, TYPE)
+        inside = is_in[:, None]
+        scale = load_scale(half_ptr, byte_ptr, base, groups, lanes, j, inside, num_groups, 1, TYPE)
+        first_scale = scale
+        if TYPE == Q6_K:
+            first_scale = load_scale(half_ptr, byte_ptr, base, groups, lanes, j, inside, num_groups, 0, TYPE)
+        minimum = scale
+        if HAS_MINIMUM:
+            minimum = load_minimum(half_ptr, byte_ptr, base, groups, lanes, j, inside, num_groups, TYPE)
+        sums0 += products_of_columns(
+            words, high, scale, first_scale, minimum, x_ptr, x_stride, M, group, lane, is_in, pairs, offset,
+            0, TYPE, EMULATES,
+        )  # fmt: skip
+        if COLUMNS > 8:
+            sums1 += products_of_columns(
+                words, high, scale, first_scale, minimum, x_ptr, x_stride, M, group, lane, is_in, pairs,
+                offset, 8, TYPE, EMULATES,
+            )  # fmt: skip
+        if COLUMNS > 16:
+            sums2 += products_of_columns(
+                words, high, scale, first_scale, minimum, x_ptr, x_stride, M, group, lane, is_in, pairs,
+                offset, 16, TYPE, EMULATES,
+            )  # fmt: skip
+            sums3 += products_of_columns(
+                words, high, scale, first_scale, minimum, x_ptr, x_stride, M, group, lane, is_in, pairs,
+                offset, 24, TYPE, EMULATES,
+            )  # fmt: skip
+        words, high = next_words, next_high
+    store_columns(y_ptr, bias_ptr, sums0, tile, M, N, 0, HAS_BIAS)
+    if COLUMNS > 8:
+        store_columns(y_ptr, bias_ptr, sums1, tile, M, N, 8, HAS_BIAS)
+    if COLUMNS > 16:
+        store_columns(y_ptr, bias_ptr, sums2, tile, M, N, 16, HAS_BIAS)
+        store_columns(y_ptr, bias_ptr, sums3, tile, M, N, 24, HAS_BIAS)
+
+
+# ---- floats ------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def nibble(words, power, V: tl.constexpr):
+    """Value V of every word as a float32: the last bits of a power of two, which is then taken off.
+
+    The power is an argument since the first operation takes one constant, and that is the mask.
+    """
+    BIT: tl.constexpr = V // 2 * 4 + V % 2 * 16
+    AT: tl.constexpr = BIT if BIT < 16 else BIT - 12  # below the 23 bits that a float32 has
+    half = words if BIT < 16 else words >> 12
+    bits = (half & (15 << AT)) | (power - (AT << 23))
+    return bits.to(tl.float32, bitcast=True) - float(1 << (23 - AT))
+
+
+@triton.jit
+def number(words, high, j, power, V: tl.constexpr, TYPE: tl.constexpr):
+    """Value V of every word, before it is scaled"""
+    value = nibble(words, power, V)
+    if TYPE == Q4_0:
+        value -= 8.0
+    elif TYPE == Q8_0:
+        value = value + nibble(high, power, V) * 16.0 - 128.0
+    elif TYPE == Q6_K:
+        bits = (high >> (8 * (j % 2) + V // 2 * 2 + V % 2 * 16).to(tl.uint32)) & 3
+        value = value + bits.to(tl.float32) * 16.0 - 32.0
+    return value
+
+
+@triton.jit
+def load_numbers(
+    word_ptr, half_ptr, byte_ptr, base, group, lane, j, is_in, num_groups, TYPE: tl.constexpr
+):  # fmt: skip
+    """Words, their high bits, scales of their two halves, and minimums"""
+    PLANES: tl.constexpr = 2 if TYPE == Q8_0 else 1
+    words = load_words(word_ptr, base, group, lane, j, is_in, PLANES, 0)
+    high = words
+    if (TYPE == Q8_0) | (TYPE == Q6_K):
+        high = load_high(word_ptr, base, group, lane, j, is_in, num_groups, TYPE)
+    first = load_scale(half_ptr, byte_ptr, base, group, lane, j, is_in, num_groups, 0, TYPE)
+    last = first
+    if TYPE == Q6_K:
+        last = load_scale(half_ptr, byte_ptr, base, group, lane, j, is_in, num_groups, 1, TYPE)
+    minimum = first
+    if (TYPE == Q4_1) | (TYPE == Q4_K):
+        minimum = load_minimum(half_ptr, byte_ptr, base, group, lane, j, is_in, num_groups, TYPE)
+    return words, high, first, last, minimum
+
+
+@triton.jit
+def value(words, high, j, scale, minimum, power, V: tl.constexpr, TYPE: tl.constexpr, DTYPE: tl.constexpr):
+    result = number(words, high, j, power, V, TYPE) * scale
+    if (TYPE == Q4_1) | (TYPE == Q4_K):
+        result += minimum
+    return result.to(DTYPE)
+
+
+@triton.jit
+def step(words, high, j, scale, minimum, power, V: tl.constexpr, TYPE: tl.constexpr, DTYPE: tl.constexpr):
+    """Values V to V + 3 of every word: [..., 2, 2], the low bit of which before the high one"""
     low = tl.join(
-        scaled(words, high, power, scale, minimum, F, TYPE, DTYPE),
-        scaled(words, high, power, scale, minimum, F + 1, TYPE, DTYPE),
+        value(words, high, j, scale, minimum, power, V, TYPE, DTYPE),
+        value(words, high, j, scale, minimum, power, V + 1, TYPE, DTYPE),
     )
     top = tl.join(
-        scaled(words, high, power, scale, minimum, F + 2, TYPE, DTYPE),
-        scaled(words, high, power, scale, minimum, F + 3, TYPE, DTYPE),
+        value(words, high, j, scale, minimum, power, V + 2, TYPE, DTYPE),
+        value(words, high, j, scale, minimum, power, V + 3, TYPE, DTYPE),
     )
     return tl.join(low, top)
 
 
 @triton.jit
 def load_values(
-    word_ptr, short_ptr, half_ptr, byte_ptr, row, piece, is_in, num_pieces, stride, power,
-    TYPE: tl.constexpr, DTYPE: tl.constexpr,
+    word_ptr, half_ptr, byte_ptr, tile, start, num_tiles, num_groups, stride, power,
+    TILES: tl.constexpr, GROUPS: tl.constexpr, TYPE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """What these rows and pieces hold, rounded once: [R], [P], [P, R] -> [R, P * values of a piece]"""
-    words = load_words(word_ptr, row, piece, is_in, num_pieces, stride)
-    high = load_high(short_ptr, row, piece, is_in, num_pieces, stride) if TYPE == Q6_K else words
-    scale = load_scale(half_ptr, byte_ptr, row, piece, is_in, num_pieces, stride, 0, TYPE)
-    minimum = scale
-    if (TYPE == Q4_1) | (TYPE == Q4_K):
-        minimum = load_minimum(half_ptr, byte_ptr, row, piece, is_in, num_pieces, stride, TYPE)
-    low = four(words, high, power, scale, minimum, 0, TYPE, DTYPE)
-    if TYPE == Q8_0:
-        values = low.permute(1, 0, 4, 3, 2).reshape(row.shape[0], piece.shape[0] * 16)
-    else:
-        if TYPE == Q6_K:
-            scale = load_scale(half_ptr, byte_ptr, row, piece, is_in, num_pieces, stride, 1, TYPE)
-        top = four(words, high, power, scale, minimum, 4, TYPE, DTYPE)
-        both = tl.join(low, top).permute(1, 0, 5, 4, 3, 2)
-        values = both.reshape(row.shape[0], piece.shape[0] * 32)
-    return values
+    """What these tiles hold of GROUPS groups from `start` on, rounded once: [32 TILES, 32 GROUPS]"""
+    thread = tl.arange(0, TILES * GROUPS * 32)[:, None]
+    lane = thread % 32
+    j = tl.arange(0, 4)[None, :]
+    group = start + thread // 32 % GROUPS
+    at = tile + thread // (32 * GROUPS)
+    is_in = (at < num_tiles) & (group < num_groups)
+    words, high, first, last, minimum = load_numbers(
+        word_ptr, half_ptr, byte_ptr, at.to(tl.int64) * stride, group, lane, j, is_in, num_groups, TYPE
+    )
+    low = step(words, high, j, first, minimum, power, 0, TYPE, DTYPE)
+    top = step(words, high, j, last, minimum, power, 4, TYPE, DTYPE)
+    values = tl.join(low, top).reshape(
+        TILES, GROUPS, 8, 4, 4, 2, 2, 2
+    )  # tile, group, g, t, j, bits of a value
+    return values.permute(0, 4, 2, 1, 7, 3, 6, 5).reshape(TILES * 32, GROUPS * 32)
+
+
+@triton.jit
+def row_kernel(
+    y_ptr, x_ptr, word_ptr, half_ptr, byte_ptr, bias_ptr, x_stride, stride, N, num_groups, power,
+    HAS_BIAS: tl.constexpr, GROUPS: tl.constexpr, TYPE: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """A tile's 32 columns of a row of y, in float32"""
+    wait_for_inputs(OVERLAPS)
+    tile = tl.program_id(0)
+    m = tl.program_id(1).to(tl.int64)
+    thread = tl.arange(0, GROUPS * 32)[:, None]
+    lane = thread % 32
+    j = tl.arange(0, 4)[None, :]
+    sums = tl.zeros([GROUPS * 32, 4], tl.float32)
+    for start in range(0, num_groups, GROUPS):
+        group = start + thread // 32
+        is_in = group < num_groups
+        words, high, first, last, minimum = load_numbers(
+            word_ptr, half_ptr, byte_ptr, tile.to(tl.int64) * stride, group, lane, j, is_in, num_groups, TYPE
+        )
+        x_at = x_ptr + m * x_stride + group * 32 + lane % 4 * 4
+        for V in tl.static_range(8):
+            x = tl.load(x_at + V // 4 * 16 + V % 4, mask=is_in, other=0.0).to(tl.float32)
+            scale = first if V < 4 else last
+            sums += value(words, high, j, scale, minimum, power, V, TYPE, tl.float32) * x
+    y = tl.sum(tl.sum(sums.reshape(GROUPS, 8, 4, 4), 0), 1)  # [g, j]
+    row = tile * 32 + tl.arange(0, 4)[None, :] * 8 + tl.arange(0, 8)[:, None]
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + row, mask=row < N, other=0.0).to(tl.float32)
+    tl.store(y_ptr + m * N + row, y.to(y_ptr.dtype.element_ty), mask=row < N)
 
 
 @triton.jit
 def tiles_kernel(
-    y_ptr, part_ptr, x_ptr, word_ptr, short_ptr, half_ptr, byte_ptr, bias_ptr, x_stride, stride, M, N,
-    num_pieces, num_steps, power,
-    HAS_BIAS: tl.constexpr, IS_SPLIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    PIECES: tl.constexpr, TYPE: tl.constexpr, DTYPE: tl.constexpr, OVERLAPS: tl.constexpr,
+    y_ptr, part_ptr, x_ptr, word_ptr, half_ptr, byte_ptr, bias_ptr, x_stride, stride, M, N,
+    num_groups, num_steps, power,
+    HAS_BIAS: tl.constexpr, IS_SPLIT: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr, TYPE: tl.constexpr, DTYPE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """A tile [ROWS of the weight, COLUMNS rows of x] of the product, or of a split of its sums"""
-    LENGTH: tl.constexpr = PIECES * (16 if TYPE == Q8_0 else 32)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """The product of TILES tiles of the weight and COLUMNS rows of x, or of a split of its sums"""
+    row = tl.program_id(0) * TILES * 32 + tl.arange(0, TILES * 32)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     split = tl.program_id(2)
-    at = tl.arange(0, LENGTH)
+    at = tl.arange(0, GROUPS * 32)
     wait_for_inputs(OVERLAPS)
-    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    sums = tl.zeros([TILES * 32, COLUMNS], tl.float32)
     x_row = x_ptr + column.to(tl.int64)[:, None] * x_stride + at[None, :]
-    for step in range(split * num_steps, (split + 1) * num_steps):
-        piece = step * PIECES + tl.arange(0, PIECES)
-        is_in = (piece < num_pieces)[:, None] & (row < tl.cdiv(N, 8) * 8)[None, :]  # tiles are whole
+    for number_of_step in range(split * num_steps, (split + 1) * num_steps):
+        start = number_of_step * GROUPS
         weight = load_values(
-            word_ptr, short_ptr, half_ptr, byte_ptr, row, piece, is_in, num_pieces, stride, power, TYPE, DTYPE
-        )
-        is_x = (column < M)[:, None] & (step * LENGTH + at < num_pieces * (LENGTH // PIECES))[None, :]
-        x = tl.load(x_row + step * LENGTH, mask=is_x, other=0.0)
+            word_ptr, half_ptr, byte_ptr, tl.program_id(0) * TILES, start, tl.cdiv(N, 32), num_groups, stride,
+            power, TILES, GROUPS, TYPE, DTYPE,
+        )  # fmt: skip
+        is_x = (column < M)[:, None] & (start * 32 + at < num_groups * 32)[None, :]
+        x = tl.load(x_row + start * 32, mask=is_x, other=0.0)
         sums = tl.dot(weight, x.T, sums)
     is_stored = (column < M)[:, None] & (row < N)[None, :]
     if IS_SPLIT:
@@ -274,84 +523,129 @@ def fold_kernel(
     tl.store(y_ptr + at, sums.to(y_ptr.dtype.element_ty), mask=at < total)
 
 
-# ---- rows as they are --------------------------------------------------------------------------------------
+@triton.jit
+def values_kernel(
+    y_ptr, word_ptr, half_ptr, byte_ptr, stride, N, num_groups, power,
+    GROUPS: tl.constexpr, TYPE: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """y [N, K] = the weight"""
+    wait_for_inputs(OVERLAPS)
+    tile = tl.program_id(0)
+    start = tl.program_id(1) * GROUPS
+    values = load_values(
+        word_ptr, half_ptr, byte_ptr, tile, start, tl.cdiv(N, 32), num_groups, stride, power,
+        1, GROUPS, TYPE, y_ptr.dtype.element_ty,
+    )  # fmt: skip
+    row = tile * 32 + tl.arange(0, 32)
+    column = start * 32 + tl.arange(0, GROUPS * 32)
+    to = y_ptr + row.to(tl.int64)[:, None] * (num_groups * 32) + column[None, :]
+    tl.store(to, values, mask=(row < N)[:, None] & (column < num_groups * 32)[None, :])
 
 
 @triton.jit
-def values_kernel(
-    y_ptr, id_ptr, word_ptr, short_ptr, half_ptr, byte_ptr, stride, M, N, num_pieces, power,
-    HAS_IDS: tl.constexpr, ROWS: tl.constexpr, PIECES: tl.constexpr, TYPE: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+def rows_kernel(
+    y_ptr, id_ptr, word_ptr, half_ptr, byte_ptr, stride, N, num_groups, power,
+    GROUPS: tl.constexpr, TYPE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """y[i] = weight[id[i]], NaN where there is no such row; without ids, weight[i]"""
+    """y[i] = weight[id[i]], NaN where there is no such row"""
     wait_for_inputs(OVERLAPS)
-    LENGTH: tl.constexpr = 16 if TYPE == Q8_0 else 32
-    out = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    piece = tl.program_id(1) * PIECES + tl.arange(0, PIECES)
-    row = out
-    is_row = out < M
-    if HAS_IDS:
-        wanted = tl.load(id_ptr + out, mask=out < M, other=0).to(tl.int64)
-        is_row = (wanted >= 0) & (wanted < N)
-        row = tl.where(is_row, wanted, 0)
-    is_in = (piece < num_pieces)[:, None] & is_row[None, :]
-    values = load_values(
-        word_ptr, short_ptr, half_ptr, byte_ptr, row, piece, is_in, num_pieces, stride, power,
-        TYPE, y_ptr.dtype.element_ty,
-    )  # fmt: skip
-    if HAS_IDS:
-        values = tl.where(is_row[:, None], values, float("nan"))
-    column = tl.program_id(1) * (PIECES * LENGTH) + tl.arange(0, PIECES * LENGTH)
-    size = num_pieces * LENGTH
-    to = y_ptr + out.to(tl.int64)[:, None] * size + column[None, :]
-    tl.store(to, values, mask=(out < M)[:, None] & (column < size)[None, :])
+    out = tl.program_id(0).to(tl.int64)
+    wanted = tl.load(id_ptr + out).to(tl.int64)
+    is_row = (wanted >= 0) & (wanted < N)
+    row = tl.where(is_row, wanted, 0)
+    t = tl.arange(0, 4)[None, :]
+    group = (tl.program_id(1) * GROUPS + tl.arange(0, GROUPS))[:, None]
+    is_in = group < num_groups
+    j = (row % 32 // 8).to(tl.int32)
+    lane = (row % 8).to(tl.int32) * 4 + t
+    words, high, first, last, minimum = load_numbers(
+        word_ptr, half_ptr, byte_ptr, row // 32 * stride, group, lane, j, is_in, num_groups, TYPE
+    )
+    to = y_ptr + out * num_groups * 32 + group * 32 + t * 4
+    for V in tl.static_range(8):
+        scale = first if V < 4 else last
+        found = value(words, high, j, scale, minimum, power, V, TYPE, y_ptr.dtype.element_ty)
+        tl.store(to + V // 4 * 16 + V % 4, tl.where(is_row, found, float("nan")), mask=is_in)
 
 
 # ---- launches ----------------------------------------------------------------------------------------------
 
 
 class Shape(NamedTuple):
-    """What kernels are told of a weight: its memory by the size of its elements, and its sizes in pieces"""
+    """What kernels are told of a weight: its memory by the size of its elements, and sizes"""
 
-    pointers: tuple[Tensor, Tensor, Tensor, Tensor]
+    pointers: tuple[Tensor, Tensor, Tensor]
     stride: int
-    num_pieces: int
+    num_groups: int
 
     @classmethod
     def of(cls, weight: TiledTensor) -> Shape:
         blocks = weight.blocks
-        views = (blocks.view(torch.int32), blocks.view(torch.int16), blocks.view(torch.float16), blocks)
-        return cls(views, blocks.stride(0) // 16, weight.shape[1] // values_per_piece(weight))
+        views = (blocks.view(torch.int32), blocks.view(torch.float16), blocks)
+        return cls(views, blocks.stride(0) // 16, weight.shape[1] // 32)
 
 
-def values_per_piece(weight: TiledTensor) -> int:
-    return 16 if weight.type.ggml_id == Q8_0.value else 32
+# By how much a value is less than its nibbles plus 128, the high ones times 16. Each is a bfloat16 exactly.
+OFFSETS = {2: -136.0, 3: -128.0, 8: -2304.0, 12: -128.0, 14: -2208.0}
+
+
+def pair_of(number: float) -> int:
+    """A bfloat16 twice in 32 bits, as a signed integer"""
+    return int(torch.tensor([number, number], dtype=torch.bfloat16).view(torch.int32))
+
+
+OFFSET_PAIRS = {type: pair_of(number) for type, number in OFFSETS.items()}
+
+
+def launch_few(y: Tensor, x: Tensor, weight: TiledTensor, bias: Tensor | None) -> None:
+    shape, type = Shape.of(weight), weight.type.ggml_id
+    groups, num_warps = groups_of(len(weight.blocks), shape.num_groups, x.device)
+    few_kernel[(len(weight.blocks),)](
+        y, pairs_of(x), *shape.pointers, bias, x.shape[1] // 2, shape.stride, len(x), weight.shape[0],
+        shape.num_groups, PAIR, OFFSET_PAIRS[type],
+        HAS_BIAS=bias is not None, COLUMNS=max(triton.next_power_of_2(len(x)), 8), GROUPS=groups, TYPE=type,
+        EMULATES=IS_INTERPRETED, num_warps=num_warps, num_stages=1, **overlap(x.device),
+    )  # fmt: skip
+
+
+def groups_of(num_tiles: int, num_groups: int, device: torch.device) -> tuple[int, int]:
+    """How many groups a program takes at once, and on how many warps: more where there are few tiles"""
+    num_warps = 16 if num_tiles < 2 * num_processors(device) else 8
+    num_warps = min(num_warps, triton.next_power_of_2(num_groups))
+    return min(4 * num_warps, triton.next_power_of_2(num_groups)), num_warps
+
+
+def pairs_of(x: Tensor) -> Tensor:
+    """Rows of bfloat16, two to an int32"""
+    whole = (
+        x if x.is_contiguous() and x.data_ptr() % 4 == 0 else x.clone(memory_format=torch.contiguous_format)
+    )
+    return whole.view(torch.int32)
 
 
 def launch_row(y: Tensor, x: Tensor, weight: TiledTensor, bias: Tensor | None) -> None:
-    shape, rows = Shape.of(weight), 8
-    pieces = min(triton.next_power_of_2(shape.num_pieces), 128)
-    row_kernel[(triton.cdiv(weight.shape[0], rows), len(x))](
-        y, x, *shape.pointers, bias, x.stride(0), shape.stride, weight.shape[0], shape.num_pieces, POWER,
-        HAS_BIAS=bias is not None, ROWS=rows, PIECES=pieces, TYPE=weight.type.ggml_id,
-        num_warps=max(pieces // 32, 1), num_stages=1, **overlap(x.device),
+    shape = Shape.of(weight)
+    groups = min(triton.next_power_of_2(shape.num_groups), 16)
+    row_kernel[(len(weight.blocks), len(x))](
+        y, x, *shape.pointers, bias, x.stride(0), shape.stride, weight.shape[0], shape.num_groups, POWER,
+        HAS_BIAS=bias is not None, GROUPS=groups, TYPE=weight.type.ggml_id,
+        num_warps=min(groups, 8), num_stages=1, **overlap(x.device),
     )  # fmt: skip
 
 
 class Tile(NamedTuple):
-    """How many rows of the weight and of x, and how many pieces, a program takes at once"""
+    """How many tiles of the weight, rows of x and groups a program takes at once"""
 
-    rows: int
+    tiles: int
     columns: int
-    pieces: int
+    groups: int
     num_warps: int
     num_stages: int
 
 
 def tile_of(num_rows: int, weight: TiledTensor) -> Tile:
-    pieces = 128 // values_per_piece(weight)
     columns = min(max(triton.next_power_of_2(num_rows), 16), 128)
-    return Tile(64 if columns < 64 else 128, columns, pieces, 4 if columns < 64 else 8, 3)
+    return Tile(2, columns, 4, 4, 3)
 
 
 def splits_of(num_programs: int, num_steps: int, device: torch.device) -> int:
@@ -362,15 +656,15 @@ def splits_of(num_programs: int, num_steps: int, device: torch.device) -> int:
 
 def launch_tiles(y: Tensor, x: Tensor, weight: TiledTensor, bias: Tensor | None) -> None:
     shape, tile = Shape.of(weight), tile_of(len(x), weight)
-    grid = triton.cdiv(weight.shape[0], tile.rows), triton.cdiv(len(x), tile.columns)
-    num_steps = triton.cdiv(shape.num_pieces, tile.pieces)
+    grid = triton.cdiv(len(weight.blocks), tile.tiles), triton.cdiv(len(x), tile.columns)
+    num_steps = triton.cdiv(shape.num_groups, tile.groups)
     splits = splits_of(grid[0] * grid[1], num_steps, x.device)
     part = y if splits == 1 else torch.empty((splits, *y.shape), dtype=torch.float32, device=x.device)
     tiles_kernel[(*grid, splits)](
         y, part, x, *shape.pointers, bias, x.stride(0), shape.stride, len(x), weight.shape[0],
-        shape.num_pieces, triton.cdiv(num_steps, splits), POWER,
-        HAS_BIAS=bias is not None, IS_SPLIT=splits > 1, ROWS=tile.rows, COLUMNS=tile.columns,
-        PIECES=tile.pieces, TYPE=weight.type.ggml_id, DTYPE=TRITON_TYPES[x.dtype],
+        shape.num_groups, triton.cdiv(num_steps, splits), POWER,
+        HAS_BIAS=bias is not None, IS_SPLIT=splits > 1, TILES=tile.tiles, COLUMNS=tile.columns,
+        GROUPS=tile.groups, TYPE=weight.type.ggml_id, DTYPE=TRITON_TYPES[x.dtype],
         num_warps=tile.num_warps, num_stages=tile.num_stages, **overlap(x.device),
     )  # fmt: skip
     if splits > 1:
@@ -383,22 +677,25 @@ def launch_tiles(y: Tensor, x: Tensor, weight: TiledTensor, bias: Tensor | None)
 TRITON_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
-def launch_values(y: Tensor, ids: Tensor | None, weight: TiledTensor) -> None:
-    shape, rows = Shape.of(weight), 8 if ids is None else 1
-    pieces = min(triton.next_power_of_2(shape.num_pieces), 32)
-    num_rows = len(weight.blocks) * 8 if ids is None else ids.numel()
-    values_kernel[(triton.cdiv(num_rows, rows), triton.cdiv(shape.num_pieces, pieces))](
-        y, ids, *shape.pointers, shape.stride, weight.shape[0] if ids is None else num_rows, weight.shape[0],
-        shape.num_pieces, POWER, HAS_IDS=ids is not None, ROWS=rows, PIECES=pieces, TYPE=weight.type.ggml_id,
-        num_warps=4, **overlap(weight.device),
-    )  # fmt: skip
-
-
 def values_of(weight: TiledTensor, dtype: torch.dtype) -> Tensor:
     """All of it as floats"""
     y = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-    launch_values(y, None, weight)
+    shape = Shape.of(weight)
+    groups = min(triton.next_power_of_2(shape.num_groups), 8)
+    values_kernel[(len(weight.blocks), triton.cdiv(shape.num_groups, groups))](
+        y, *shape.pointers, shape.stride, weight.shape[0], shape.num_groups, POWER,
+        GROUPS=groups, TYPE=weight.type.ggml_id, num_warps=4, **overlap(weight.device),
+    )  # fmt: skip
     return y
+
+
+def launch_rows(y: Tensor, ids: Tensor, weight: TiledTensor) -> None:
+    shape = Shape.of(weight)
+    groups = min(triton.next_power_of_2(shape.num_groups), 32)
+    rows_kernel[(ids.numel(), triton.cdiv(shape.num_groups, groups))](
+        y, ids, *shape.pointers, shape.stride, weight.shape[0], shape.num_groups, POWER,
+        GROUPS=groups, TYPE=weight.type.ggml_id, num_warps=max(groups // 8, 1), **overlap(weight.device),
+    )  # fmt: skip
 
 
 # ---- the ops -----------------------------------------------------------------------------------------------
@@ -437,10 +734,11 @@ def quantized_linear(
 
 def linear(y: Tensor, x: Tensor, weight: TiledTensor, bias: Tensor | None) -> None:
     """y [M, N] = x [M, K] times the weight + bias"""
-    is_float32 = x.dtype == torch.float32
-    if len(x) == 1 or (is_float32 and len(x) <= MOST_ALONE):
+    if x.dtype == torch.bfloat16 and len(x) <= MOST_IN_REGISTERS:
+        launch_few(y, x, weight, bias)
+    elif len(x) == 1 or (x.dtype == torch.float32 and len(x) <= MOST_ALONE):
         launch_row(y, x, weight, bias)
-    elif len(x) <= MOST_FOR_TILES and not is_float32:
+    elif x.dtype != torch.float32 and len(x) <= MOST_FOR_TILES:
         launch_tiles(y, x, weight, bias)
     elif bias is None:
         torch.mm(x, values_of(weight, x.dtype).t(), out=y)
@@ -463,5 +761,5 @@ def quantized_embedding(out: Tensor | None, ids: Tensor, weight: TiledTensor | F
     if isinstance(weight, Float8Tensor):
         float8.rows(y, ids.contiguous(), weight)
     else:
-        launch_values(y, ids.contiguous(), weight)
+        launch_rows(y, ids.contiguous(), weight)
     return settled(y, out)
