@@ -222,11 +222,11 @@ def products_of_rows(
 
 @triton.jit
 def products_of_columns(
-    words, high, scale, first_scale, minimum, x_ptr, x_stride, M, group, lane, is_in, pairs, offset,
-    COLUMN: tl.constexpr, TYPE: tl.constexpr, EMULATES: tl.constexpr,
+    words, high, scale, first_scale, minimum, x_ptr, x_stride, M, column, group, lane, is_in, pairs, offset,
+    TYPE: tl.constexpr, EMULATES: tl.constexpr,
 ):  # fmt: skip
-    """Scaled products of a group with 8 rows of x, from COLUMN on: [L, 2, 2, 2], by column, then row"""
-    column = COLUMN + lane // 4
+    """Scaled products of a group with 8 rows of x, from `column` on: [L, 2, 2, 2], by column, then row"""
+    column += lane // 4
     at = x_ptr + column.to(tl.int64) * x_stride + group * 16 + (lane % 4) * 2
     is_x = (is_in & (column < M))[:, None]
     b0, b1 = tl.split(
@@ -263,12 +263,12 @@ def products_of_columns(
 
 
 @triton.jit
-def store_columns(y_ptr, bias_ptr, sums, tile, M, N, COLUMN: tl.constexpr, HAS_BIAS: tl.constexpr):
+def store_columns(y_ptr, bias_ptr, sums, tile, column, M, N, HAS_BIAS: tl.constexpr):
     """[L, 2, 2, 2], summed over the groups, goes to 8 rows of y"""
     total = tl.sum(sums.reshape(sums.shape[0] // 32, 32, 8), 0)  # [thread, column | row, its low bit first]
     lane = tl.arange(0, 32)[:, None]
     which = tl.arange(0, 8)[None, :]
-    column = COLUMN + lane % 4 * 2 + which // 4
+    column += lane % 4 * 2 + which // 4
     row = tile * 32 + ((which // 2) % 2 + which % 2 * 2) * 8 + lane // 4
     if HAS_BIAS:
         total += tl.load(bias_ptr + row, mask=row < N, other=0.0).to(tl.float32)
@@ -282,11 +282,12 @@ def few_kernel(
     HAS_BIAS: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr, TYPE: tl.constexpr,
     EMULATES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """A tile's 32 columns of y [M, N], for up to COLUMNS rows of x; warps share the groups of a row"""
+    """A tile's 32 columns of y [M, N], for COLUMNS rows of x; warps share the groups of a row"""
     HAS_HIGH: tl.constexpr = (TYPE == Q8_0) | (TYPE == Q6_K)
     HAS_MINIMUM: tl.constexpr = (TYPE == Q4_1) | (TYPE == Q4_K)
     PLANES: tl.constexpr = 2 if TYPE == Q8_0 else 1
-    tile = tl.program_id(0)
+    tile = tl.program_id(1)
+    column = tl.program_id(0) * COLUMNS
     base = tile.to(tl.int64) * stride
     thread = tl.arange(0, GROUPS * 32)
     lane = thread % 32
@@ -320,30 +321,30 @@ def few_kernel(
         if HAS_MINIMUM:
             minimum = load_minimum(half_ptr, byte_ptr, base, groups, lanes, j, inside, num_groups, TYPE)
         sums0 += products_of_columns(
-            words, high, scale, first_scale, minimum, x_ptr, x_stride, M, group, lane, is_in, pairs, offset,
-            0, TYPE, EMULATES,
+            words, high, scale, first_scale, minimum, x_ptr, x_stride, M, column, group, lane, is_in, pairs,
+            offset, TYPE, EMULATES,
         )  # fmt: skip
         if COLUMNS > 8:
             sums1 += products_of_columns(
-                words, high, scale, first_scale, minimum, x_ptr, x_stride, M, group, lane, is_in, pairs,
-                offset, 8, TYPE, EMULATES,
+                words, high, scale, first_scale, minimum, x_ptr, x_stride, M, column + 8, group, lane, is_in,
+                pairs, offset, TYPE, EMULATES,
             )  # fmt: skip
         if COLUMNS > 16:
             sums2 += products_of_columns(
-                words, high, scale, first_scale, minimum, x_ptr, x_stride, M, group, lane, is_in, pairs,
-                offset, 16, TYPE, EMULATES,
+                words, high, scale, first_scale, minimum, x_ptr, x_stride, M, column + 16, group, lane, is_in,
+                pairs, offset, TYPE, EMULATES,
             )  # fmt: skip
             sums3 += products_of_columns(
-                words, high, scale, first_scale, minimum, x_ptr, x_stride, M, group, lane, is_in, pairs,
-                offset, 24, TYPE, EMULATES,
+                words, high, scale, first_scale, minimum, x_ptr, x_stride, M, column + 24, group, lane, is_in,
+                pairs, offset, TYPE, EMULATES,
             )  # fmt: skip
         words, high = next_words, next_high
-    store_columns(y_ptr, bias_ptr, sums0, tile, M, N, 0, HAS_BIAS)
+    store_columns(y_ptr, bias_ptr, sums0, tile, column, M, N, HAS_BIAS)
     if COLUMNS > 8:
-        store_columns(y_ptr, bias_ptr, sums1, tile, M, N, 8, HAS_BIAS)
+        store_columns(y_ptr, bias_ptr, sums1, tile, column + 8, M, N, HAS_BIAS)
     if COLUMNS > 16:
-        store_columns(y_ptr, bias_ptr, sums2, tile, M, N, 16, HAS_BIAS)
-        store_columns(y_ptr, bias_ptr, sums3, tile, M, N, 24, HAS_BIAS)
+        store_columns(y_ptr, bias_ptr, sums2, tile, column + 16, M, N, HAS_BIAS)
+        store_columns(y_ptr, bias_ptr, sums3, tile, column + 24, M, N, HAS_BIAS)
 
 
 # ---- floats ------------------------------------------------------------------------------------------------
@@ -600,10 +601,11 @@ OFFSET_PAIRS = {type: pair_of(number) for type, number in OFFSETS.items()}
 def launch_few(y: Tensor, x: Tensor, weight: TiledTensor, bias: Tensor | None) -> None:
     shape, type = Shape.of(weight), weight.type.ggml_id
     groups, num_warps = groups_of(len(weight.blocks), shape.num_groups, x.device)
-    few_kernel[(len(weight.blocks),)](
+    columns = min(max(triton.next_power_of_2(len(x)), 8), 32)
+    few_kernel[(triton.cdiv(len(x), columns), len(weight.blocks))](
         y, pairs_of(x), *shape.pointers, bias, x.shape[1] // 2, shape.stride, len(x), weight.shape[0],
         shape.num_groups, PAIR, OFFSET_PAIRS[type],
-        HAS_BIAS=bias is not None, COLUMNS=max(triton.next_power_of_2(len(x)), 8), GROUPS=groups, TYPE=type,
+        HAS_BIAS=bias is not None, COLUMNS=columns, GROUPS=groups, TYPE=type,
         EMULATES=IS_INTERPRETED, num_warps=num_warps, num_stages=1, **overlap(x.device),
     )  # fmt: skip
 
