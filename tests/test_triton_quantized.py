@@ -49,10 +49,10 @@ IDS = torch.tensor([[1, 2, 3, 0, 7, 39, 5]])
 @pytest.fixture(autouse=True)
 def _devices(monkeypatch: pytest.MonkeyPatch) -> None:
     if IS_INTERPRETED:
-        from infinicore.ops.triton import quantized
+        from infinicore.ops.triton import splits
 
         monkeypatch.setattr(registry, "ACCELERATOR_DEVICES", ("cpu",))
-        monkeypatch.setattr(quantized, "num_processors", lambda device: 8)  # so that sums are split
+        monkeypatch.setattr(splits, "num_processors", lambda device: 8)  # so that sums are split
 
 
 @pytest.fixture(autouse=True)

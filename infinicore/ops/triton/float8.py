@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from infinicore.float8 import LARGEST, Float8Tensor
+from infinicore.ops.triton.splits import fold, part_of, splits_of
 from infinicore.ops.triton.tensors import overlap, wait_for_inputs
 
 # M rows of x, N of the weight, K their length
@@ -73,30 +74,36 @@ def row_kernel(
 
 @triton.jit
 def tiles_kernel(
-    y_ptr, x_ptr, weight_ptr, scale_ptr, bias_ptr, x_stride, weight_stride, M, N, K,
-    HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LENGTH: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    y_ptr, part_ptr, x_ptr, weight_ptr, scale_ptr, bias_ptr, x_stride, M, N, K, num_steps,
+    HAS_BIAS: tl.constexpr, IS_SPLIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    LENGTH: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """A tile [ROWS of the weight, COLUMNS rows of x] of the product"""
+    """A tile [ROWS of the weight, COLUMNS rows of x] of the product, or of a split of its sums"""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    split = tl.program_id(2)
     at = tl.arange(0, LENGTH)
-    w_at = weight_ptr + row.to(tl.int64)[:, None] * weight_stride + at[None, :]
+    w_at = weight_ptr + row.to(tl.int64)[:, None] * K + at[None, :]
     x_at = x_ptr + column.to(tl.int64)[:, None] * x_stride + at[None, :]
     wait_for_inputs(OVERLAPS)
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in range(0, K, LENGTH):
+    for step in range(split * num_steps, (split + 1) * num_steps):
+        start = step * LENGTH
         is_in = (start + at < K)[None, :]
-        weight = tl.load(
-            w_at + start, mask=(row < N)[:, None] & is_in, other=0.0, eviction_policy="evict_first"
-        )
+        is_weight = (row < N)[:, None] & is_in
+        weight = tl.load(w_at + start, mask=is_weight, other=0.0, eviction_policy="evict_first")
         x = tl.load(x_at + start, mask=(column < M)[:, None] & is_in, other=0.0)
         sums = tl.dot(weight.to(x.dtype), x.T, sums)
     sums *= tl.load(scale_ptr + row, mask=row < N, other=0.0)[:, None]
-    if HAS_BIAS:
-        sums += tl.load(bias_ptr + row, mask=row < N, other=0.0).to(tl.float32)[:, None]
-    to = y_ptr + column.to(tl.int64)[:, None] * N + row[None, :]
-    tl.store(to, sums.T.to(y_ptr.dtype.element_ty), mask=(column < M)[:, None] & (row < N)[None, :])
+    is_stored = (column < M)[:, None] & (row < N)[None, :]
+    if IS_SPLIT:
+        to = part_ptr + (split.to(tl.int64) * M + column)[:, None] * N + row[None, :]
+        tl.store(to, sums.T, mask=is_stored)
+    else:
+        if HAS_BIAS:
+            sums += tl.load(bias_ptr + row, mask=row < N, other=0.0).to(tl.float32)[:, None]
+        to = y_ptr + column.to(tl.int64)[:, None] * N + row[None, :]
+        tl.store(to, sums.T.to(y_ptr.dtype.element_ty), mask=is_stored)
 
 
 @triton.jit
@@ -144,13 +151,17 @@ def launch_row(y: Tensor, x: Tensor, weight: Float8Tensor, bias: Tensor | None) 
 
 def launch_tiles(y: Tensor, x: Tensor, weight: Float8Tensor, bias: Tensor | None) -> None:
     num_rows, size = weight.shape
-    rows, columns = 64, max(triton.next_power_of_2(len(x)), 16)
-    tiles_kernel[(triton.cdiv(num_rows, rows), triton.cdiv(len(x), columns))](
-        y, x, weight.values, weight.row_scales, bias, x.stride(0), weight.blocks.stride(0),
-        len(x), num_rows, size,
-        HAS_BIAS=bias is not None, ROWS=rows, COLUMNS=columns, LENGTH=128, num_warps=4, num_stages=4,
-        **overlap(x.device),
+    rows, columns, length = 64, max(triton.next_power_of_2(len(x)), 16), 128
+    num_programs, num_steps = triton.cdiv(num_rows, rows), triton.cdiv(size, length)
+    splits = splits_of(num_programs, num_steps, x.device)
+    part = part_of(y, splits)
+    tiles_kernel[(num_programs, 1, splits)](
+        y, part, x, weight.values, weight.row_scales, bias, x.stride(0), len(x), num_rows, size,
+        triton.cdiv(num_steps, splits),
+        HAS_BIAS=bias is not None, IS_SPLIT=splits > 1, ROWS=rows, COLUMNS=columns, LENGTH=length,
+        num_warps=4, num_stages=4, **overlap(x.device),
     )  # fmt: skip
+    fold(y, part, bias)
 
 
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from infinicore.float8 import Float8Tensor
 from infinicore.ops.triton import float8
+from infinicore.ops.triton.splits import fold, part_of, splits_of
 from infinicore.ops.triton.tensors import (
     FLOATS,
     INDICES,
@@ -509,22 +510,6 @@ def tiles_kernel(
 
 
 @triton.jit
-def fold_kernel(
-    y_ptr, part_ptr, bias_ptr, total, N,
-    HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    """y = the sum of the splits, in their order, + bias"""
-    wait_for_inputs(OVERLAPS)
-    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    sums = tl.zeros([TILE], tl.float32)
-    for split in tl.static_range(SPLITS):
-        sums += tl.load(part_ptr + split * total + at, mask=at < total, other=0.0)
-    if HAS_BIAS:
-        sums += tl.load(bias_ptr + at % N, mask=at < total, other=0.0).to(tl.float32)
-    tl.store(y_ptr + at, sums.to(y_ptr.dtype.element_ty), mask=at < total)
-
-
-@triton.jit
 def values_kernel(
     y_ptr, word_ptr, half_ptr, byte_ptr, stride, N, num_groups, power,
     GROUPS: tl.constexpr, TYPE: tl.constexpr, OVERLAPS: tl.constexpr,
@@ -650,18 +635,12 @@ def tile_of(num_rows: int, weight: TiledTensor) -> Tile:
     return Tile(2, columns, 4, 4, 3)
 
 
-def splits_of(num_programs: int, num_steps: int, device: torch.device) -> int:
-    """Into how many parts the sums are split, so that every processor has work"""
-    wanted = 2 * num_processors(device) // num_programs
-    return max(min(wanted, num_steps // 4, 8), 1)
-
-
 def launch_tiles(y: Tensor, x: Tensor, weight: TiledTensor, bias: Tensor | None) -> None:
     shape, tile = Shape.of(weight), tile_of(len(x), weight)
     grid = triton.cdiv(len(weight.blocks), tile.tiles), triton.cdiv(len(x), tile.columns)
     num_steps = triton.cdiv(shape.num_groups, tile.groups)
     splits = splits_of(grid[0] * grid[1], num_steps, x.device)
-    part = y if splits == 1 else torch.empty((splits, *y.shape), dtype=torch.float32, device=x.device)
+    part = part_of(y, splits)
     tiles_kernel[(*grid, splits)](
         y, part, x, *shape.pointers, bias, x.stride(0), shape.stride, len(x), weight.shape[0],
         shape.num_groups, triton.cdiv(num_steps, splits), POWER,
@@ -669,11 +648,7 @@ def launch_tiles(y: Tensor, x: Tensor, weight: TiledTensor, bias: Tensor | None)
         GROUPS=tile.groups, TYPE=weight.type.ggml_id, DTYPE=TRITON_TYPES[x.dtype],
         num_warps=tile.num_warps, num_stages=tile.num_stages, **overlap(x.device),
     )  # fmt: skip
-    if splits > 1:
-        fold_kernel[(triton.cdiv(y.numel(), 1024),)](
-            y, part, bias, y.numel(), weight.shape[0],
-            HAS_BIAS=bias is not None, SPLITS=splits, TILE=1024, num_warps=4, **overlap(x.device),
-        )  # fmt: skip
+    fold(y, part, bias)
 
 
 TRITON_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
