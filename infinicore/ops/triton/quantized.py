@@ -585,8 +585,8 @@ OFFSET_PAIRS = {type: pair_of(number) for type, number in OFFSETS.items()}
 
 def launch_few(y: Tensor, x: Tensor, weight: TiledTensor, bias: Tensor | None) -> None:
     shape, type = Shape.of(weight), weight.type.ggml_id
-    groups, num_warps = groups_of(len(weight.blocks), shape.num_groups, x.device)
     columns = min(max(triton.next_power_of_2(len(x)), 8), 32)
+    groups, num_warps = groups_of(len(weight.blocks), shape.num_groups, columns, x.device)
     few_kernel[(triton.cdiv(len(x), columns), len(weight.blocks))](
         y, pairs_of(x), *shape.pointers, bias, x.shape[1] // 2, shape.stride, len(x), weight.shape[0],
         shape.num_groups, PAIR, OFFSET_PAIRS[type],
@@ -595,11 +595,12 @@ def launch_few(y: Tensor, x: Tensor, weight: TiledTensor, bias: Tensor | None) -
     )  # fmt: skip
 
 
-def groups_of(num_tiles: int, num_groups: int, device: torch.device) -> tuple[int, int]:
-    """How many groups a program takes at once, and on how many warps: more where there are few tiles"""
-    num_warps = 16 if num_tiles < 2 * num_processors(device) else 8
-    num_warps = min(num_warps, triton.next_power_of_2(num_groups))
-    return min(4 * num_warps, triton.next_power_of_2(num_groups)), num_warps
+def groups_of(num_tiles: int, num_groups: int, columns: int, device: torch.device) -> tuple[int, int]:
+    """How many groups a program takes at once, as registers allow, and on how many warps: more where there
+    are few tiles"""
+    most = triton.next_power_of_2(num_groups)
+    num_warps = min(16 if num_tiles < 2 * num_processors(device) else 8, most)
+    return min(32 // columns * num_warps, most), num_warps
 
 
 def pairs_of(x: Tensor) -> Tensor:
