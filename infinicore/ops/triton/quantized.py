@@ -421,25 +421,76 @@ def step(words, high, j, scale, minimum, power, V: tl.constexpr, TYPE: tl.conste
 
 
 @triton.jit
+def twice(x):
+    """A float32 as two bfloat16 side by side"""
+    return x.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32) * 0x00010001
+
+
+@triton.jit
+def pair_of_values(words, high, j, scale, minimum, pairs, P: tl.constexpr, TYPE: tl.constexpr):
+    """Values 2 P and 2 P + 1 of every word, scaled, in bfloat16, two at a time: [..., 2]"""
+    low = pair(words, pairs, P)
+    if (TYPE == Q8_0) | (TYPE == Q6_K):
+        if TYPE == Q8_0:
+            top = pair(high, pairs, P)
+        else:
+            top = ((high >> (8 * (j % 2) + 2 * P).to(tl.uint32)) & 0x00030003) | pairs
+        # 136 or 130: what is left of the high bits is those of a signed number
+        both = tl.inline_asm_elementwise(
+            "{ .reg .b32 a, b, c; mov.b32 c, 0x41804180; sub.rn.bf16x2 a, $2, $4; sub.rn.bf16x2 b, $1, $5;"
+            " fma.rn.bf16x2 a, a, c, b; mul.rn.bf16x2 $0, a, $3; }",
+            "=r,r,r,r,r,r", [low, top, scale, pairs + (0x00080008 if TYPE == Q8_0 else 0x00020002), pairs],
+            dtype=tl.uint32, is_pure=True, pack=1,
+        )  # fmt: skip
+    elif TYPE == Q4_0:
+        both = tl.inline_asm_elementwise(
+            "{ .reg .b32 a; sub.rn.bf16x2 a, $1, $3; mul.rn.bf16x2 $0, a, $2; }",
+            "=r,r,r,r", [low, scale, pairs + 0x00080008], dtype=tl.uint32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        both = tl.inline_asm_elementwise(
+            "{ .reg .b32 a; sub.rn.bf16x2 a, $1, $4; fma.rn.bf16x2 $0, a, $2, $3; }",
+            "=r,r,r,r,r", [low, scale, minimum, pairs], dtype=tl.uint32, is_pure=True, pack=1,
+        )  # fmt: skip
+    even = both.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    odd = (both >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return tl.join(even, odd)
+
+
+@triton.jit
 def load_values(
     word_ptr, half_ptr, byte_ptr, tile, start, num_tiles, num_groups, stride, power,
     TILES: tl.constexpr, GROUPS: tl.constexpr, TYPE: tl.constexpr, DTYPE: tl.constexpr,
+    IN_PAIRS: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
     """What these tiles hold of GROUPS groups from `start` on, rounded once: [32 TILES, 32 GROUPS]"""
     thread = tl.arange(0, TILES * GROUPS * 32)[:, None]
     lane = thread % 32
     j = tl.arange(0, 4)[None, :]
     group = start + thread // 32 % GROUPS
-    at = tile + thread // (32 * GROUPS)
-    is_in = (at < num_tiles) & (group < num_groups)
+    # A tile beyond the last is one that is there, and is not stored.
+    at = tl.minimum(tile + thread // (32 * GROUPS), num_tiles - 1)
+    is_in = tl.full([1, 1], 1, tl.int1) if IS_WHOLE else group < num_groups
     words, high, first, last, minimum = load_numbers(
         word_ptr, half_ptr, byte_ptr, at.to(tl.int64) * stride, group, lane, j, is_in, num_groups, TYPE
     )
-    low = step(words, high, j, first, minimum, power, 0, TYPE, DTYPE)
-    top = step(words, high, j, last, minimum, power, 4, TYPE, DTYPE)
-    values = tl.join(low, top).reshape(
-        TILES, GROUPS, 8, 4, 4, 2, 2, 2
-    )  # tile, group, g, t, j, bits of a value
+    if IN_PAIRS:
+        first = twice(first)
+        last = twice(last)
+        minimum = twice(minimum)
+        low = tl.join(
+            pair_of_values(words, high, j, first, minimum, power, 0, TYPE),
+            pair_of_values(words, high, j, first, minimum, power, 1, TYPE),
+        )
+        top = tl.join(
+            pair_of_values(words, high, j, last, minimum, power, 2, TYPE),
+            pair_of_values(words, high, j, last, minimum, power, 3, TYPE),
+        )
+    else:
+        low = step(words, high, j, first, minimum, power, 0, TYPE, DTYPE)
+        top = step(words, high, j, last, minimum, power, 4, TYPE, DTYPE)
+    # tile, group, g, t, j, bits of a value's place in its word
+    values = tl.join(low, top).reshape(TILES, GROUPS, 8, 4, 4, 2, 2, 2)
     return values.permute(0, 4, 2, 1, 7, 3, 6, 5).reshape(TILES * 32, GROUPS * 32)
 
 
@@ -479,23 +530,27 @@ def tiles_kernel(
     y_ptr, part_ptr, x_ptr, word_ptr, half_ptr, byte_ptr, bias_ptr, x_stride, stride, M, N,
     num_groups, num_steps, power,
     HAS_BIAS: tl.constexpr, IS_SPLIT: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr,
-    GROUPS: tl.constexpr, TYPE: tl.constexpr, DTYPE: tl.constexpr, OVERLAPS: tl.constexpr,
+    GROUPS: tl.constexpr, TYPE: tl.constexpr, DTYPE: tl.constexpr, IN_PAIRS: tl.constexpr,
+    IS_WHOLE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """The product of TILES tiles of the weight and COLUMNS rows of x, or of a split of its sums"""
+    """The product of TILES tiles of the weight and COLUMNS rows of x, or of a split of its sums.
+
+    IS_WHOLE says that steps divide a row, so that none looks beyond it.
+    """
     row = tl.program_id(0) * TILES * 32 + tl.arange(0, TILES * 32)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     split = tl.program_id(2)
     at = tl.arange(0, GROUPS * 32)
     wait_for_inputs(OVERLAPS)
     sums = tl.zeros([TILES * 32, COLUMNS], tl.float32)
-    x_row = x_ptr + column.to(tl.int64)[:, None] * x_stride + at[None, :]
+    x_row = x_ptr + tl.minimum(column, M - 1).to(tl.int64)[:, None] * x_stride + at[None, :]
     for number_of_step in range(split * num_steps, (split + 1) * num_steps):
         start = number_of_step * GROUPS
         weight = load_values(
             word_ptr, half_ptr, byte_ptr, tl.program_id(0) * TILES, start, tl.cdiv(N, 32), num_groups, stride,
-            power, TILES, GROUPS, TYPE, DTYPE,
+            power, TILES, GROUPS, TYPE, DTYPE, IN_PAIRS, IS_WHOLE,
         )  # fmt: skip
-        is_x = (column < M)[:, None] & (start * 32 + at < num_groups * 32)[None, :]
+        is_x = tl.full([1, 1], 1, tl.int1) if IS_WHOLE else (start * 32 + at < num_groups * 32)[None, :]
         x = tl.load(x_row + start * 32, mask=is_x, other=0.0)
         sums = tl.dot(weight, x.T, sums)
     is_stored = (column < M)[:, None] & (row < N)[None, :]
@@ -520,7 +575,7 @@ def values_kernel(
     start = tl.program_id(1) * GROUPS
     values = load_values(
         word_ptr, half_ptr, byte_ptr, tile, start, tl.cdiv(N, 32), num_groups, stride, power,
-        1, GROUPS, TYPE, y_ptr.dtype.element_ty,
+        1, GROUPS, TYPE, y_ptr.dtype.element_ty, False, False,
     )  # fmt: skip
     row = tile * 32 + tl.arange(0, 32)
     column = start * 32 + tl.arange(0, GROUPS * 32)
@@ -641,12 +696,14 @@ def launch_tiles(y: Tensor, x: Tensor, weight: TiledTensor, bias: Tensor | None)
     grid = triton.cdiv(len(weight.blocks), tile.tiles), triton.cdiv(len(x), tile.columns)
     num_steps = triton.cdiv(shape.num_groups, tile.groups)
     splits = splits_of(grid[0] * grid[1], num_steps, x.device)
+    in_pairs = x.dtype == torch.bfloat16 and not IS_INTERPRETED
     part = part_of(y, splits)
     tiles_kernel[(*grid, splits)](
         y, part, x, *shape.pointers, bias, x.stride(0), shape.stride, len(x), weight.shape[0],
-        shape.num_groups, triton.cdiv(num_steps, splits), POWER,
+        shape.num_groups, triton.cdiv(num_steps, splits), PAIR if in_pairs else POWER,
         HAS_BIAS=bias is not None, IS_SPLIT=splits > 1, TILES=tile.tiles, COLUMNS=tile.columns,
-        GROUPS=tile.groups, TYPE=weight.type.ggml_id, DTYPE=TRITON_TYPES[x.dtype],
+        GROUPS=tile.groups, TYPE=weight.type.ggml_id, DTYPE=TRITON_TYPES[x.dtype], IN_PAIRS=in_pairs,
+        IS_WHOLE=shape.num_groups % (tile.groups * splits) == 0,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **overlap(x.device),
     )  # fmt: skip
     fold(y, part, bias)
