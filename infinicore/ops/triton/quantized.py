@@ -79,36 +79,47 @@ def load_side(ptr, base, index, lane, j, is_in, SIZE: tl.constexpr):
 
 
 @triton.jit
-def load_scale(
-    half_ptr, byte_ptr, base, group, lane, j, is_in, num_groups, STEP: tl.constexpr, TYPE: tl.constexpr
-):  # fmt: skip
-    """What the values of a group are multiplied by, of Q6_K those of half of it: float32"""
+def load_sides(half_ptr, byte_ptr, base, group, lane, j, is_in, num_groups, TYPE: tl.constexpr):
+    """Scales and minimums as they are stored, up to four of them"""
     if TYPE == Q8_0:
-        scale = load_side(half_ptr, base + num_groups * 64, group, lane, j, is_in, 2).to(tl.float32)
+        a = load_side(half_ptr, base + num_groups * 64, group, lane, j, is_in, 2)
+        b, c, d = a, a, a
+    elif TYPE == Q4_0:
+        a = load_side(half_ptr, base + num_groups * 32, group, lane, j, is_in, 2)
+        b, c, d = a, a, a
+    elif TYPE == Q4_1:
+        a = load_side(half_ptr, base + num_groups * 32, group, lane, j, is_in, 2)
+        b = load_side(half_ptr, base + num_groups * 36, group, lane, j, is_in, 2)
+        c, d = a, a
     elif TYPE == Q4_K:
-        block = load_side(half_ptr, base + num_groups * 36, group // 8, lane, j, is_in, 2)
-        part = load_side(byte_ptr, base + num_groups * 32, group, lane, j, is_in, 1)
-        scale = block.to(tl.float32) * part.to(tl.float32)
-    elif TYPE == Q6_K:
-        block = load_side(half_ptr, base + num_groups * 52, group // 8, lane, j, is_in, 2)
-        part = load_side(byte_ptr, base + num_groups * 48, group * 2 + STEP, lane, j, is_in, 1)
-        scale = block.to(tl.float32) * part.to(tl.int8, bitcast=True).to(tl.float32)
+        a = load_side(half_ptr, base + num_groups * 36, group // 8, lane, j, is_in, 2)
+        b = load_side(half_ptr, base + num_groups * 36 + num_groups // 2, group // 8, lane, j, is_in, 2)
+        c = load_side(byte_ptr, base + num_groups * 32, group, lane, j, is_in, 1)
+        d = load_side(byte_ptr, base + num_groups * 34, group, lane, j, is_in, 1)
     else:
-        scale = load_side(half_ptr, base + num_groups * 32, group, lane, j, is_in, 2).to(tl.float32)
-    return scale
+        a = load_side(half_ptr, base + num_groups * 52, group // 8, lane, j, is_in, 2)
+        b = a
+        c = load_side(byte_ptr, base + num_groups * 48, group * 2, lane, j, is_in, 1)
+        d = load_side(byte_ptr, base + num_groups * 48, group * 2 + 1, lane, j, is_in, 1)
+    return a, b, c, d
 
 
 @triton.jit
-def load_minimum(half_ptr, byte_ptr, base, group, lane, j, is_in, num_groups, TYPE: tl.constexpr):
-    """What is added to the values of a group of Q4_1 or Q4_K: float32"""
+def sides_of(a, b, c, d, TYPE: tl.constexpr):
+    """What they mean, in float32: the scales of the first and last 16 values of a group, and what is added"""
+    first = a.to(tl.float32)
+    last = first
+    minimum = first
     if TYPE == Q4_1:
-        minimum = load_side(half_ptr, base + num_groups * 36, group, lane, j, is_in, 2).to(tl.float32)
-    else:
-        start = num_groups * 36 + num_groups // 2
-        block = load_side(half_ptr, base + start, group // 8, lane, j, is_in, 2)
-        part = load_side(byte_ptr, base + num_groups * 34, group, lane, j, is_in, 1)
-        minimum = -block.to(tl.float32) * part.to(tl.float32)
-    return minimum
+        minimum = b.to(tl.float32)
+    elif TYPE == Q4_K:
+        first = first * c.to(tl.float32)
+        last = first
+        minimum = -b.to(tl.float32) * d.to(tl.float32)
+    elif TYPE == Q6_K:
+        last = first * d.to(tl.int8, bitcast=True).to(tl.float32)
+        first = first * c.to(tl.int8, bitcast=True).to(tl.float32)
+    return first, last, minimum
 
 
 # ---- a few rows, in registers ------------------------------------------------------------------------------
@@ -285,7 +296,6 @@ def few_kernel(
 ):  # fmt: skip
     """A tile's 32 columns of y [M, N], for COLUMNS rows of x; warps share the groups of a row"""
     HAS_HIGH: tl.constexpr = (TYPE == Q8_0) | (TYPE == Q6_K)
-    HAS_MINIMUM: tl.constexpr = (TYPE == Q4_1) | (TYPE == Q4_K)
     PLANES: tl.constexpr = 2 if TYPE == Q8_0 else 1
     tile = tl.program_id(1)
     column = tl.program_id(0) * COLUMNS
@@ -301,26 +311,25 @@ def few_kernel(
     high = words
     if HAS_HIGH:
         high = load_high(word_ptr, base, group[:, None], lanes, j, is_first, num_groups, TYPE)
+    a, b, c, d = load_sides(
+        half_ptr, byte_ptr, base, group[:, None], lanes, j, is_first, num_groups, TYPE
+    )  # fmt: skip
     wait_for_inputs(OVERLAPS)
     zero = tl.zeros([GROUPS * 32, 2, 2, 2], tl.float32)
     sums0, sums1, sums2, sums3 = zero, zero, zero, zero
     for start in range(0, num_groups, GROUPS):
         group = start + thread // 32
-        groups = group[:, None]
+        groups = group[:, None] + GROUPS
         is_in = group < num_groups
-        is_next = (group + GROUPS < num_groups)[:, None]
-        next_words = load_words(word_ptr, base, groups + GROUPS, lanes, j, is_next, PLANES, 0)
+        is_next = groups < num_groups
+        next_words = load_words(word_ptr, base, groups, lanes, j, is_next, PLANES, 0)
         next_high = next_words
         if HAS_HIGH:
-            next_high = load_high(word_ptr, base, groups + GROUPS, lanes, j, is_next, num_groups, TYPE)
-        inside = is_in[:, None]
-        scale = load_scale(half_ptr, byte_ptr, base, groups, lanes, j, inside, num_groups, 1, TYPE)
-        first_scale = scale
-        if TYPE == Q6_K:
-            first_scale = load_scale(half_ptr, byte_ptr, base, groups, lanes, j, inside, num_groups, 0, TYPE)
-        minimum = scale
-        if HAS_MINIMUM:
-            minimum = load_minimum(half_ptr, byte_ptr, base, groups, lanes, j, inside, num_groups, TYPE)
+            next_high = load_high(word_ptr, base, groups, lanes, j, is_next, num_groups, TYPE)
+        next_a, next_b, next_c, next_d = load_sides(
+            half_ptr, byte_ptr, base, groups, lanes, j, is_next, num_groups, TYPE
+        )  # fmt: skip
+        first_scale, scale, minimum = sides_of(a, b, c, d, TYPE)
         sums0 += products_of_columns(
             words, high, scale, first_scale, minimum, x_ptr, x_stride, M, column, group, lane, is_in, pairs,
             offset, TYPE, EMULATES,
@@ -340,6 +349,7 @@ def few_kernel(
                 pairs, offset, TYPE, EMULATES,
             )  # fmt: skip
         words, high = next_words, next_high
+        a, b, c, d = next_a, next_b, next_c, next_d
     store_columns(y_ptr, bias_ptr, sums0, tile, column, M, N, HAS_BIAS)
     if COLUMNS > 8:
         store_columns(y_ptr, bias_ptr, sums1, tile, column + 8, M, N, HAS_BIAS)
@@ -388,13 +398,8 @@ def load_numbers(
     high = words
     if (TYPE == Q8_0) | (TYPE == Q6_K):
         high = load_high(word_ptr, base, group, lane, j, is_in, num_groups, TYPE)
-    first = load_scale(half_ptr, byte_ptr, base, group, lane, j, is_in, num_groups, 0, TYPE)
-    last = first
-    if TYPE == Q6_K:
-        last = load_scale(half_ptr, byte_ptr, base, group, lane, j, is_in, num_groups, 1, TYPE)
-    minimum = first
-    if (TYPE == Q4_1) | (TYPE == Q4_K):
-        minimum = load_minimum(half_ptr, byte_ptr, base, group, lane, j, is_in, num_groups, TYPE)
+    a, b, c, d = load_sides(half_ptr, byte_ptr, base, group, lane, j, is_in, num_groups, TYPE)
+    first, last, minimum = sides_of(a, b, c, d, TYPE)
     return words, high, first, last, minimum
 
 
