@@ -1,13 +1,11 @@
 """Products with weights in float8, and rows of them (infinicore/float8.py).
 
 One row is sums of products in registers; a few go through the tensor cores in their own dtype, so that only
-the weight is rounded. Many are rounded too, each to a scale of its own, for the float8 tensor cores where the
-GPU has them.
+the weight is rounded. Many of bfloat16 are rounded too, each to a scale of its own, for the float8 tensor
+cores. GPUs without these take the reference.
 """
 
 from __future__ import annotations
-
-from functools import cache
 
 import torch
 import triton
@@ -174,23 +172,13 @@ def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
     return y, scales
 
 
-@cache
-def multiplies_float8(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-def can_round(x: Tensor, weight: Float8Tensor) -> bool:
-    """Whether the float8 tensor cores take this product"""
-    return multiplies_float8(x.device) and x.dtype == torch.bfloat16 and weight.shape[0] % 16 == 0
-
-
 def linear(y: Tensor, x: Tensor, weight: Float8Tensor, bias: Tensor | None) -> None:
     """y [M, N] = x [M, K] times the weight + bias"""
     if len(x) == 1 or (x.dtype == torch.float32 and len(x) <= MOST_FOR_TILES):
         launch_row(y, x, weight, bias)
     elif len(x) <= MOST_FOR_TILES:
         launch_tiles(y, x, weight, bias)
-    elif can_round(x, weight):
+    elif x.dtype == torch.bfloat16 and weight.shape[0] % 16 == 0:
         values, scales = rounded(x)
         torch._scaled_mm(
             values, weight.values.t(), scales, weight.row_scales[None], bias=bias, out_dtype=y.dtype, out=y

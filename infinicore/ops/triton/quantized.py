@@ -9,6 +9,7 @@ floats of the whole weight first, for cuBLAS.
 from __future__ import annotations
 
 import os
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -701,7 +702,7 @@ def launch_tiles(y: Tensor, x: Tensor, weight: TiledTensor, bias: Tensor | None)
     grid = triton.cdiv(len(weight.blocks), tile.tiles), triton.cdiv(len(x), tile.columns)
     num_steps = triton.cdiv(shape.num_groups, tile.groups)
     splits = splits_of(grid[0] * grid[1], num_steps, x.device)
-    in_pairs = x.dtype == torch.bfloat16 and not IS_INTERPRETED
+    in_pairs = x.dtype == torch.bfloat16 and not IS_INTERPRETED and capability(x.device) >= (9, 0)
     part = part_of(y, splits)
     tiles_kernel[(*grid, splits)](
         y, part, x, *shape.pointers, bias, x.stride(0), shape.stride, len(x), weight.shape[0],
@@ -738,12 +739,19 @@ def launch_rows(y: Tensor, ids: Tensor, weight: TiledTensor) -> None:
     )  # fmt: skip
 
 
+@cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """The GPU's, which says what instructions it has; without one, whatever the interpreter spells out"""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+
+
 # ---- the ops -----------------------------------------------------------------------------------------------
 
 
 def is_taken(weight: Any, device: torch.device) -> bool:
     """Whether kernels here read this kind of weight, which lies on the device"""
-    is_known = isinstance(weight, TiledTensor | Float8Tensor) and weight.device == device
+    has_float8 = isinstance(weight, Float8Tensor) and capability(device) >= (8, 9)
+    is_known = (isinstance(weight, TiledTensor) or has_float8) and weight.device == device
     return is_known and weight.blocks.is_contiguous() and weight.shape[0] > 0 and weight.shape[1] % 16 == 0
 
 
@@ -774,7 +782,7 @@ def quantized_linear(
 
 def linear(y: Tensor, x: Tensor, weight: TiledTensor, bias: Tensor | None) -> None:
     """y [M, N] = x [M, K] times the weight + bias"""
-    if x.dtype == torch.bfloat16 and len(x) <= MOST_IN_REGISTERS:
+    if x.dtype == torch.bfloat16 and len(x) <= MOST_IN_REGISTERS and capability(x.device) >= (8, 0):
         launch_few(y, x, weight, bias)
     elif len(x) == 1 or (x.dtype == torch.float32 and len(x) <= MOST_ALONE):
         launch_row(y, x, weight, bias)
