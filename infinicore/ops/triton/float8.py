@@ -35,6 +35,17 @@ def values_of(words):
 
 
 @triton.jit
+def products_of(words, x_at, is_in):
+    """Words [P, R, 4] times 16 values of x for each piece: [P, R]"""
+    a, b, c, d = values_of(words)
+    products = a * tl.load(x_at, mask=is_in, other=0.0).to(tl.float32)[:, None, :]
+    products += b * tl.load(x_at + 1, mask=is_in, other=0.0).to(tl.float32)[:, None, :]
+    products += c * tl.load(x_at + 2, mask=is_in, other=0.0).to(tl.float32)[:, None, :]
+    products += d * tl.load(x_at + 3, mask=is_in, other=0.0).to(tl.float32)[:, None, :]
+    return tl.sum(products, 2)
+
+
+@triton.jit
 def row_kernel(
     y_ptr, x_ptr, word_ptr, scale_ptr, bias_ptr, x_stride, N, num_pieces,
     HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, PIECES: tl.constexpr, OVERLAPS: tl.constexpr,
@@ -46,23 +57,22 @@ def row_kernel(
     start = row.to(tl.int64) * num_pieces
     at = word_ptr + (start[None, :, None] + piece[:, None, None]) * 4 + lane[None, None, :]
     is_row = (row < N)[None, :, None]
-    # Weights do not depend on the kernel before: the first are on their way while it ends.
+    # Weights do not depend on the kernel before: the first are on their way while it ends. Two stages take
+    # turns, so that what is loaded stays in the registers it was loaded to.
     is_in = is_row & (piece < num_pieces)[:, None, None]
     words = tl.load(at, mask=is_in, other=0, eviction_policy="evict_first")
     wait_for_inputs(OVERLAPS)
     x_at = x_ptr + tl.program_id(1).to(tl.int64) * x_stride + piece[:, None] * 16 + lane[None, :] * 4
     sums = tl.zeros([PIECES, ROWS], tl.float32)
-    for first in range(0, num_pieces, PIECES):
-        is_in = is_row & (first + PIECES + piece < num_pieces)[:, None, None]
-        next_words = tl.load(at + (first + PIECES) * 4, mask=is_in, other=0, eviction_policy="evict_first")
-        is_x = (first + piece < num_pieces)[:, None]
-        a, b, c, d = values_of(words)
-        products = a * tl.load(x_at + first * 16, mask=is_x, other=0.0).to(tl.float32)[:, None, :]
-        products += b * tl.load(x_at + first * 16 + 1, mask=is_x, other=0.0).to(tl.float32)[:, None, :]
-        products += c * tl.load(x_at + first * 16 + 2, mask=is_x, other=0.0).to(tl.float32)[:, None, :]
-        products += d * tl.load(x_at + first * 16 + 3, mask=is_x, other=0.0).to(tl.float32)[:, None, :]
-        sums += tl.sum(products, 2)
-        words = next_words
+    for first in range(0, num_pieces, 2 * PIECES):
+        second = first + PIECES
+        is_in = is_row & (second + piece < num_pieces)[:, None, None]
+        others = tl.load(at + second * 4, mask=is_in, other=0, eviction_policy="evict_first")
+        sums += products_of(words, x_at + first * 16, (first + piece < num_pieces)[:, None])
+        third = second + PIECES
+        is_in = is_row & (third + piece < num_pieces)[:, None, None]
+        words = tl.load(at + third * 4, mask=is_in, other=0, eviction_policy="evict_first")
+        sums += products_of(others, x_at + second * 16, (second + piece < num_pieces)[:, None])
     y = tl.sum(sums, 0) * tl.load(scale_ptr + row, mask=row < N, other=0.0)
     if HAS_BIAS:
         y += tl.load(bias_ptr + row, mask=row < N, other=0.0).to(tl.float32)

@@ -1,6 +1,6 @@
 """Products with quantised weights, read as the bytes they are, and rows of them (infinicore/tiles.py).
 
-Up to 32 rows of bfloat16 go through the tensor cores by way of the instruction whose registers the tiles are
+Up to 16 rows of bfloat16 go through the tensor cores by way of the instruction whose registers the tiles are
 laid out for: a nibble becomes a bfloat16 as the last bits of 128, and what that adds is taken off by a
 product of its own. More rows, and float16, go there by way of Triton's own products. For many it pays to make
 floats of the whole weight first, for cuBLAS.
@@ -45,8 +45,8 @@ Q6_K = tl.constexpr(14)
 
 POWER = 150 << 23  # 2^23 as a float32 in bits: the last of them count ones
 PAIR = 0x43004300  # two bfloat16 of 128, likewise
-MOST_IN_REGISTERS = 32  # rows; with more, Triton's products
-MOST_FOR_TILES = 192  # rows; with more, floats are made of a weight as a whole
+MOST_IN_REGISTERS = 16  # rows; with more, Triton's products
+MOST_FOR_TILES = 256  # rows; with more, floats are made of a weight as a whole
 MOST_ALONE = 16  # rows of float32, which the tensor cores do not take
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -290,73 +290,83 @@ def store_columns(y_ptr, bias_ptr, sums, tile, column, M, N, HAS_BIAS: tl.conste
 
 
 @triton.jit
+def load_stage(
+    word_ptr, half_ptr, byte_ptr, base, thread, start, num_groups, TYPE: tl.constexpr
+):  # fmt: skip
+    """All that is stored of a thread's groups from `start` on"""
+    PLANES: tl.constexpr = 2 if TYPE == Q8_0 else 1
+    group = (start + thread // 32)[:, None]
+    lane = (thread % 32)[:, None]
+    j = tl.arange(0, 4)[None, :]
+    is_in = group < num_groups
+    words = load_words(word_ptr, base, group, lane, j, is_in, PLANES, 0)
+    high = words
+    if (TYPE == Q8_0) | (TYPE == Q6_K):
+        high = load_high(word_ptr, base, group, lane, j, is_in, num_groups, TYPE)
+    a, b, c, d = load_sides(half_ptr, byte_ptr, base, group, lane, j, is_in, num_groups, TYPE)
+    return words, high, a, b, c, d
+
+
+@triton.jit
+def products_of_stage(
+    words, high, a, b, c, d, x_ptr, x_stride, M, column, thread, start, num_groups, pairs, offset,
+    TYPE: tl.constexpr, EMULATES: tl.constexpr,
+):  # fmt: skip
+    group = start + thread // 32
+    first, last, minimum = sides_of(a, b, c, d, TYPE)
+    return products_of_columns(
+        words, high, last, first, minimum, x_ptr, x_stride, M, column, group, thread % 32,
+        group < num_groups, pairs, offset, TYPE, EMULATES,
+    )  # fmt: skip
+
+
+@triton.jit
 def few_kernel(
     y_ptr, x_ptr, word_ptr, half_ptr, byte_ptr, bias_ptr, x_stride, stride, M, N, num_groups, pairs, offset,
     HAS_BIAS: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr, TYPE: tl.constexpr,
     EMULATES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """A tile's 32 columns of y [M, N], for COLUMNS rows of x; warps share the groups of a row"""
-    HAS_HIGH: tl.constexpr = (TYPE == Q8_0) | (TYPE == Q6_K)
-    PLANES: tl.constexpr = 2 if TYPE == Q8_0 else 1
+    """A tile's 32 columns of y [M, N], for 8 or 16 rows of x; warps share the groups of a row.
+
+    Two stages take turns, so that what is loaded stays in the registers it was loaded to.
+    """
     tile = tl.program_id(1)
     column = tl.program_id(0) * COLUMNS
     base = tile.to(tl.int64) * stride
     thread = tl.arange(0, GROUPS * 32)
-    lane = thread % 32
-    lanes = lane[:, None]
-    j = tl.arange(0, 4)[None, :]
-    group = thread // 32
     # Weights do not depend on the kernel before: the first are on their way while it ends.
-    is_first = (group < num_groups)[:, None]
-    words = load_words(word_ptr, base, group[:, None], lanes, j, is_first, PLANES, 0)
-    high = words
-    if HAS_HIGH:
-        high = load_high(word_ptr, base, group[:, None], lanes, j, is_first, num_groups, TYPE)
-    a, b, c, d = load_sides(
-        half_ptr, byte_ptr, base, group[:, None], lanes, j, is_first, num_groups, TYPE
-    )  # fmt: skip
+    words, high, a, b, c, d = load_stage(word_ptr, half_ptr, byte_ptr, base, thread, 0, num_groups, TYPE)
     wait_for_inputs(OVERLAPS)
-    zero = tl.zeros([GROUPS * 32, 2, 2, 2], tl.float32)
-    sums0, sums1, sums2, sums3 = zero, zero, zero, zero
-    for start in range(0, num_groups, GROUPS):
-        group = start + thread // 32
-        groups = group[:, None] + GROUPS
-        is_in = group < num_groups
-        is_next = groups < num_groups
-        next_words = load_words(word_ptr, base, groups, lanes, j, is_next, PLANES, 0)
-        next_high = next_words
-        if HAS_HIGH:
-            next_high = load_high(word_ptr, base, groups, lanes, j, is_next, num_groups, TYPE)
-        next_a, next_b, next_c, next_d = load_sides(
-            half_ptr, byte_ptr, base, groups, lanes, j, is_next, num_groups, TYPE
-        )  # fmt: skip
-        first_scale, scale, minimum = sides_of(a, b, c, d, TYPE)
-        sums0 += products_of_columns(
-            words, high, scale, first_scale, minimum, x_ptr, x_stride, M, column, group, lane, is_in, pairs,
-            offset, TYPE, EMULATES,
+    low = tl.zeros([GROUPS * 32, 2, 2, 2], tl.float32)
+    top = low
+    for start in range(0, num_groups, 2 * GROUPS):
+        other_words, other_high, e, f, g, h = load_stage(
+            word_ptr, half_ptr, byte_ptr, base, thread, start + GROUPS, num_groups, TYPE
+        )
+        low += products_of_stage(
+            words, high, a, b, c, d, x_ptr, x_stride, M, column, thread, start, num_groups, pairs, offset,
+            TYPE, EMULATES,
         )  # fmt: skip
         if COLUMNS > 8:
-            sums1 += products_of_columns(
-                words, high, scale, first_scale, minimum, x_ptr, x_stride, M, column + 8, group, lane, is_in,
-                pairs, offset, TYPE, EMULATES,
+            top += products_of_stage(
+                words, high, a, b, c, d, x_ptr, x_stride, M, column + 8, thread, start, num_groups, pairs,
+                offset, TYPE, EMULATES,
             )  # fmt: skip
-        if COLUMNS > 16:
-            sums2 += products_of_columns(
-                words, high, scale, first_scale, minimum, x_ptr, x_stride, M, column + 16, group, lane, is_in,
-                pairs, offset, TYPE, EMULATES,
+        words, high, a, b, c, d = load_stage(
+            word_ptr, half_ptr, byte_ptr, base, thread, start + 2 * GROUPS, num_groups, TYPE
+        )
+        low += products_of_stage(
+            other_words, other_high, e, f, g, h, x_ptr, x_stride, M, column, thread, start + GROUPS,
+            num_groups, pairs, offset, TYPE, EMULATES,
+        )  # fmt: skip
+        if COLUMNS > 8:
+            top += products_of_stage(
+                other_words, other_high, e, f, g, h, x_ptr, x_stride, M, column + 8, thread, start + GROUPS,
+                num_groups, pairs, offset, TYPE, EMULATES,
             )  # fmt: skip
-            sums3 += products_of_columns(
-                words, high, scale, first_scale, minimum, x_ptr, x_stride, M, column + 24, group, lane, is_in,
-                pairs, offset, TYPE, EMULATES,
-            )  # fmt: skip
-        words, high = next_words, next_high
-        a, b, c, d = next_a, next_b, next_c, next_d
-    store_columns(y_ptr, bias_ptr, sums0, tile, column, M, N, HAS_BIAS)
+    store_columns(y_ptr, bias_ptr, low, tile, column, M, N, HAS_BIAS)
     if COLUMNS > 8:
-        store_columns(y_ptr, bias_ptr, sums1, tile, column + 8, M, N, HAS_BIAS)
-    if COLUMNS > 16:
-        store_columns(y_ptr, bias_ptr, sums2, tile, column + 16, M, N, HAS_BIAS)
-        store_columns(y_ptr, bias_ptr, sums3, tile, column + 24, M, N, HAS_BIAS)
+        store_columns(y_ptr, bias_ptr, top, tile, column + 8, M, N, HAS_BIAS)
 
 
 # ---- floats ------------------------------------------------------------------------------------------------
@@ -646,7 +656,7 @@ OFFSET_PAIRS = {type: pair_of(number) for type, number in OFFSETS.items()}
 
 def launch_few(y: Tensor, x: Tensor, weight: TiledTensor, bias: Tensor | None) -> None:
     shape, type = Shape.of(weight), weight.type.ggml_id
-    columns = min(max(triton.next_power_of_2(len(x)), 8), 32)
+    columns = 8 if len(x) <= 8 else 16
     groups, num_warps = groups_of(len(weight.blocks), shape.num_groups, columns, x.device)
     few_kernel[(triton.cdiv(len(x), columns), len(weight.blocks))](
         y, pairs_of(x), *shape.pointers, bias, x.shape[1] // 2, shape.stride, len(x), weight.shape[0],
@@ -661,7 +671,7 @@ def groups_of(num_tiles: int, num_groups: int, columns: int, device: torch.devic
     are few tiles"""
     most = triton.next_power_of_2(num_groups)
     num_warps = min(16 if num_tiles < 2 * num_processors(device) else 8, most)
-    return min(32 // columns * num_warps, most), num_warps
+    return min(16 // columns * num_warps, most), num_warps
 
 
 def pairs_of(x: Tensor) -> Tensor:
@@ -694,7 +704,7 @@ class Tile(NamedTuple):
 
 def tile_of(num_rows: int, weight: TiledTensor) -> Tile:
     columns = min(max(triton.next_power_of_2(num_rows), 16), 128)
-    return Tile(2, columns, 4, 4, 3)
+    return Tile(4, columns, 2, 8, 4) if len(weight.blocks) >= 512 else Tile(2, columns, 4, 4, 3)
 
 
 def launch_tiles(y: Tensor, x: Tensor, weight: TiledTensor, bias: Tensor | None) -> None:
