@@ -332,7 +332,7 @@ def float8_of(num_rows: int, length: int) -> Float8Tensor:
 
 @on_a_gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("num_rows", [1, 2, 7, 16, 17, 64])
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 16, 17, 32])
 def test_float8_products_round_nothing_but_the_weight(num_rows: int, dtype: torch.dtype) -> None:
     for size, length in ((1, 16), (33, 304), (77, 592), (64, 4096), (48, 14336)):
         weight = float8_of(size, length)
@@ -342,7 +342,7 @@ def test_float8_products_round_nothing_but_the_weight(num_rows: int, dtype: torc
 
 
 @on_a_gpu
-@pytest.mark.parametrize("num_rows", [65, 300])
+@pytest.mark.parametrize("num_rows", [33, 64, 300])
 def test_float8_products_of_many_rows_round_each_to_a_scale_of_its_own(num_rows: int) -> None:
     for size, length in ((160, 320), (77, 592)):
         weight, bias = float8_of(size, length), random(size, dtype=torch.bfloat16)

@@ -17,7 +17,7 @@ from infinicore.ops.triton.splits import fold, part_of, splits_of
 from infinicore.ops.triton.tensors import overlap, wait_for_inputs
 
 # M rows of x, N of the weight, K their length
-MOST_FOR_TILES = 64  # rows; more are rounded to float8 themselves
+MOST_FOR_TILES = 32  # rows; more are rounded to float8 themselves
 TILE = 1024
 
 

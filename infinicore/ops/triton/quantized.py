@@ -657,7 +657,7 @@ OFFSET_PAIRS = {type: pair_of(number) for type, number in OFFSETS.items()}
 def launch_few(y: Tensor, x: Tensor, weight: TiledTensor, bias: Tensor | None) -> None:
     shape, type = Shape.of(weight), weight.type.ggml_id
     columns = 8 if len(x) <= 8 else 16
-    groups, num_warps = groups_of(len(weight.blocks), shape.num_groups, columns, x.device)
+    groups, num_warps = groups_of(len(weight.blocks), shape.num_groups, x.device)
     few_kernel[(triton.cdiv(len(x), columns), len(weight.blocks))](
         y, pairs_of(x), *shape.pointers, bias, x.shape[1] // 2, shape.stride, len(x), weight.shape[0],
         shape.num_groups, PAIR, OFFSET_PAIRS[type],
@@ -666,12 +666,12 @@ def launch_few(y: Tensor, x: Tensor, weight: TiledTensor, bias: Tensor | None) -
     )  # fmt: skip
 
 
-def groups_of(num_tiles: int, num_groups: int, columns: int, device: torch.device) -> tuple[int, int]:
-    """How many groups a program takes at once, as registers allow, and on how many warps: more where there
-    are few tiles"""
+def groups_of(num_tiles: int, num_groups: int, device: torch.device) -> tuple[int, int]:
+    """How many groups a program takes at once, and on how many warps: what was fastest on an H200"""
+    tiles_each = num_tiles / num_processors(device)
+    best = (4, 4) if tiles_each > 16 else (8, 4) if tiles_each > 4 else (16, 4) if tiles_each > 1 else (32, 8)
     most = triton.next_power_of_2(num_groups)
-    num_warps = min(16 if num_tiles < 2 * num_processors(device) else 8, most)
-    return min(16 // columns * num_warps, most), num_warps
+    return min(best[0], most), min(best[1], most)
 
 
 def pairs_of(x: Tensor) -> Tensor:
@@ -703,7 +703,7 @@ class Tile(NamedTuple):
 
 
 def tile_of(num_rows: int, weight: TiledTensor) -> Tile:
-    columns = min(max(triton.next_power_of_2(num_rows), 16), 128)
+    columns = 64 if num_rows <= 64 else 128
     return Tile(4, columns, 2, 8, 4) if len(weight.blocks) >= 512 else Tile(2, columns, 4, 4, 3)
 
 
