@@ -1,12 +1,13 @@
 """Products that share a pass over memory where their weights are packed: what a decoder layer is made of.
 
-Each is the same as its parts, which it falls back to for weights of any other kind. On a GPU dense weights
-that lie one after the other are multiplied as one.
+Each is the same as its parts, which it falls back to for weights of any other kind. On a GPU weights that lie
+one after the other, dense ones or tiles, are multiplied as one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from infinicore import ops
 from infinicore.nn import functional as F
 from infinicore.nn.norm import RMSNorm
 from infinicore.quantization import PackedTensor, QuantizedTensor
+from infinicore.tiles import RowTensor, can_be_one
 
 
 def linear_add(
@@ -60,12 +62,12 @@ def gated_linear(
     In one pass where both are packed.
     """
     whole = None if input.is_cpu or gate.shape != up.shape else joined((gate, up), (gate_bias, up_bias))
-    if whole is not None:
+    if whole is not None and isinstance(whole[0], Tensor):
         F.check_linear(input, *whole)
-        return ops.gated_linear(input, *scale_of(norm, input), *whole)
+        return ops.gated_linear(input, *scale_of(norm, input), whole[0], whole[1])
     input = input if norm is None else norm(input)
     if not can_share_input((gate, up)) or gate.shape != up.shape:
-        return F.swiglu(F.linear(input, gate, gate_bias), F.linear(input, up, up_bias))
+        return F.swiglu(*linear_group(input, (gate, up), (gate_bias, up_bias)))
     F.check_linear(input, gate, gate_bias)
     F.check_linear(input, up, up_bias)
     return ops.packed_linear(input, (gate, up), (gate_bias, up_bias), None, True)
@@ -80,12 +82,18 @@ def scale_of(norm: RMSNorm | None, input: Tensor) -> tuple[Tensor | None, float]
 
 def joined(
     weights: Sequence[Tensor | QuantizedTensor], biases: Sequence[Tensor | None]
-) -> tuple[Tensor, Tensor | None] | None:
+) -> tuple[Tensor | RowTensor, Tensor | None] | None:
     """Weights and biases that lie one after the other, each as one"""
-    weight = as_one(weights)
+    weight = rows_as_one(weights) if can_be_one(weights) else as_one(weights)
     has_biases = any(bias is not None for bias in biases)
     bias = as_one(biases) if has_biases else None
     return None if weight is None or (has_biases and bias is None) else (weight, bias)
+
+
+def rows_as_one(weights: Sequence[Any]) -> RowTensor | None:
+    planes = [as_one(parts) for parts in zip(*(weight.planes for weight in weights), strict=True)]
+    found = [plane for plane in planes if plane is not None]
+    return weights[0].of(found, sum(w.shape[0] for w in weights)) if len(found) == len(planes) else None
 
 
 def as_one(parts: Sequence[Tensor | QuantizedTensor | None]) -> Tensor | None:

@@ -18,6 +18,7 @@ from infinicore.nn.fused import gated_linear, joined, linear_add, linear_group, 
 from infinicore.nn.module import Parameter
 from infinicore.nn.norm import RMSNorm
 from infinicore.nn.weight import WeightLayer
+from infinicore.tiles import can_be_one, laid_together
 
 Device = torch.device | str | None
 
@@ -150,7 +151,7 @@ def project_heads(
     whole = None
     if not x.is_cpu and norm is not None and all(type(layer) is Linear for layer in layers):
         whole = joined([layer.weight for layer in layers], [layer.bias for layer in layers])
-    if whole is not None:
+    if whole is not None and isinstance(whole[0], Tensor):
         F.check_linear(x, *whole)
         return ops.project_heads(x, *scale_of(norm, x), *whole, *place)
     projected = project(x if norm is None else norm(x), *layers)
@@ -167,6 +168,10 @@ def lay_together(*layers: BaseLinear) -> None:
             together = torch.split(torch.cat([part.data for part in parts]), [len(part) for part in parts])
             for part, place in zip(parts, together, strict=True):
                 part.data = place
+    weights: list[Any] = [layer.weight for layer in layers]
+    if can_be_one(weights):
+        for layer, weight in zip(layers, laid_together(weights), strict=True):
+            layer.set_weight(weight)
 
 
 def uniform(shape: tuple[int, ...], bound: float, dtype: torch.dtype | None, device: Device) -> Tensor:

@@ -33,6 +33,7 @@ FAMILIES = {
     "sample": ("sample",),
     "logits": ("adjust_logits", "logprobs"),
     "heads": ("store_heads", "project_heads"),
+    "quantized": ("quantized_linear", "quantized_embedding"),
 }
 
 
