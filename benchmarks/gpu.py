@@ -14,7 +14,8 @@ import importlib.util
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -233,12 +234,24 @@ def measure(device: torch.device, batches: Sequence[int], is_quick: bool, stem: 
     results.copy_rate, results.product_rate = copy_rate(device), product_rate(device)
     print(f"copy {results.copy_rate / 1e12:.2f} TB/s, product {results.product_rate / 1e12:.0f} TFLOP/s")
     for kind in KINDS[: 1 if is_quick else None]:
-        measure_kind(results, device, kind, batches, is_quick)
+        with left_out(results, kind):
+            measure_kind(results, device, kind, batches, is_quick)
         write(results, stem)
     for name in PEERS:
-        measure_peer(results, device, name, batches)
+        with left_out(results, name):
+            measure_peer(results, device, name, batches)
         write(results, stem)
     return results
+
+
+@contextmanager
+def left_out(results: Results, name: str) -> Iterator[None]:
+    """Whatever fails is told of, and the others are still worth measuring."""
+    try:
+        yield
+    except Exception as error:
+        note(results, f"{name}: left out, {(str(error) or repr(error)).splitlines()[0]}")
+    empty_cache()
 
 
 def measure_kind(
@@ -263,20 +276,13 @@ def measure_kind(
             results.contexts[context] = decode_seconds(model, 1, context)
             print(f"{name}, context {context}: {1e3 * results.contexts[context]:.3f} ms a token", flush=True)
             empty_cache()
-    del model
-    empty_cache()
 
 
 def measure_peer(results: Results, device: torch.device, name: str, batches: Sequence[int]) -> None:
-    try:
-        peer = PEERS[name](CONFIG, device)
-        for batch in (batch for batch in batches if batch <= peer.most_streams):
-            note_step(results, name, batch, peer.step_seconds(batch, CONTEXT, NUM_STEPS))
-            empty_cache()
-    except Exception as error:  # a peer may fail in any way, and the others are still worth measuring
-        note(results, f"{name}: left out, {(str(error) or repr(error)).splitlines()[0]}")
-    peer = None
-    empty_cache()
+    peer = PEERS[name](CONFIG, device)
+    for batch in (batch for batch in batches if batch <= peer.most_streams):
+        note_step(results, name, batch, peer.step_seconds(batch, CONTEXT, NUM_STEPS))
+        empty_cache()
 
 
 def note_step(results: Results, name: str, batch: int, seconds: float) -> None:
