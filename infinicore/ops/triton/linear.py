@@ -1,5 +1,5 @@
 """linear, linear_add and gated_linear. One row is sums of products in registers, where reading the weight is
-all the work; a few rows go through the tensor cores (rows.py); more are torch's, which is cuBLAS.
+all the work; some numbers of rows go through the tensor cores (rows.py); others are torch's, which is cuBLAS.
 """
 
 from __future__ import annotations
