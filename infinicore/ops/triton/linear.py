@@ -1,5 +1,5 @@
 """linear, linear_add and gated_linear. One row is sums of products in registers, where reading the weight is
-all the work; a few rows go through the tensor cores (rows.py); more are torch's, which is cuBLAS.
+all the work; some numbers of rows go through the tensor cores (rows.py); others are torch's, which is cuBLAS.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def num_pair_programs(num_pairs: int, device: torch.device) -> int:
 
 def num_pair_warps(weight: Tensor) -> int:
     """So many that a thread has 32 values of a row of 16 bits, as far as there are"""
-    num_bytes = triton.next_power_of_2(weight.shape[1]) * weight.element_size()
+    num_bytes: int = triton.next_power_of_2(weight.shape[1]) * weight.element_size()
     return min(max(num_bytes // 2048, 1), 16)
 
 

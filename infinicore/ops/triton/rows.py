@@ -1,4 +1,4 @@
-"""Products of a few rows, through the tensor cores: a program streams some rows of a weight past all of them.
+"""Products of several rows, through the tensor cores: programs stream rows of a weight past them.
 
 Where a weight has too few rows to give every processor work, its columns are split too: the parts of a tile
 are added in their order by the program that comes last.
@@ -19,7 +19,7 @@ from infinicore.ops.triton.tensors import overlap, wait_for_inputs
 
 # M rows of x, N rows of the weight, K their length
 HALVES = (torch.float16, torch.bfloat16)
-MOST_ROWS, MOST_GATED = 64, 128  # beyond which cuBLAS is faster
+OURS, OURS_GATED = range(33, 65), range(33, 129)  # numbers of rows for which cuBLAS is slower
 MOST_TILES = 1024  # of a result whose columns are split
 # How many parts of a tile have come, for each weight: it is in one product at a time.
 ARRIVALS = WeakTensorKeyDictionary()
@@ -117,28 +117,25 @@ class Tile(NamedTuple):
     is_swapped: bool = False
 
 
-GATED = {64: Tile(64, 128, 64, 4, 4), 128: Tile(128, 128, 64, 8, 4, 1, True)}
 DETERMINISTIC, DETERMINISTIC_WIDE = Tile(64, 64, 128, 4, 4), Tile(16, 32, 32, 4, 2)
 
 
 def suits(x: Tensor, weight: Tensor, is_gated: bool = False) -> bool:
-    """Whether cuBLAS is no faster, or not what is wanted: it sums in another order for each number of rows"""
+    """Whether cuBLAS is slower, or not what is wanted: it sums in another order for each number of rows"""
     if infinicore.deterministic:
         return True
     num_rows = x.numel() // x.shape[-1]
-    return (
-        x.dtype in HALVES and x.dtype == weight.dtype and num_rows <= (MOST_GATED if is_gated else MOST_ROWS)
-    )
+    return x.dtype in HALVES and x.dtype == weight.dtype and num_rows in (OURS_GATED if is_gated else OURS)
 
 
 def tile_of(x: Tensor, weight: Tensor, is_gated: bool = False) -> Tile:
     """What an H200 does best; one for all where a row depends on no other"""
     if infinicore.deterministic:
         return DETERMINISTIC if x.dtype in HALVES else DETERMINISTIC_WIDE
-    num_rows = max(triton.next_power_of_2(x.numel() // x.shape[-1]), 16)
-    if is_gated:
-        return GATED.get(num_rows, Tile(num_rows, 128, 128, 4, 3, is_swapped=True))
-    return Tile(num_rows, 64, 128, 4, 4, 2 if len(weight) <= 64 * 64 else 1, True)
+    if not is_gated:
+        return Tile(64, 64, 128, 4, 4, 2 if len(weight) <= 64 * 64 else 1, is_swapped=True)
+    is_few = x.numel() <= 64 * x.shape[-1]
+    return Tile(64, 128, 64, 4, 4) if is_few else Tile(128, 128, 64, 8, 4, is_swapped=True)
 
 
 def launch(
