@@ -18,7 +18,7 @@ step = @mkdir -p build; printf '%s ... ' "$(1)"; start=$$(date +%s); \
 # stay in build/, so the next time takes what changed alone.
 build = rm -rf build/$(1) && $(BIN)/python -c "from scikit_build_core import build; build.build_$(1)('build/$(1)')"
 
-.PHONY: setup demo serve test test-long test-asan test-tsan lint format wheel bench clean
+.PHONY: setup demo serve test test-long test-asan test-tsan lint format wheel bench bench-gpu clean
 
 setup: .venv/.built .venv/.tests
 
@@ -133,6 +133,10 @@ bench: setup .venv/.peers build/peers/.servers
 	$(BIN)/python -m benchmarks.waiting
 	$(BIN)/python -m benchmarks.serving
 	$(BIN)/python -m benchmarks.scaling
+
+# A few minutes on one GPU, with what is installed there.
+bench-gpu: setup
+	$(BIN)/python -m benchmarks.gpu
 
 clean:
 	rm -rf .venv build

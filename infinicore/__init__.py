@@ -55,6 +55,9 @@ __version__ = "0.1.0"  # of both packages, which one build makes
 # Whether kernels of ops.registry.ACCELERATED may run; results do not depend on it.
 use_ntops = True
 
+# Whether a row has the same bits in any company on a GPU too, where that takes longer; on a CPU it has.
+deterministic = False
+
 __all__ = [
     "Tensor",
     "add",
@@ -63,6 +66,7 @@ __all__ = [
     "bfloat16",
     "bool",
     "cat",
+    "deterministic",
     "device",
     "distributed",
     "div",

@@ -103,7 +103,11 @@ class QuantizedTensor:
         return self.blocks.device
 
     def to(self, device: torch.device | str) -> Self:
-        return replace(self, blocks=self.blocks.to(device))
+        return self.moved(lambda memory: memory.to(device))
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Self:
+        """With its memory where `move` puts it"""
+        return replace(self, blocks=move(self.blocks))
 
     def clone(self) -> Self:
         """With blocks of its own, where these may be pages of a file."""
@@ -132,7 +136,7 @@ class QuantizedTensor:
         blocks = self.blocks.reshape(-1, self.type.bytes_per_block)
         rows = values.view(-1, self.type.elements_per_block)
         # In chunks, so that the intermediates stay in the cache and cost no memory beside the result.
-        for chunk in _chunks(len(blocks)):
+        for chunk in _chunks(len(blocks), blocks.device):
             rows[chunk] = DEQUANTIZERS[self.type](blocks[chunk])
         return values
 
@@ -222,15 +226,16 @@ def quantize(tensor: Tensor, type: BlockType) -> QuantizedTensor:
         _native.quantize_rows(result.blocks, rows, type.ggml_id)
         if result.has_finite_scales():
             return result
-    blocks = tensor.to(torch.float32).reshape(-1, type.elements_per_block)
+    blocks = tensor.reshape(-1, type.elements_per_block)
     packed = torch.empty(len(blocks), type.bytes_per_block, dtype=torch.uint8, device=tensor.device)
-    for chunk in _chunks(len(blocks)):
-        packed[chunk] = QUANTIZERS[type](blocks[chunk])
+    for chunk in _chunks(len(blocks), tensor.device):
+        packed[chunk] = QUANTIZERS[type](blocks[chunk].float())
     return QuantizedTensor(packed.view(prod(shape[:-1]), row_bytes), type, shape)
 
 
-def _chunks(num_blocks: int, chunk_length: int = 8192) -> list[slice]:
-    return [slice(start, start + chunk_length) for start in range(0, num_blocks, chunk_length)]
+def _chunks(num_blocks: int, device: torch.device) -> list[slice]:
+    length = 1 << 13 if device.type == "cpu" else 1 << 19  # a GPU is kept busy by no less
+    return [slice(start, start + length) for start in range(0, num_blocks, length)]
 
 
 # The pieces the formats are made of

@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from infinilm.pages import sent
 from infinilm.sampling import SamplingParams
 
 # N tokens of the step, B streams, M blocks of a stream, R rows of logits
@@ -59,6 +60,8 @@ class Stream:
         self.seed = seed
         self.index = index
         self.num_computed = 0
+        self.num_unread = 0  # tokens that were drawn on a device, and are not known here yet
+        self.unread_row = 0  # among the rows of the last step, that of the last of them
         self.block_ids: list[int] = []  # another list, never a shorter one, once its blocks are given back
         self.drafts: list[int] = []
         self.stop_ids: frozenset[int] = frozenset()  # any of them ends it
@@ -76,12 +79,21 @@ class Stream:
     @property
     def num_pending(self) -> int:
         """How many tokens wait to be computed, guesses included."""
-        return len(self.token_ids) + len(self.drafts) - self.num_computed
+        return len(self.token_ids) + self.num_unread + len(self.drafts) - self.num_computed
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether all but the last token, and guesses, are computed"""
+        is_next = self.num_computed >= len(self.token_ids) + self.num_unread - 1
+        return is_next and self.num_drawn + self.num_unread > 0
 
     def pending(self, count: int) -> list[int]:
+        """The next tokens; one that is not known yet is -1 - its row among those of the last step."""
         start, end = self.num_computed, self.num_computed + count
         if count == 1 and start < len(self.token_ids):
             return [self.token_ids[start]]
+        if self.num_unread:
+            return [-1 - self.unread_row]
         known = self.token_ids[start:end].tolist()
         return known + self.drafts[: count - len(known)]
 
@@ -106,5 +118,5 @@ class Batch:
     logit_rows: Tensor | None = None  # [R], the tokens whose logits are wanted; None: all
 
     def to(self, device: torch.device) -> Batch:
-        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return Batch(**{**vars(self), **moved})
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return Batch(**{**vars(self), **{name: sent(value, device) for name, value in tensors.items()}})

@@ -93,8 +93,8 @@ def measure_latency(
     lockstep = Lockstep(llama, prompts, workload.output_length)
     rounds = [run_once(lockstep, workload) for _ in range(workload.num_rounds + 1)][1:]
     gaps = [run.gap for run in rounds if run.gap is not None]
-    memory = peak_memory()  # before the bandwidth's own buffer
-    bandwidth = [read_bandwidth() for _ in range(workload.num_rounds)]
+    memory = peak_memory(llama.device)  # before the bandwidth's own buffer
+    bandwidth = [memory_bandwidth(llama.device) for _ in range(workload.num_rounds)]
     num_prompt = workload.batch_size * workload.prompt_length
     num_decoded = workload.batch_size * (workload.output_length - 1)
     return {
@@ -154,9 +154,9 @@ class TimedGraph:
 
 
 def timed_graph(runner: Runner, num_streams: int) -> TimedGraph | None:
-    """In the place of the recording of a step, if there is one"""
+    """In the place of the recording of a step, if there is one; a GPU's replays are not awaited"""
     recording = runner._recordings.get((num_streams, num_streams))
-    if recording is None:
+    if recording is None or runner.device.type != "cpu":
         return None
     plain = recording.graph.graph if isinstance(recording.graph, TimedGraph) else recording.graph
     timed = TimedGraph(plain)
@@ -261,6 +261,20 @@ def check_room(engine: Engine, requests: Requests) -> None:
 # ---- the machine -------------------------------------------------------------------------------------------
 
 
+def memory_bandwidth(device: torch.device) -> float:
+    """Bytes a second: what a CPU reads, or a GPU reads and writes as it copies"""
+    if device.type == "cpu":
+        return read_bandwidth()
+    source = torch.ones(4 * BANDWIDTH_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+
+    def copy() -> None:
+        target.copy_(source)
+        torch.cuda.synchronize(device)
+
+    return 2 * source.nbytes / timed(copy)
+
+
 def read_bandwidth() -> float:
     """Bytes a second that the threads of the native core read from memory, by the fastest of a few ways"""
     buffer, read = torch.ones(BANDWIDTH_BYTES // 8, dtype=torch.int64), infinicore.ops.native.read_all
@@ -274,6 +288,9 @@ def timed(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def peak_memory() -> int:
+def peak_memory(device: torch.device) -> int:
+    """Of the process, or of what it has on a GPU"""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -63,20 +63,11 @@ class BlockShape:
         return keys.nbytes + values.nbytes
 
 
-def attend(  # noqa: PLR0913  those of the op
-    pools: tuple[Tensor, Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    batch: Batch,
-    scale: float,
-    window: int | None,
-) -> Tensor:
-    """Store k and v [N, K, D], and let q [N, H, D] attend to all that each token may see -> [N, H, D]
+def attend(pools: tuple[Tensor, Tensor], q: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
+    """Let q [N, H, D] attend to all that each token may see -> [N, H, D]; their keys are in the pools.
 
     In several calls where one takes long on a CPU; the bits are the same.
     """
-    ops.store_kv(*pools, k, v, batch.block_tables, batch.streams, batch.slots, out=pools)
     num_keys = max(batch.lengths)
     work = q[0].numel() * min(num_keys, window or num_keys)  # of a token
     size = max(CALL_WORK // work // LANES, 1) * LANES  # the kernel takes so many together
@@ -101,10 +92,9 @@ class PagedCache:
         self.num_blocks = num_blocks
         self.layers = [shape.pools(num_blocks, device) for _ in range(num_layers)]
 
-    def attend(  # noqa: PLR0913  those of the op
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: Batch, scale: float, window: int | None
-    ) -> Tensor:
-        return attend(self.layers[layer], q, k, v, batch, scale, window)
+    def room(self, layer: int, batch: Batch, heads: tuple[int, int], x: Tensor) -> tuple[Tensor, Tensor]:
+        """The pools of a layer, for keys and values [N, *heads] of a batch, in the dtype of x"""
+        return self.layers[layer]
 
 
 class DynamicCache:
@@ -125,7 +115,7 @@ class DynamicCache:
         batch_size, _, num_new, _ = keys.shape
         batch = self.place([num_new] * batch_size, layer_idx, device=keys.device)
         k, v = (t.transpose(1, 2).flatten(0, 1) for t in (keys, values))  # [N, K, D]
-        pools = self._with_room(layer_idx, k, batch)
+        pools = self.room(layer_idx, batch, (k.shape[1], k.shape[2]), k)
         ops.store_kv(*pools, k, v, batch.block_tables, batch.streams, batch.slots, out=pools)
         return self._contents(pools, batch)
 
@@ -159,10 +149,18 @@ class DynamicCache:
         ids = slots if token_ids is None else token_ids
         return Batch(ids, slots, streams, slots, tables, lengths).to(torch.device(device))
 
-    def attend(  # noqa: PLR0913  those of the op
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: Batch, scale: float, window: int | None
-    ) -> Tensor:
-        return attend(self._with_room(layer, k, batch), q, k, v, batch, scale, window)
+    def room(self, layer: int, batch: Batch, heads: tuple[int, int], x: Tensor) -> tuple[Tensor, Tensor]:
+        """A layer's pools, large enough for the streams' new lengths, which are noted."""
+        shape = BlockShape(*heads, self.block_size, self.dtype or x.dtype)
+        held = self.layers.setdefault(layer, shape.pools(0, x.device))
+        if (held[1].shape[1], held[1].shape[3]) != heads:
+            shapes = f"heads {heads} to those of {(held[1].shape[1], held[1].shape[3])}"
+            raise ValueError(f"cache: cannot append {shapes}; use a new cache for another model")
+        if batch.block_tables.numel() > len(held[0]):
+            num_blocks = batch.block_tables.numel() + max(len(batch.lengths), len(held[0]) // 2)
+            self.layers[layer] = tuple(map(grown, held, shape.pools(num_blocks, x.device)))  # type: ignore[assignment]
+        self._lengths[layer] = list(batch.lengths)
+        return self.layers[layer]
 
     def truncate(self, length: int) -> None:
         """Forget the positions from `length` on."""
@@ -171,19 +169,6 @@ class DynamicCache:
 
     def __len__(self) -> int:
         return len(self.layers)
-
-    def _with_room(self, layer: int, k: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """A layer's pools, large enough for the streams' new lengths, which are noted."""
-        shape = BlockShape(k.shape[1], k.shape[2], self.block_size, self.dtype or k.dtype)
-        held = self.layers.setdefault(layer, shape.pools(0, k.device))
-        if held[1].shape[1] != k.shape[1] or held[1].shape[3] != k.shape[2]:
-            shapes = f"heads {tuple(k.shape[1:])} to those of {(held[1].shape[1], held[1].shape[3])}"
-            raise ValueError(f"cache: cannot append {shapes}; use a new cache for another model")
-        if batch.block_tables.numel() > len(held[0]):
-            num_blocks = batch.block_tables.numel() + max(len(batch.lengths), len(held[0]) // 2)
-            self.layers[layer] = tuple(map(grown, held, shape.pools(num_blocks, k.device)))  # type: ignore[assignment]
-        self._lengths[layer] = list(batch.lengths)
-        return self.layers[layer]
 
     def _contents(self, pools: tuple[Tensor, Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
         """What the streams hold, [B, K, T, D] each"""

@@ -327,7 +327,7 @@ class EngineConfig:
     the memory there is."""
 
     model: str | Path | None = None
-    device: torch.device | str | None = None
+    device: torch.device | str | None = None  # "auto" or None: a GPU if there is one, else the CPU
     dtype: torch.dtype | str | None = None
     activations: str | None = None
     quantize: str | None = None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from infinicore import ops
 from infinilm.batch import Stream
+from infinilm.pages import Kinds, Page, sent, tensors_of
 from infinilm.sampling import SamplingParams
 
 # R rows, V vocabulary, W words of 32 bits that have one for every token
@@ -51,28 +52,19 @@ def mix(bits: int) -> int:
 
 
 class Settings:
-    """What ops.sample reads of R rows and the tokens it writes, in plain memory that tensors view.
+    """What ops.sample reads of R rows, in arrays of a page.
 
     After a step nothing but weights is in the CPU's caches, and each call into torch would take tens of
     microseconds.
     """
 
-    def __init__(self, num_rows: int) -> None:
-        self._params: list[SamplingParams | None] = [None] * num_rows
-        self._uniforms = array("d", [0.0]) * num_rows
-        self._numbers = array("f", [0.0, 1.0, 0.0]) * num_rows
-        self._top_k = array("q", [0]) * num_rows
-        self._tokens = array("q", [0]) * num_rows
-        uniforms, numbers, top_k, self.tokens = (
-            torch.frombuffer(values, dtype=dtype)
-            for values, dtype in (
-                (self._uniforms, torch.float64),
-                (self._numbers, torch.float32),
-                (self._top_k, torch.int64),
-                (self._tokens, torch.int64),
-            )
-        )
-        self.tensors = uniforms, numbers.view(num_rows, 3), top_k
+    def __init__(self, arrays: Sequence[Any]) -> None:
+        self._uniforms, self._top_k, self._numbers = arrays
+        self._params: list[SamplingParams | None] = [None] * len(self._top_k)
+
+    @staticmethod
+    def kinds(num_rows: int) -> Kinds:
+        return ("d", num_rows), ("q", num_rows), ("f", 3 * num_rows)
 
     def fill(self, rows: Sequence[Row]) -> None:
         for i, (stream, position) in enumerate(rows):
@@ -86,23 +78,22 @@ class Settings:
                 )
                 self._top_k[i] = max(params.top_k, 0)
 
-    def drawn(self) -> list[int]:
-        return self._tokens.tolist()
 
-    def draw(self, logits: Tensor) -> None:
-        if logits.is_cpu:
-            ops.sample(logits, *self.tensors, out=self.tokens)
-        else:
-            self.tokens.copy_(ops.sample(logits, *self.tensors))
+def sampled(logits: Tensor, settings: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """A token from each row [V] by the settings, which are as Settings has them"""
+    uniforms, top_k, numbers = settings
+    return ops.sample(logits, uniforms, numbers.view(-1, 3), top_k, out=out)
 
 
-def draw(logits: Tensor, rows: Sequence[Row]) -> list[int]:
+def draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     """A token from each row [V]; -1 where the logits are no numbers"""
     streams = [row.stream for row in rows]
-    settings = Settings(len(rows))
-    settings.fill(rows)
-    settings.draw(adjusted(logits, streams) if any(map(needs_adjusting, streams)) else logits)
-    return settings.drawn()
+    kinds = Settings.kinds(len(rows))
+    page = Page(kinds, is_sent=False)
+    Settings(page.arrays).fill(rows)
+    if any(map(needs_adjusting, streams)):
+        logits = adjusted(logits, streams)
+    return sampled(logits, tensors_of(sent(page.memory, logits.device), kinds))
 
 
 # ---- what a stream forbids or makes less likely ------------------------------------------------------------
@@ -126,12 +117,16 @@ def adjusted(logits: Tensor, streams: Sequence[Stream]) -> Tensor:
         ]
     )
     masks = allowed_tokens(streams, logits.shape[1])
-    on_device = [t.to(logits.device) for t in (history, ends, penalties, masks)]
-    changed = ops.adjust_logits(logits, *on_device)
-    for row, stream in zip(changed, streams, strict=True):
-        for token_id, bias in stream.params.logit_bias:
-            row[token_id] += bias
-    return changed
+    there = [sent(t, logits.device) for t in (history, ends, penalties, masks)]
+    return biased(ops.adjust_logits(logits, *there), streams)
+
+
+def biased(logits: Tensor, streams: Sequence[Stream]) -> Tensor:
+    biases = [(row, *bias) for row, stream in enumerate(streams) for bias in stream.params.logit_bias]
+    if biases:
+        rows, ids, values = (sent(torch.tensor(t), logits.device) for t in zip(*biases, strict=True))
+        logits[rows, ids] += values
+    return logits
 
 
 def histories(streams: Sequence[Stream]) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ from infinilm.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from infinilm.config import EngineConfig
 from infinilm.engine.draft import SpeculativeConfig
 from infinilm.engine.engine import Engine, Prompt
+from infinilm.engine.memory import told_of_memory
 from infinilm.engine.request import EmbeddingRequestOutput, Request, RequestError, RequestOutput
 from infinilm.engine.text import Text
 from infinilm.hub import resolve
@@ -48,7 +49,10 @@ def load_model(
     quantize: str | None = None,
     report: Report = tell_nobody,
 ) -> tuple[LlamaForCausalLM, Tokenizer]:
-    """A model and its tokenizer: a path, a Hugging Face id, or None for the built-in default."""
+    """A model and its tokenizer: a path, a Hugging Face id, or None for the built-in default.
+
+    device "auto", or None, is a GPU if there is one, else the CPU.
+    """
     return load(
         EngineConfig(model=model, device=device, dtype=dtype, activations=activations, quantize=quantize),
         report,
@@ -56,12 +60,21 @@ def load_model(
 
 
 def load(config: EngineConfig, report: Report) -> tuple[LlamaForCausalLM, Tokenizer]:
+    config = replace(config, device=chosen_device(config))
     check_arguments(config)
     path = resolve(None if config.model is None else str(config.model))
     with open_checkpoint(path) as checkpoint:
         tokenizer = tokenizer_of(checkpoint, config.chat_template)
         check_vocabulary(checkpoint, tokenizer)
-        return LlamaForCausalLM.from_checkpoint(checkpoint, config, report), tokenizer
+        with told_of_memory("the weights", torch.device(config.device or "cpu")):
+            return LlamaForCausalLM.from_checkpoint(checkpoint, config, report), tokenizer
+
+
+def chosen_device(config: EngineConfig) -> torch.device | str:
+    """A GPU if there is one, unless something is asked for that CPUs alone do"""
+    if config.device is not None and config.device != "auto":
+        return config.device
+    return "cuda" if torch.cuda.is_available() and config.activations is None else "cpu"
 
 
 def check_arguments(config: EngineConfig) -> None:
@@ -72,7 +85,7 @@ def check_arguments(config: EngineConfig) -> None:
             f"model must be a path, a Hugging Face id such as 'org/name', or None, not {model!r}"
         )
     try:
-        torch.zeros(1, device=device or "cpu").item()
+        torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, TypeError, ValueError, ImportError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(

@@ -9,16 +9,19 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from infinicore.graph import Arena, CudaArena, Graph, RecordError
-from infinilm.batch import Batch, Pausing, Stream, finished
+from infinilm.batch import Batch, Pausing, Stream
 from infinilm.cache import PagedCache
-from infinilm.draw import Ranked, Row, Settings, draw, needs_adjusting, ranked
+from infinilm.draw import Ranked, Row, Settings, draw, needs_adjusting, ranked, sampled
+from infinilm.latest import Latest, Readback
+from infinilm.pages import Kinds, Page, num_bytes, tensors_of
+from infinilm.tables import Tables
 
 MAX_RECORDED = 64  # tokens of a step that is recorded
 MAX_CAPTURED = 256  # and of one that is a CUDA graph
@@ -35,25 +38,42 @@ NOWHERE = range(0)
 # N tokens of the step, B streams, M blocks of a stream, R rows of logits, V vocabulary
 
 
-class Work(NamedTuple):
-    """The next num_tokens of a stream, which are to be computed."""
+class Work:
+    """The next num_tokens of a stream, which are to be computed, from where it is now.
 
-    stream: Stream
-    num_tokens: int
+    After the last known token one is drawn, and one after each guess.
+    """
+
+    __slots__ = ("block_ids", "num_drawn", "num_tokens", "start", "stream")
+
+    def __init__(self, stream: Stream, num_tokens: int) -> None:
+        self.stream = stream
+        self.num_tokens = num_tokens
+        self.start = stream.num_computed
+        self.block_ids = stream.block_ids
+        self.num_drawn = 1 + len(stream.drafts) if num_tokens == stream.num_pending else 0
 
     @property
-    def num_drawn(self) -> int:
-        """After the last known token one is drawn, and one after each guess"""
-        is_last = self.num_tokens == self.stream.num_pending
-        return 1 + len(self.stream.drafts) if is_last else 0
+    def end(self) -> int:
+        return self.start + self.num_tokens
 
     @property
     def prompt_positions(self) -> range:
         """Those of the prompt whose logprobs are wanted and follow a token of this work"""
-        stream, start = self.stream, self.stream.num_computed + 1
+        stream = self.stream
         if stream.params.prompt_logprobs is None:
             return NOWHERE
-        return range(start, min(start + self.num_tokens, stream.num_prompt))
+        return range(self.start + 1, min(self.end + 1, stream.num_prompt))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing but the token that is drawn is wanted of it, by nothing but the stream's settings.
+
+        The stream may then go on before that token is known here.
+        """
+        stream = self.stream
+        wants_more = stream.params.logprobs is not None or stream.wants_state or stream.drafts
+        return not (wants_more or self.prompt_positions or needs_adjusting(stream))
 
 
 @dataclass
@@ -67,68 +87,94 @@ class Drawn:
     state: Tensor | None = None
 
 
+class Pending:
+    """Work that has been launched. Its tokens may be on their way from a device until they are read."""
+
+    def __init__(
+        self,
+        work: Sequence[Work],
+        rows: Sequence[Row],
+        outcome: tuple[Tensor, Tensor],
+        tokens: list[int] | Readback | None,
+        *,
+        is_settled: bool,
+        may_be_followed: bool,
+    ) -> None:
+        self.work = work
+        self.is_settled = is_settled  # whether it took what such steps will take from now on
+        self.may_be_followed = may_be_followed  # by other work, before it is read
+        self._rows = rows
+        self._outcome = outcome
+        self._tokens = tokens
+
+    @torch.inference_mode()
+    def read(self) -> list[Drawn]:
+        """What came of it"""
+        tokens = self._tokens.read() if isinstance(self._tokens, Readback) else self._tokens
+        return collected(self.work, *self._outcome, self._rows, tokens)
+
+
 class Runner:
     """Runs steps of a model over a cache. Steps of few tokens are recorded and replayed.
 
     A recording reads token ids, places and block tables from fixed buffers, so it is good for any streams.
+
+    On a GPU a step can be launched before the tokens of the one before have been read (`is_ahead`): those
+    stay there as well, in `latest`, and a token that is not known here is read from its row of that.
     """
 
     def __init__(self, model: Any, cache: PagedCache, max_streams: int, max_length: int) -> None:
         self.model = model
         self.cache = cache
         self.device = model.device
-        num_blocks = -(-max_length // cache.shape.size)
-        self.tables = torch.zeros(max_streams, num_blocks, dtype=torch.int32)
-        self._tables = self.tables.to(self.device)  # the same memory on a CPU
-        self._rows = self.tables.numpy()
-        self._held: list[tuple[list[int], int]] = [([], 0)] * max_streams  # what each row of the tables shows
+        self.tables = Tables(max_streams, -(-max_length // cache.shape.size), self.device)
         self._recordings: dict[tuple[int, int], Recording] = {}
         self._num_seen: Counter[tuple[int, int]] = Counter()  # steps that would be of one recording
-        is_cuda = self.device.type == "cuda"
+        self.is_ahead = is_cuda = self.device.type == "cuda"
         self._arena = CudaArena(self.device) if is_cuda else Arena()
         self.can_record = is_cuda or self.device.type == "cpu"
-        self.is_settled = True  # whether the last step took what such steps will take from now on
+        most_bytes = num_bytes(page_kinds(MAX_CAPTURED, MAX_CAPTURED))
+        self._latest = Latest(max(MAX_CAPTURED, max_streams), most_bytes, self.device)
 
-    @torch.inference_mode()
     def run(self, work: Sequence[Work]) -> list[Drawn]:
         """Compute the tokens of all work; each stream has the blocks for them."""
-        self._fill_tables(work)
-        rows = drawn_rows(work)
-        is_recorded = self.can_record and is_small(work, len(rows), self.device)
-        self.is_settled = True
-        recording = self._replayed(work, rows) if is_recorded else None
-        if recording is not None:
-            return collected(work, *recording.outcome(len(rows)), rows, recording.drawn())
-        return self.begin(work).finish()
+        return self.launch(work).read()
 
     @torch.inference_mode()
     def begin(self, work: Sequence[Work]) -> Passage:
         """The same work, to be computed layer by layer; others may run in between."""
-        self._fill_tables(work)
+        self.tables.show(work)
         return Passage(work, self.model.step_by_layers(*self._inputs(work)))
 
-    def _fill_tables(self, work: Sequence[Work]) -> None:
-        changed = []
-        for row, (stream, _) in enumerate(work):
-            block_ids, shown = stream.block_ids, self._held[row]
-            if shown[0] is not block_ids or shown[1] != len(block_ids):
-                self._rows[row, : len(block_ids)] = block_ids
-                self._held[row] = block_ids, len(block_ids)
-                changed.append(row)
-        if changed and self._tables is not self.tables:
-            rows = slice(changed[0], changed[-1] + 1)
-            self._tables[rows].copy_(self.tables[rows], non_blocking=True)
+    @torch.inference_mode()
+    def launch(self, work: Sequence[Work]) -> Pending:
+        """Begin to compute the tokens of all work, which on a CPU ends it as well."""
+        self.tables.show(work)
+        rows = drawn_rows(work)
+        is_recorded = self.can_record and is_small(work, len(rows), self.device)
+        self._is_settled = True
+        recording = self._replayed(work, rows) if is_recorded else None
+        outcome = self._outcome(work) if recording is None else recording.outcome(len(rows))
+        is_plain = self.is_ahead and all(item.is_plain for item in work)
+        tokens: list[int] | Readback | None = None
+        if recording is not None:
+            tokens = self._latest.note(recording.drawn(len(rows)))
+        elif is_plain and rows:
+            tokens = self._latest.note(draw(outcome[1], rows))
+        settled = self._is_settled
+        return Pending(work, rows, outcome, tokens, is_settled=settled, may_be_followed=is_plain)
+
+    def _outcome(self, work: Sequence[Work]) -> tuple[Tensor, Tensor]:
+        """States [R, E] and logits [R, V]"""
+        outcome: tuple[Tensor, Tensor] = self.model.step(*self._inputs(work))
+        return outcome
 
     def _inputs(self, work: Sequence[Work]) -> tuple[Batch, PagedCache, Any]:
         """What a step of the model takes. Its rows of logits are for the logprobs of prompts and for what is
         drawn, in the order of the work."""
         token_ids, streams, slots, spans, logit_rows = (array("q") for _ in range(5))
         for row, item in enumerate(work):
-            stream, start, end = (
-                item.stream,
-                item.stream.num_computed,
-                item.stream.num_computed + item.num_tokens,
-            )
+            stream, start, end = item.stream, item.start, item.end
             base = len(slots) - start
             logit_rows.extend(base + position - 1 for position in item.prompt_positions)
             logit_rows.extend(range(base + end - item.num_drawn, base + end))
@@ -137,12 +183,14 @@ class Runner:
             slots.extend(range(start, end))
             spans.extend(map(stream.span, range(start, end)))
         rope, rope_rows = self._rope(slots, spans)
-        lengths = [item.stream.num_computed + item.num_tokens for item in work]
-        tables = self.tables[: len(work), : -(-max(lengths) // self.cache.shape.size)].clone()
+        lengths = [item.end for item in work]
+        tables = self.tables.of(work, -(-max(lengths) // self.cache.shape.size))
         batch = Batch(
             tensor(token_ids), rope_rows, tensor(streams), tensor(slots), tables, lengths, tensor(logit_rows)
-        )
-        return batch.to(self.device), self.cache, rope
+        ).to(self.device)
+        if min(token_ids) < 0:
+            batch = replace(batch, token_ids=self._latest.known(batch.token_ids))
+        return batch, self.cache, rope
 
     def _rope(self, slots: array[int], spans: array[int]) -> tuple[Any, Tensor]:
         rope = self.model.model.rope_reaching(max(slots) + 1)
@@ -153,14 +201,14 @@ class Runner:
         size = recorded_size(sum(item.num_tokens for item in work), len(rows), self.device)
         recording = self._recordings.get(size)
         if recording is None:
-            self.is_settled = False
+            self._is_settled = False
             self._num_seen[size] += 1
             if self._num_seen[size] < RECORDED_AT:
                 return None
-            recording = Recording(*size, self._tables)
-        recording.fill(work, rows)
+            recording = Recording(*size, self.tables.on_device, self._latest)
+        recording.fill(work, rows, self.tables)
         if (rope := self._fixed_rope(recording)) is None:
-            self.is_settled = True
+            self._is_settled = True
             return None
         try:
             recording.run(self.model, self.cache, rope, self._arena)
@@ -196,10 +244,6 @@ class Passage:
         return sum(item.num_tokens for item in self.work)
 
     @torch.inference_mode()
-    def finish(self) -> list[Drawn]:
-        return collected(self.work, *finished(self._steps), drawn_rows(self.work))
-
-    @torch.inference_mode()
     def advance(self, seconds: float) -> list[Drawn] | None:
         """Compute a layer, and others while there is time for them; what came of the work after the last."""
         end = time.perf_counter() + seconds
@@ -216,79 +260,125 @@ class Passage:
             return collected(self.work, states, logits, drawn_rows(self.work))
 
 
+def page_kinds(num_tokens: int, num_rows: int) -> Kinds:
+    """Token ids, where they are read from, rows of rope, streams, slots, spans, rows of logits; settings"""
+    return *[("q", num_tokens)] * 6, ("q", num_rows), *Settings.kinds(num_rows)
+
+
 class Recording:
     """A step of N tokens, R of them with logits, on buffers of its own: recorded once, replayed since.
 
     Where there are fewer, the last one is computed again: it changes nothing of what it finds in its slot.
+
+    On a GPU two pages are filled in turn: of one the copy may still be under way.
     """
 
     graph: Graph[tuple[Tensor, Tensor]]
 
-    def __init__(self, num_tokens: int, num_rows: int, tables: Tensor) -> None:
-        numbers = array("q", [0]) * (5 * num_tokens + num_rows)
-        lengths = [num_tokens] * 5 + [num_rows]
-        self._numbers = tensor(numbers)
-        self._sent = self._numbers.to(tables.device)  # what the step reads: the same memory on a CPU
-        token_ids, rope_rows, streams, slots, _, logit_rows = torch.split(self._sent, lengths)
-        ends = [sum(lengths[: i + 1]) for i in range(6)]
-        self.token_ids, self.rope_rows, self.streams, self.slots, self.spans, self.logit_rows = (
-            memoryview(numbers)[end - length : end] for end, length in zip(ends, lengths, strict=True)
-        )
+    def __init__(self, num_tokens: int, num_rows: int, tables: Tensor, latest: Latest) -> None:
+        kinds = page_kinds(num_tokens, num_rows)
+        self._latest = latest
+        self._pages = [Page(kinds, latest.is_sent) for _ in range(1 + latest.is_sent)]
+        self._all_settings = [Settings(page.arrays[7:]) for page in self._pages]
+        self._sent = self._pages[0].memory  # what the step reads: the same memory on a CPU
+        if latest.is_sent:
+            self._sent = latest.memory[8 * latest.num_rows :][: num_bytes(kinds)]
+        *tensors, _, logit_rows = (parts := tensors_of(self._sent, kinds))[:7]
+        token_ids, self._sources, rope_rows, streams, slots = tensors
+        self._settings = parts[7:]
+        self._token_ids = token_ids
         wanted = None if num_rows == num_tokens else logit_rows
         self.batch = Batch(token_ids, rope_rows, streams, slots, tables, [1], wanted)
-        self.settings = Settings(num_rows)
+        self.num_rows = num_rows
+        self._drawn = Page([("q", num_rows)], is_sent=False)
+        self.tokens = self._drawn.memory.view(torch.int64)
+        if latest.is_sent:
+            self.tokens = latest.on_device[:num_rows]
         self.rope: Any = None
+        self._turn()
 
-    def fill(self, work: Sequence[Work], rows: Sequence[Row]) -> None:
+    def _turn(self) -> None:
+        self._pages.reverse()
+        self._all_settings.reverse()
+        arrays = self._pages[0].arrays
+        self.token_ids, self.sources, self.rope_rows, self.streams, self.slots, self.spans = arrays[:6]
+        self.logit_rows = arrays[6]
+
+    def fill(self, work: Sequence[Work], rows: Sequence[Row], tables: Tables) -> None:
+        self._turn()
         at = num_wanted = 0
-        for row, item in enumerate(work):
-            stream, start = item.stream, item.stream.num_computed
+        for item in work:
+            stream, start, row = item.stream, item.start, tables.row_of(item)
             for i, token_id in enumerate(stream.pending(item.num_tokens)):
-                self.token_ids[at], self.streams[at], self.slots[at] = token_id, row, start + i
-                self.spans[at] = stream.span(start + i)
+                source = self._latest.num_rows + at
+                if token_id < 0:
+                    source, token_id = -1 - token_id, self._latest.here(-1 - token_id)
+                self.token_ids[at], self.sources[at] = token_id, source
+                self.streams[at], self.slots[at], self.spans[at] = row, start + i, stream.span(start + i)
                 at += 1
             if self.batch.logit_rows is None:
                 continue
             for i in range(at - item.num_drawn, at):
                 self.logit_rows[num_wanted] = i
                 num_wanted += 1
-        for values in (self.token_ids, self.streams, self.slots, self.spans):
+        for values in (self.token_ids, self.sources, self.streams, self.slots, self.spans):
             values[at:] = array("q", [values[at - 1]]) * (len(values) - at)
-        if self.is_drawn:
-            self.settings.fill(rows)
+        self._all_settings[0].fill(rows)
 
     def run(self, model: Any, cache: PagedCache, rope: Any, arena: Arena | CudaArena) -> None:
-        if not self.is_drawn:
-            self._sent.copy_(self._numbers, non_blocking=True)
+        if self._latest.is_sent:
+            self._sent.copy_(self._pages[0].memory, non_blocking=True)
         if rope is self.rope:
             self.graph.replay()
             return
 
         def step() -> tuple[Tensor, Tensor]:
-            states, logits = model.step(self.batch, cache, rope)
-            if self.is_drawn:
-                self.settings.draw(logits)
+            states, logits = model.step(self._batch(), cache, rope)
+            sampled(logits, self._settings, out=self.tokens)
             return states, logits
 
-        self.graph = Graph.record(step, arena)
+        self._resolve()
+        before = self._latest.copy()
+        try:
+            self.graph = Graph.record(step, arena)
+        except RecordError:
+            self._latest.restore(before)
+            raise
         self.rope = rope
 
-    @property
-    def is_drawn(self) -> bool:
-        """Whether its tokens are drawn by the recording; on a GPU they are drawn after it."""
-        return self._sent is self._numbers
+    def _batch(self) -> Batch:
+        if not self._latest.is_sent:
+            return self.batch
+        return replace(self.batch, token_ids=self._reachable()[self._sources])
+
+    def _reachable(self) -> Tensor:
+        """The latest tokens and after them those of the step"""
+        end = 8 * (self._latest.num_rows + len(self._token_ids))
+        return self._latest.memory[:end].view(torch.int64)
+
+    def _resolve(self) -> None:
+        """Be told the tokens that are not known: a step runs several times until it is recorded, and writes
+        over the latest ones each time."""
+        if self._latest.is_sent:
+            self._token_ids.copy_(self._reachable()[self._sources])
+            first = self._latest.num_rows
+            torch.arange(first, first + len(self._sources), out=self._sources)
 
     def outcome(self, num_rows: int) -> tuple[Tensor, Tensor]:
         """The states and logits of so many rows, of those that it has"""
         states, logits = self.graph.result
-        return (states, logits) if self.is_drawn else (states[:num_rows], logits[:num_rows])
+        return (states, logits) if num_rows == self.num_rows else (states[:num_rows], logits[:num_rows])
 
-    def drawn(self) -> list[int] | None:
-        return self.settings.drawn() if self.is_drawn else None
+    def drawn(self, num_rows: int) -> Tensor | list[int]:
+        return self.tokens[:num_rows] if self._latest.is_sent else self._drawn.arrays[0].tolist()
 
 
 def drawn_rows(work: Sequence[Work]) -> list[Row]:
-    return [Row(item.stream, len(item.stream) + i) for item in work for i in range(item.num_drawn)]
+    return [
+        Row(item.stream, len(item.stream) + item.stream.num_unread + i)
+        for item in work
+        for i in range(item.num_drawn)
+    ]
 
 
 def recorded_size(num_tokens: int, num_rows: int, device: torch.device) -> tuple[int, int]:
@@ -328,7 +418,7 @@ def collected(
         return results
     streams = [row.stream for row in rows]
     if tokens is None or any(map(needs_adjusting, streams)):
-        tokens = draw(logits, rows)
+        tokens = draw(logits, rows).tolist()
     logprobs = chosen_logprobs(logits, streams, tokens)
     at = 0
     for item, result in zip(work, results, strict=True):

@@ -35,6 +35,14 @@ LEVELS = {
 }.get(platform.machine(), ("portable",))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", help="where the engine's tests run: cpu, cuda, cuda:1 ...")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ["INFINILM_TEST_DEVICE"] = config.getoption("--device")  # engines.py reads it
+
+
 @contextmanager
 def at_level(name: str) -> Iterator[None]:
     from infinicore import _native
@@ -126,9 +134,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(folder: Path) -> LLM:
+    from engines import DEVICE
+
     from infinilm import LLM
 
-    return LLM(folder, kv_cache_memory="32MB")
+    return LLM(folder, kv_cache_memory="32MB", device=DEVICE)
 
 
 @pytest.fixture(scope="module")

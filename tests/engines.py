@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from infinilm.engine.request import Request
 from infinilm.models.llama import LlamaForCausalLM
 from infinilm.tokenizer import Tokenizer
 
+DEVICE = os.environ.get("INFINILM_TEST_DEVICE", "cpu")  # pytest --device
 HIDDEN, HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, NUM_LAYERS = 32, 16, 2, 1, 2
 SPECIALS = ["</s>", "<pad>"]
 VOCAB_SIZE = len(SPECIALS) + 256
@@ -98,17 +100,24 @@ class Tiny:
 
     @classmethod
     def at(cls, folder: Path, **config: Any) -> Tiny:
-        return cls(write_model(folder, **config), *load_model(folder))
+        dtype = None if DEVICE == "cpu" else "float32"
+        return cls(write_model(folder, **config), *load_model(folder, device=DEVICE, dtype=dtype))
 
-    def engine(self, num_blocks: int | None = None, draft: Tiny | None = None, **options: Any) -> Engine:
-        """One with so many blocks, or as many as its streams can fill"""
+    def engine(
+        self, num_blocks: int | None = None, draft: Tiny | None = None, is_ahead: bool = False, **options: Any
+    ) -> Engine:
+        """One with so many blocks, or as many as its streams can fill. It runs ahead if told so, on any
+        device: tests count what a step has done."""
         options = {"block_size": 16, "max_num_seqs": 8, "max_model_len": MAX_LENGTH, **options}
         block = (
             2 * NUM_KV_HEADS * HEAD_DIM * options["block_size"] * 4 * NUM_LAYERS * (1 if draft is None else 2)
         )
         memory = 1 << 30 if num_blocks is None else num_blocks * block
         config = EngineConfig(kv_cache_memory=memory, **options)
-        return Engine(self.model, self.tokenizer, config, draft and draft.model)
+        engine = Engine(self.model, self.tokenizer, config, draft and draft.model)
+        engine.runner.is_ahead = is_ahead and engine.drafter is None
+        engine.scheduler.reads_beside &= not is_ahead  # prompts and answers share a step, as on a GPU
+        return engine
 
 
 # ---- requests ----------------------------------------------------------------------------------------------
@@ -231,8 +240,12 @@ def generated(engine: Engine, prompt: Any, cache_salt: str | None = None, **para
 
 
 def said(output: RequestOutput) -> Any:
-    """All that an output tells, but what its way through the engine was."""
-    return output.prompt_token_ids, output.outputs, output.prompt_logprobs, output.finished
+    """All that an output tells, but what its way through the engine was. On a GPU numbers are rounded by the
+    company they are in: there it is tokens and texts."""
+    if DEVICE == "cpu":
+        return output.prompt_token_ids, output.outputs, output.prompt_logprobs, output.finished
+    outputs = [replace(each, cumulative_logprob=None, logprobs=None) for each in output.outputs]
+    return output.prompt_token_ids, outputs, output.finished
 
 
 def is_beginning(part: RequestOutput, whole: RequestOutput) -> bool:
@@ -255,8 +268,10 @@ def check_blocks(engine: Engine) -> None:
     num_guesses = (engine.config.speculative_config or {}).get("num_speculative_tokens", 0)
     for stream in scheduler.running:
         assert blocks.num_for(stream.num_computed) <= len(stream.block_ids)
-        assert len(stream.block_ids) <= blocks.num_for(len(stream) + num_guesses)
-        assert stream.num_computed < len(stream) <= engine.max_length
+        length = len(stream) + stream.num_unread
+        assert len(stream.block_ids) <= blocks.num_for(length + num_guesses)
+        assert stream.num_computed < length <= engine.max_length
+        assert stream.num_unread <= engine.runner.is_ahead
         num_full = stream.num_computed // blocks.size  # what is still written lies behind them
         assert all(held[block] == 1 for block in stream.block_ids[num_full:])
         assert len(set(stream.block_ids)) == len(stream.block_ids)

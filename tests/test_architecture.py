@@ -26,10 +26,10 @@ LAYERS = (
     ("models",),
     ("generation",),
     ("runner",),
-    ("cache", "draw"),
+    ("cache", "draw", "latest", "tables"),
     ("batch",),
     ("checkpoint", "hub", "sampling", "tokenizer"),
-    ("config", "folder"),
+    ("config", "folder", "pages"),
     ("rope",),
 )
 ROW = {part: row for row, parts in enumerate(LAYERS) for part in parts}

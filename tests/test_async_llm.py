@@ -195,14 +195,14 @@ def test_more_than_may_wait_are_turned_away_and_the_others_answered(
     limit: dict[str, int], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = AsyncLLM(folder, **OPTIONS, max_num_seqs=1, **limit)
-    run, is_running, may_go_on = llm.engine.runner.run, threading.Event(), threading.Event()
+    run, is_running, may_go_on = llm.engine.runner.launch, threading.Event(), threading.Event()
 
     def run_when_told(work: Any) -> Any:
         is_running.set()
         may_go_on.wait(PATIENCE)
         return run(work)
 
-    monkeypatch.setattr(llm.engine.runner, "run", run_when_told)
+    monkeypatch.setattr(llm.engine.runner, "launch", run_when_told)
 
     async def crowd() -> list[Any]:
         tasks = [asyncio.create_task(outputs_of(llm, prompt(10), SAMPLED))]
@@ -381,14 +381,14 @@ def test_when_the_engine_dies_everybody_hears_why_and_so_do_later_calls(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = AsyncLLM(folder, **OPTIONS, max_num_seqs=2)
-    run, may_die = llm.engine.runner.run, threading.Event()
+    run, may_die = llm.engine.runner.launch, threading.Event()
 
     def fail(work: Any) -> Any:
         if may_die.is_set():
             raise OSError("no light")
         return run(work)
 
-    monkeypatch.setattr(llm.engine.runner, "run", fail)
+    monkeypatch.setattr(llm.engine.runner, "launch", fail)
 
     async def all_fail() -> list[Any]:
         tasks = [asyncio.create_task(outputs_of(llm, prompt(5, i), ENDLESS)) for i in range(6)]
@@ -416,7 +416,7 @@ def test_requests_that_the_engine_had_not_heard_of_when_it_died_fail_as_well(
         may_die.wait(PATIENCE)
         raise OSError("no light")
 
-    monkeypatch.setattr(llm.engine.runner, "run", fail)
+    monkeypatch.setattr(llm.engine.runner, "launch", fail)
 
     async def late() -> list[Any]:
         tasks = [asyncio.create_task(outputs_of(llm, prompt(5), ENDLESS))]

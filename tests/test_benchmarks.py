@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import serving, throughput
+from benchmarks import gpu, serving, throughput
 from benchmarks.contenders import Infinilm, Task, Times, answer
 from benchmarks.random_model import TYPES, Size, write_model
 from benchmarks.report import BANDWIDTH, TARGETS, Check, ModelResult, checks, markdown
@@ -201,3 +201,27 @@ def test_a_server_that_does_not_start_is_told_with_its_last_words(tmp_path: Path
         serving.running("infinilm", nothing),
     ):
         pass
+
+
+# ---- on a GPU ----------------------------------------------------------------------------------------------
+
+
+def test_a_gpus_table_has_rates_shares_of_its_limits_and_what_was_left_out() -> None:
+    results = gpu.Results(
+        "a GPU",
+        "torch",
+        copy_rate=4e12,
+        product_rate=1e15,
+        weight_bytes={"infinilm": 16 * 10**9},
+        steps={"infinilm": {1: 0.005, 128: 0.01}, "transformers": {1: 0.1}},
+        prompts={"infinilm": {512: gpu.prompt_operations(512) / 5e14}},
+        contexts={1024: 0.005},
+        notes=["transformers compiled: left out"],
+    )
+    table = gpu.markdown(results)
+    # 16 GB of weights take 4 ms, and 128 streams of 1,024 tokens with 128 KB of keys and values 4.3 ms
+    assert "| infinilm | 200 (81%) | 12,800 (83%) |" in table
+    assert "| transformers | 10 | – |" in table
+    assert (
+        "(50%) |" in table and "| 1,024 | 5.000 |" in table and "- transformers compiled: left out" in table
+    )

@@ -197,8 +197,8 @@ class Steps:
 
     def plain(self, tokens: list[int]) -> Tensor:
         work = self.work(tokens)
-        self.runner._fill_tables(work)
-        return self.runner.model.step(*self.runner._inputs(work))[1]
+        self.runner.tables.show(work)
+        return self.runner._outcome(work)[1]
 
     def work(self, tokens: Sequence[int] = ()) -> list[Work]:
         """All before the tokens has been computed."""

@@ -264,7 +264,7 @@ def test_an_error_in_a_step_reaches_the_caller_and_leaves_nothing(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine.runner, "run", fail)
+        patch.setattr(llm.engine.runner, "launch", fail)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(["abc", "def"], GREEDY)
     check_idle(llm.engine)

@@ -352,7 +352,7 @@ def fail_in_a_step(llm: AsyncLLM) -> None:
     def run(work: Any) -> Any:
         raise Death("no more memory\nin the world")
 
-    llm.engine.runner.run = run  # type: ignore[method-assign]
+    llm.engine.runner.launch = run  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("kill", [kill_engine, fail_in_a_step])

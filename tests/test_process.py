@@ -82,9 +82,9 @@ def test_no_call_of_attention_does_more_than_its_share_of_a_long_prompt(
     monkeypatch.setattr(cache.ops, "attention", attention)
     held = cache.DynamicCache()
     batch = replace(held.place([512]), lengths=[num_keys])
-    q, k = torch.zeros(512, 9, 64), torch.zeros(512, 3, 64)
+    q = torch.zeros(512, 9, 64)
     pools = cache.BlockShape(3, 64, held.block_size, torch.float32).pools(8)
-    cache.attend(pools, q, k, k, batch, 1.0, None)
+    cache.attend(pools, q, batch, 1.0, None)
     assert sum(done) == q.numel() * num_keys and max(done) <= cache.CALL_WORK
 
 
@@ -94,13 +94,13 @@ import signal, sys
 from infinilm.cli import main
 from infinilm.runner import Runner
 
-run = Runner.run
+launch = Runner.launch
 
-def announced_run(*args):
+def announced_launch(*args):
     print("reading", flush=True)
-    return run(*args)
+    return launch(*args)
 
-Runner.run = announced_run
+Runner.launch = announced_launch
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits that it is ignored
 sys.exit(main())
 """

@@ -18,8 +18,8 @@ from infinicore.nn import functional as F
 from infinicore.nn.functional import RopeAlgo
 
 INFINICORE = """
-    Tensor add arange argmax bfloat16 bool cat device distributed div dtype empty exp float16 float32
-    float64 from_blob from_numpy from_torch get_num_threads inference_mode int16 int32 int64 int8
+    Tensor add arange argmax bfloat16 bool cat deterministic device distributed div dtype empty exp float16
+    float32 float64 from_blob from_numpy from_torch get_num_threads inference_mode int16 int32 int64 int8
     manual_seed matmul mean mul nn no_grad ones ops pow randn set_num_threads sqrt stack sub tensor uint16
     uint32 uint64 uint8 use_ntops zeros
 """

@@ -103,9 +103,9 @@ def test_what_is_quantised_already_is_refused(default_model_path: Path) -> None:
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"quantize": "q5_k"}, r"quantize must be one of \['q4_0', 'q8_0'\], but is 'q5_k'"),
-        ({"quantize": "q8_0", "dtype": "bfloat16"}, "quantize needs a CPU and no dtype or float32"),
-        ({"quantize": "q8_0", "device": "meta"}, "quantize needs a CPU and no dtype or float32"),
+        ({"quantize": "q5_k"}, r"quantize must be one of \['fp8', 'q4_0', 'q8_0'\], but is 'q5_k'"),
+        ({"quantize": "q8_0", "dtype": "bfloat16"}, "quantize needs a GPU, or a CPU and no dtype or float32"),
+        ({"quantize": "q8_0", "device": "meta"}, "quantize needs a GPU, or a CPU and no dtype or float32"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, str], message: str, tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ from infinicore.ops import registry
 from infinicore.ops.attention_reference import forget_unseen, paged, unfold_keys
 from infinicore.ops.registry import OPS, Kernel, Op
 from infinicore.ops.triton import FAMILIES
+from infinicore.quantization import QuantizedTensor
+from infinicore.tiles import PARTS, tile
 from infinilm.batch import Stream
 from infinilm.config import LlamaConfig
 from infinilm.models.llama import LlamaForCausalLM
@@ -67,7 +69,8 @@ def kernel_of(op: Op[Any]) -> Kernel:
 
 
 def placed(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(arg.to(DEVICE) if isinstance(arg, Tensor) else arg for arg in args)
+    tiled = (tile(a) if isinstance(a, QuantizedTensor) and a.type in PARTS else a for a in args)
+    return tuple(arg.to(DEVICE) if isinstance(arg, Tensor | QuantizedTensor) else arg for arg in tiled)
 
 
 def run(op: Op[Any], *args: Any, out: Any = None) -> Any:
@@ -128,10 +131,10 @@ def test_an_op_takes_its_own_samples(name: str, dtype: torch.dtype) -> None:
 
 def assert_same_or_near(op: Op[Any], found: Any, expected: Any, dtype: torch.dtype) -> None:
     """What is exact has the same bits. A half type's error is that of its weights, not of the sum."""
-    tolerance = op.tolerances[dtype]
-    if op.name in ("attention", "linear"):
+    if op.name in ("attention", "linear", "linear_add", "gated_linear", "project_heads", "quantized_linear"):
         assert_near(found, expected.double(), dtype)
     else:
+        tolerance = op.tolerances[dtype]
         torch.testing.assert_close(found, expected, rtol=tolerance.rtol, atol=tolerance.atol, equal_nan=True)
 
 

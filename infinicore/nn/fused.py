@@ -1,19 +1,22 @@
 """Products that share a pass over memory where their weights are packed: what a decoder layer is made of.
 
-Each is the same as its parts, which it falls back to for weights of any other kind. On a GPU dense weights
-that lie one after the other are multiplied as one.
+Each is the same as its parts, which it falls back to for weights of any other kind. On a GPU weights that lie
+one after the other, dense ones or tiles, are multiplied as one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from infinicore import ops
 from infinicore.nn import functional as F
+from infinicore.nn.norm import RMSNorm
 from infinicore.quantization import PackedTensor, QuantizedTensor
+from infinicore.tiles import RowTensor, can_be_one
 
 
 def linear_add(
@@ -24,7 +27,9 @@ def linear_add(
     F.check_like("linear", input, "residual", residual, (*input.shape[:-1], weight.shape[0]))
     if isinstance(weight, PackedTensor):
         return ops.packed_linear(input, (weight,), (bias,), residual, False)
-    return ops.add(residual, F.linear(input, weight, bias))
+    if isinstance(weight, QuantizedTensor):
+        return ops.add(residual, F.linear(input, weight, bias))
+    return ops.linear_add(input, weight, bias, residual)
 
 
 def linear_group(
@@ -50,25 +55,45 @@ def gated_linear(
     up: Tensor | QuantizedTensor,
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
+    norm: RMSNorm | None = None,
 ) -> Tensor:
-    """swiglu(linear(input, gate), linear(input, up)), in one pass where both are packed."""
-    if not input.is_cpu:
-        return F.swiglu(*linear_group(input, (gate, up), (gate_bias, up_bias)))
+    """swiglu(linear(input, gate), linear(input, up)), the input normalised first if there is a norm.
+
+    In one pass where both are packed.
+    """
+    whole = None if input.is_cpu or gate.shape != up.shape else joined((gate, up), (gate_bias, up_bias))
+    if whole is not None and isinstance(whole[0], Tensor):
+        F.check_linear(input, *whole)
+        return ops.gated_linear(input, *scale_of(norm, input), whole[0], whole[1])
+    input = input if norm is None else norm(input)
     if not can_share_input((gate, up)) or gate.shape != up.shape:
-        return F.swiglu(F.linear(input, gate, gate_bias), F.linear(input, up, up_bias))
+        return F.swiglu(*linear_group(input, (gate, up), (gate_bias, up_bias)))
     F.check_linear(input, gate, gate_bias)
     F.check_linear(input, up, up_bias)
     return ops.packed_linear(input, (gate, up), (gate_bias, up_bias), None, True)
 
 
+def scale_of(norm: RMSNorm | None, input: Tensor) -> tuple[Tensor | None, float]:
+    if norm is None:
+        return None, 0.0
+    F.check_like("rms_norm", input, "weight", norm.weight, input.shape[-1:])
+    return norm.weight, norm.eps
+
+
 def joined(
     weights: Sequence[Tensor | QuantizedTensor], biases: Sequence[Tensor | None]
-) -> tuple[Tensor, Tensor | None] | None:
+) -> tuple[Tensor | RowTensor, Tensor | None] | None:
     """Weights and biases that lie one after the other, each as one"""
-    weight = as_one(weights)
+    weight = rows_as_one(weights) if can_be_one(weights) else as_one(weights)
     has_biases = any(bias is not None for bias in biases)
     bias = as_one(biases) if has_biases else None
     return None if weight is None or (has_biases and bias is None) else (weight, bias)
+
+
+def rows_as_one(weights: Sequence[Any]) -> RowTensor | None:
+    planes = [as_one(parts) for parts in zip(*(weight.planes for weight in weights), strict=True)]
+    found = [plane for plane in planes if plane is not None]
+    return weights[0].of(found, sum(w.shape[0] for w in weights)) if len(found) == len(planes) else None
 
 
 def as_one(parts: Sequence[Tensor | QuantizedTensor | None]) -> Tensor | None:

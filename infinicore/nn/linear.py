@@ -4,16 +4,21 @@ One seed gives one model at any tp_size: initial values are drawn for the whole 
 """
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from infinicore import ops
 from infinicore.checks import check_place, integer, positive
 from infinicore.distributed import Communicator
 from infinicore.nn import functional as F
-from infinicore.nn.fused import gated_linear, linear_add, linear_group
+from infinicore.nn.fused import gated_linear, joined, linear_add, linear_group, scale_of
 from infinicore.nn.module import Parameter
+from infinicore.nn.norm import RMSNorm
 from infinicore.nn.weight import WeightLayer
+from infinicore.tiles import can_be_one, laid_together
 
 Device = torch.device | str | None
 
@@ -128,11 +133,30 @@ def project(x: Tensor, *layers: BaseLinear) -> tuple[Tensor, ...]:
     return linear_group(x, [layer.weight for layer in layers], [layer.bias for layer in layers])
 
 
-def project_gated(x: Tensor, gate: BaseLinear, up: BaseLinear) -> Tensor:
-    """swiglu(gate(x), up(x)), in one pass where their weights are packed."""
+def project_gated(x: Tensor, gate: BaseLinear, up: BaseLinear, norm: RMSNorm | None = None) -> Tensor:
+    """swiglu(gate(x), up(x)), in one pass where their weights are packed; of norm(x) if there is a norm"""
     if type(gate) is not Linear or type(up) is not Linear:
+        x = x if norm is None else norm(x)
         return F.swiglu(gate(x), up(x))
-    return gated_linear(x, gate.weight, up.weight, gate.bias, up.bias)
+    return gated_linear(x, gate.weight, up.weight, gate.bias, up.bias, norm)
+
+
+def project_heads(
+    x: Tensor, layers: Sequence[BaseLinear], norm: RMSNorm | None, place: tuple[Any, ...]
+) -> Tensor:
+    """The queries [N, H, D] of norm(x), rotated; its keys and values go to their place.
+
+    The layers are those of q, k and v, the place is what `ops.store_heads` takes beside those.
+    """
+    whole = None
+    if not x.is_cpu and norm is not None and all(type(layer) is Linear for layer in layers):
+        whole = joined([layer.weight for layer in layers], [layer.bias for layer in layers])
+    if whole is not None and isinstance(whole[0], Tensor):
+        F.check_linear(x, *whole)
+        return ops.project_heads(x, *scale_of(norm, x), *whole, *place)
+    projected = project(x if norm is None else norm(x), *layers)
+    head_dim = 2 * place[1].shape[1]  # a row of the sines has one for each pair
+    return ops.store_heads(*(part.view(len(x), -1, head_dim) for part in projected), *place)
 
 
 def lay_together(*layers: BaseLinear) -> None:
@@ -144,6 +168,10 @@ def lay_together(*layers: BaseLinear) -> None:
             together = torch.split(torch.cat([part.data for part in parts]), [len(part) for part in parts])
             for part, place in zip(parts, together, strict=True):
                 part.data = place
+    weights: list[Any] = [layer.weight for layer in layers]
+    if can_be_one(weights):
+        for layer, weight in zip(layers, laid_together(weights), strict=True):
+            layer.set_weight(weight)
 
 
 def uniform(shape: tuple[int, ...], bound: float, dtype: torch.dtype | None, device: Device) -> Tensor:

@@ -1,7 +1,6 @@
 """A layer around one weight matrix, dense or in quantised blocks."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Self
 
 from torch import Tensor
@@ -36,7 +35,7 @@ class WeightLayer(Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
         if isinstance(self.weight, QuantizedTensor):
-            self.weight = replace(self.weight, blocks=fn(self.weight.blocks))
+            self.weight = self.weight.moved(fn)
         return self
 
     def extra_repr(self) -> str:

@@ -4,6 +4,7 @@ from infinicore.ops import native as _native_kernels  # noqa: F401  registers it
 from infinicore.ops import triton as _triton_kernels  # noqa: F401  likewise, and imports Triton on a GPU alone
 from infinicore.ops.attention_reference import attention, store_kv
 from infinicore.ops.descriptor import RopeAlgo, RopeDescriptor, RopeInfo
+from infinicore.ops.fused_reference import gated_linear, linear_add, project_heads, store_heads
 from infinicore.ops.reference import (
     add,
     add_rms_norm,
@@ -38,12 +39,15 @@ __all__ = [
     "attention",
     "causal_softmax",
     "embedding",
+    "gated_linear",
     "gelu",
     "layer_norm",
     "linear",
+    "linear_add",
     "logprobs",
     "packed_embedding",
     "packed_linear",
+    "project_heads",
     "quantized_embedding",
     "quantized_linear",
     "random_sample",
@@ -52,6 +56,7 @@ __all__ = [
     "sample",
     "silu",
     "softmax",
+    "store_heads",
     "store_kv",
     "swiglu",
 ]

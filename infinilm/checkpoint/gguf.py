@@ -211,8 +211,8 @@ def _in_halves(tensor: Tensor | QuantizedTensor, num_heads: int) -> Tensor | Qua
     """Undo llama.cpp's order of the rows of a head: rotation pairs side by side (GPT-J) to halves (NeoX)."""
     order = torch.arange(tensor.shape[0]).view(num_heads, -1, 2).transpose(1, 2).flatten()
     if isinstance(tensor, QuantizedTensor):
-        return replace(tensor, blocks=tensor.blocks[order])
-    return tensor[order]
+        return replace(tensor, blocks=tensor.blocks.index_select(0, order))
+    return tensor.index_select(0, order)
 
 
 def _interleaved_heads(

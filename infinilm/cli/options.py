@@ -21,11 +21,11 @@ def add_model_options(command: argparse.ArgumentParser) -> None:
 
 def add_load_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--dtype", help="float32, bfloat16 or float16; as stored if left out")
-    command.add_argument("--device", help="cpu (the default), cuda, cuda:1 ...")
+    command.add_argument("--device", help="auto (the default: cuda if there is one), cpu, cuda, cuda:1 ...")
     command.add_argument(
         "--quantize",
-        choices=("q8_0", "q4_0"),
-        help="round the matrices of a float checkpoint to 8 or 4 bits while it is loaded",
+        choices=("q8_0", "q4_0", "fp8"),
+        help="round the matrices of a float checkpoint to 8 or 4 bits while it is loaded; fp8 needs a GPU",
     )
     command.add_argument(
         "--activations",

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -24,13 +24,13 @@ from infinilm.draw import has_choice
 from infinilm.engine import prefixes
 from infinilm.engine.blocks import Blocks
 from infinilm.engine.draft import ModelDrafter, NgramDrafter, SpeculativeConfig, note_guesses
-from infinilm.engine.memory import SHARE, free_bytes
+from infinilm.engine.memory import share_of, told_of_memory
 from infinilm.engine.request import Completion, NumericalError, QueueFull, Request, RequestError
 from infinilm.engine.scheduler import Scheduler, num_tokens_of
 from infinilm.engine.stats import STEP_TOKENS, Histogram, Progress, Stats
 from infinilm.generation import step_tokens
 from infinilm.models.llama import LlamaForCausalLM
-from infinilm.runner import Drawn, Passage, Runner, Work
+from infinilm.runner import Drawn, Passage, Pending, Runner, Work
 from infinilm.sampling import SamplingParams, is_text
 from infinilm.tokenizer import Tokenizer
 
@@ -41,6 +41,13 @@ if TYPE_CHECKING:
 ENCODING = SamplingParams(temperature=0.0, max_tokens=1)
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+class Launched(NamedTuple):
+    """A step under way, and when it was launched"""
+
+    pending: Pending
+    time: float
 
 
 class Engine:
@@ -68,8 +75,12 @@ class Engine:
         self.step_tokens = Histogram(STEP_TOKENS)
         self.runner = Runner(model, self.cache, config.max_num_seqs, self.max_length)
         self.drafter = self._drafter(draft, others)
+        if self.drafter is not None:  # which looks at the last token to guess what follows
+            self.runner.is_ahead = False
         self._passage: Passage | None = None
         self.requests: dict[str, Request] = {}
+        self._launched: Launched | None = None
+        self._last_read = 0.0
         self._serials = itertools.count()
         self._seeds = random.Random(config.seed)
         self._pool: tuple[int, ThreadPoolExecutor] | None = None
@@ -219,7 +230,7 @@ class Engine:
         if request is None:
             return None
         first, total = request.completions[0], len(request.prompt_token_ids)
-        num_done = total if first.num_drawn else first.num_computed
+        num_done = total if first.num_drawn else min(first.num_computed, total)
         return Progress(total, request.num_cached_tokens, num_done)
 
     def save_prefixes(self, path: str | Path) -> int:
@@ -233,11 +244,17 @@ class Engine:
     # ---- a step --------------------------------------------------------------------------------------------
 
     def step(self) -> list[Request]:
-        """Move requests forward; those are returned that have something new."""
-        if self.drafter is not None:
-            self.drafter.guess()
-        work = self.scheduler.schedule()
-        drawn = self._answer(work) if work else []
+        """Move requests forward; those are returned that have something new.
+
+        Where the runner is ahead, the next step is launched before this one is read, and what is done with
+        the tokens of this one is done meanwhile. Of a stream that turns out to have ended the next step
+        computes a token too many, which is dropped.
+        """
+        work: Sequence[Work] = []
+        drawn: list[Drawn] = []
+        if (launched := self._launched or self._launch()) is not None:
+            self._launched = self._launch() if launched.pending.may_be_followed else None
+            work, drawn = launched.pending.work, self._finish(launched)
         if self.scheduler.beside and (read := self._read(self.scheduler.beside, work)) is not None:
             work, drawn = [*work, *self.scheduler.beside], [*drawn, *read]
             self.scheduler.beside = []
@@ -245,13 +262,26 @@ class Engine:
             self.step_tokens.add(num_tokens_of(work))
         return self._update(work, drawn)
 
-    def _answer(self, work: Sequence[Work]) -> list[Drawn]:
+    def _finish(self, launched: Launched) -> list[Drawn]:
+        """What came of it; it ran since it was launched, or since the one before it was done."""
+        pending, drawn = launched.pending, launched.pending.read()
+        start, self._last_read = max(launched.time, self._last_read), time.perf_counter()
+        if pending.is_settled:
+            self.scheduler.pace.note_answers(num_tokens_of(pending.work), self._last_read - start)
+        return drawn
+
+    def _launch(self) -> Launched | None:
+        """Begin the next step, if there is anything to do."""
+        if self.drafter is not None:
+            self.drafter.guess()
+        work = self.scheduler.schedule()
+        if not work:
+            return None
         prepare_masks(work)
         start = time.perf_counter()
-        drawn = self.runner.run(work)
-        if self.runner.is_settled:
-            self.scheduler.pace.note_answers(num_tokens_of(work), time.perf_counter() - start)
-        return drawn
+        pending = self.runner.launch(work)
+        self.scheduler.advance(work)
+        return Launched(pending, start)
 
     def _read(self, prompts: Sequence[Work], answers: Sequence[Work]) -> list[Drawn] | None:
         """Go on with what is read beside answers; what came of it, once it is done"""
@@ -263,13 +293,17 @@ class Engine:
         if drawn is not None:
             self._passage = None
             self.scheduler.pace.note_layer(passage.num_tokens, passage.slowest, seconds)
+            self.scheduler.advance(prompts)
         return drawn
 
     def _update(self, work: Sequence[Work], drawn: Sequence[Drawn]) -> list[Request]:
         moved: dict[str, Request] = {}
         for item, result in zip(work, drawn, strict=True):
             stream: Any = item.stream
-            request = stream.request
+            request: Request = stream.request
+            is_gone = self.requests.get(request.request_id) is not request
+            if is_gone or stream.finish_reason is not None:
+                continue  # it has ended since it was launched
             if request.error is None:
                 self._accept(item, stream, result)
             if result.token_ids or request.error is not None:
@@ -279,16 +313,18 @@ class Engine:
         return list(moved.values())
 
     def _accept(self, item: Work, stream: Completion, result: Drawn) -> None:
+        stream.num_unread -= item.num_drawn > 0
         if any(math.isnan(found[0].logprob) for found in result.prompt_logprobs):
             self._fail(stream)
             return
         stream.request.note_prompt_logprobs(item.prompt_positions, result.prompt_logprobs)
-        stream.num_computed += item.num_tokens
+        num_computed = item.end
         if result.state is not None:
             self._take_state(stream, result)
         elif result.token_ids:
-            self._append(stream, result)
-        self.scheduler.keep(stream)
+            num_computed -= self._append(stream, result)
+        if item.block_ids is stream.block_ids:  # it was not preempted meanwhile
+            self.scheduler.keep(stream, num_computed)
 
     def _take_state(self, stream: Completion, result: Drawn) -> None:
         if result.token_ids[0] < 0:
@@ -298,25 +334,28 @@ class Engine:
         stream.finish("stop")
         self._note_tokens(stream.request, 0)
 
-    def _append(self, stream: Completion, result: Drawn) -> None:
-        """What was drawn: a token, and as long as guesses were right the ones after them."""
+    def _append(self, stream: Completion, result: Drawn) -> int:
+        """What was drawn: a token, and as long as guesses were right the ones after them. How many guesses
+        were wrong, whose keys are to be computed anew."""
         num_before = len(stream)
         guesses, stream.drafts = stream.drafts, []
-        stream.num_computed -= len(guesses)
         logprobs = result.logprobs or [[]] * len(result.token_ids)
         num_right = 0
         for token_id, guess, ranked in zip(result.token_ids, [*guesses, None], logprobs, strict=False):
             if token_id < 0:
                 self._fail(stream)
-                return
+                break
             stream.append(token_id, ranked)
             if stream.finish_reason is not None or token_id != guess:
                 break
             num_right += 1
-        stream.num_computed += num_right
-        self._note_tokens(stream.request, len(stream) - num_before)
-        if guesses:
-            self._note_guesses(stream, len(guesses), num_right)
+        num_wrong = len(guesses) - num_right
+        stream.num_computed -= num_wrong
+        if stream.request.error is None:
+            self._note_tokens(stream.request, len(stream) - num_before)
+            if guesses:
+                self._note_guesses(stream, len(guesses), num_right)
+        return num_wrong
 
     def _note_tokens(self, request: Request, count: int) -> None:
         if request.metrics.first_token_time is None:
@@ -356,6 +395,8 @@ class Engine:
         if request.is_finished:
             request.metrics.finished_time = time.monotonic()
             self.requests.pop(request.request_id, None)
+        if not self.requests:
+            self._launched = None  # nobody wants what will come of it
 
     # ---- what is checked -----------------------------------------------------------------------------------
 
@@ -463,7 +504,7 @@ def make_caches(models: Sequence[LlamaForCausalLM], config: EngineConfig) -> lis
         shape.num_bytes * model.config.num_hidden_layers for shape, model in zip(shapes, models, strict=True)
     )
     given = config.kv_cache_memory
-    num_bytes = given if isinstance(given, int) else int(SHARE * free_bytes(models[0].device))
+    num_bytes = given if isinstance(given, int) else share_of(models[0].device)
     most = config.max_num_seqs * -(
         -(config.max_model_len or llama.max_position_embeddings) // config.block_size
     )
@@ -471,10 +512,11 @@ def make_caches(models: Sequence[LlamaForCausalLM], config: EngineConfig) -> lis
     if num_blocks < 1:
         raise ValueError(f"kv_cache_memory: {num_bytes:,} bytes do not hold one block of {block_bytes:,}")
     tell(num_blocks * block_bytes, num_blocks, shapes[0])
-    return [
-        PagedCache(model.config.num_hidden_layers, shape, num_blocks, model.device)
-        for model, shape in zip(models, shapes, strict=True)
-    ]
+    with told_of_memory(f"{num_blocks * block_bytes / 1e6:,.0f} MB of keys and values", models[0].device):
+        return [
+            PagedCache(model.config.num_hidden_layers, shape, num_blocks, model.device)
+            for model, shape in zip(models, shapes, strict=True)
+        ]
 
 
 def block_shape(model: LlamaForCausalLM, config: EngineConfig) -> BlockShape:

@@ -13,7 +13,6 @@ from bisect import insort
 from collections.abc import Sequence
 from operator import attrgetter
 
-from infinilm.batch import Stream
 from infinilm.engine.blocks import Blocks
 from infinilm.engine.pace import Pace
 from infinilm.engine.recent import Recent
@@ -67,7 +66,11 @@ class Scheduler:
     def answering(self) -> list[Completion]:
         """The streams that wait for their next token, and are not among what is read beside others"""
         reading = {item.stream for item in self.beside}
-        return [stream for stream in self.running if is_answering(stream) and stream not in reading]
+        return [
+            stream
+            for stream in self.running
+            if stream.is_answering and not is_ending(stream) and stream not in reading
+        ]
 
     def schedule(self) -> list[Work]:
         """What the next step computes: a token of each stream that is answered, or of prompts what fits"""
@@ -88,7 +91,7 @@ class Scheduler:
 
     def _add_prompts(self, work: list[Work], budget: int) -> None:
         for stream in list(self.running):
-            if budget > 0 and not is_answering(stream) and stream in self.running:
+            if budget > 0 and not stream.is_answering and stream in self.running:
                 budget -= self._move(stream, min(chunk(stream), budget), work)
         for stream in list(self.waiting):
             if budget > 0 and len(self.running) < self.max_num_seqs and is_ready(stream):
@@ -102,6 +105,16 @@ class Scheduler:
             return math.inf
         num_prompts = len(self.beside) + len(self.waiting)
         return self.pace.seconds_beside(num_tokens_of(answers), len(answers), num_prompts)
+
+    def advance(self, work: Sequence[Work]) -> None:
+        """It has been launched: what comes of it will be known when it is read."""
+        row = 0
+        for item in work:
+            stream = item.stream
+            stream.num_computed += item.num_tokens
+            if item.num_drawn:
+                stream.num_unread, stream.unread_row = stream.num_unread + 1, row
+                row += item.num_drawn
 
     def preempt(self, stream: Completion) -> None:
         """Take its blocks; it will be computed again, from what others or itself left in the cache."""
@@ -179,12 +192,10 @@ class Scheduler:
             stream.request.prefix_miss = position if is_reason else None
         self.recent.add(salt, prompt)
 
-    def keep(self, stream: Completion) -> None:
-        """Let others find the full blocks of a stream."""
+    def keep(self, stream: Completion, num_computed: int) -> None:
+        """Let others find the full blocks of a stream, as far as what was computed has been read."""
         if stream.chain is not None:
-            stream.chain = self.blocks.keep(
-                stream.chain, stream.token_ids, stream.num_computed, stream.block_ids
-            )
+            stream.chain = self.blocks.keep(stream.chain, stream.token_ids, num_computed, stream.block_ids)
 
     def _release(self, stream: Completion) -> None:
         self.blocks.give_back(stream.block_ids)
@@ -195,15 +206,17 @@ def num_tokens_of(work: Sequence[Work]) -> int:
     return sum(item.num_tokens for item in work)
 
 
-def is_answering(stream: Stream) -> bool:
-    """Whether all but the last token, and guesses, are computed"""
-    return stream.num_computed >= len(stream) - 1 and stream.num_drawn > 0
+def is_ending(stream: Completion) -> bool:
+    """Whether the last token that it may have is drawn already"""
+    return stream.num_drawn + stream.num_unread >= stream.max_tokens
 
 
 def is_ready(stream: Completion) -> bool:
-    """Of n streams the others wait for the first to compute the prompt, and find it in the cache."""
+    """Of n streams the others wait for the first to compute the prompt, and find it in the cache. One that
+    was preempted begins anew when its tokens are known."""
     first = stream.request.completions[0]
-    return first is stream or first.num_drawn > 0 or first.finish_reason is not None
+    is_first_done = first is stream or first.num_drawn > 0 or first.finish_reason is not None
+    return is_first_done and not stream.num_unread
 
 
 def chunk(stream: Completion) -> int:

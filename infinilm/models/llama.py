@@ -18,9 +18,9 @@ from torch import Tensor
 
 from infinicore import nn, ops
 from infinicore.nn import functional as F
-from infinicore.nn.linear import lay_together, project, project_gated
+from infinicore.nn.linear import lay_together, project, project_gated, project_heads
 from infinilm.batch import Batch, Pausing, finished
-from infinilm.cache import DynamicCache, PagedCache
+from infinilm.cache import DynamicCache, PagedCache, attend
 from infinilm.checkpoint import Checkpoint, open_checkpoint
 from infinilm.config import EngineConfig, LlamaConfig
 from infinilm.generation import GenerationMixin
@@ -77,9 +77,10 @@ class LlamaMLP(nn.Module):
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=config.mlp_bias)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=config.mlp_bias)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """[*, E] -> [*, E], + residual if given"""
-        down: Tensor = self.down_proj(project_gated(x, self.gate_proj, self.up_proj), residual)
+    def forward(self, x: Tensor, norm: nn.RMSNorm | None = None) -> Tensor:
+        """[*, E] -> [*, E]; with a norm, x + mlp(norm(x))"""
+        gated = project_gated(x, self.gate_proj, self.up_proj, norm)
+        down: Tensor = self.down_proj(gated, None if norm is None else x)
         return down
 
 
@@ -90,6 +91,7 @@ class LlamaAttention(nn.Module):
         super().__init__()
         self.layer_idx = layer_idx
         self.head_dim = config.head_dim
+        self.num_key_value_heads = config.num_key_value_heads
         self.num_key_value_groups = config.num_key_value_groups
         self.scaling = config.head_dim**-0.5
         self.sliding_window = config.window_of(layer_idx)
@@ -112,27 +114,40 @@ class LlamaAttention(nn.Module):
         *,
         batch: Batch | None = None,
         position_ids: Tensor | None = None,
-        residual: Tensor | None = None,
+        norm: nn.RMSNorm | None = None,
     ) -> Tensor:
-        """Tokens [N, E] of a batch -> [N, E], + residual if given; without a batch, see `of_streams`."""
+        """Tokens [N, E] of a batch -> [N, E]; with a norm, x + attention(norm(x)). Without a batch, see
+        `of_streams`."""
         if batch is None or past_key_values is None:
-            return self.of_streams(hidden_states, past_key_values, rope_instance, position_ids, residual)
-        q, k, v = self.project(hidden_states)
-        if rope_instance is not None:
-            q, k = rope_instance(q, batch.rope_rows), rope_instance(k, batch.rope_rows)
-        attended = past_key_values.attend(
-            self.layer_idx, q, k, v, batch, self.scaling, self.sliding_window
-        )  # [N, H, D]
-        output: Tensor = self.o_proj(attended.flatten(1), residual)
+            return self.of_streams(hidden_states, past_key_values, rope_instance, position_ids, norm)
+        pools = past_key_values.room(
+            self.layer_idx, batch, (self.num_key_value_heads, self.head_dim), hidden_states
+        )
+        q = self.queries(hidden_states, norm, rope_instance, batch, pools)
+        attended = attend(pools, q, batch, self.scaling, self.sliding_window)  # [N, H, D]
+        output: Tensor = self.o_proj(attended.flatten(1), None if norm is None else hidden_states)
         return output
 
-    def project(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
-        """[N, E] -> q [N, H, D], k and v [N, K, D]"""
-        q, k, v = (
-            projected.view(len(hidden_states), -1, self.head_dim)
-            for projected in project(hidden_states, self.q_proj, self.k_proj, self.v_proj)
-        )
-        return (self.q_norm(q), self.k_norm(k), v) if self.has_qk_norm else (q, k, v)
+    def queries(
+        self,
+        x: Tensor,
+        norm: nn.RMSNorm | None,
+        rope: nn.RoPE | None,
+        batch: Batch,
+        pools: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """[N, E] -> [N, H, D], rotated; the keys and values of x go into the pools."""
+        layers = self.q_proj, self.k_proj, self.v_proj
+        place = *pools, batch.block_tables, batch.streams, batch.slots
+        if rope is not None and not self.has_qk_norm:
+            return project_heads(x, layers, norm, (*rope.turning(batch.rope_rows, x.dtype), *place))
+        projected = project(x if norm is None else norm(x), *layers)
+        q, k, v = (part.view(len(x), -1, self.head_dim) for part in projected)
+        q, k = (self.q_norm(q), self.k_norm(k)) if self.has_qk_norm else (q, k)
+        if rope is not None:
+            return ops.store_heads(q, k, v, *rope.turning(batch.rope_rows, x.dtype), *place)
+        ops.store_kv(*pools, k, v, *place[2:], out=pools)
+        return q
 
     def of_streams(
         self,
@@ -140,7 +155,7 @@ class LlamaAttention(nn.Module):
         cache: Cache | None,
         rope: nn.RoPE | None,
         position_ids: Tensor | None,
-        residual: Tensor | None,
+        norm: nn.RMSNorm | None,
     ) -> Tensor:
         """[B, S, E] -> [B, S, E]: streams that go on in a DynamicCache, or begin here"""
         held = cache if isinstance(cache, DynamicCache) else DynamicCache()
@@ -148,8 +163,7 @@ class LlamaAttention(nn.Module):
         batch = held.place([shape[1]] * shape[0], self.layer_idx, device=hidden_states.device)
         if position_ids is not None:
             batch = replace(batch, rope_rows=position_ids.expand(shape[:2]).flatten())
-        flat_residual = None if residual is None else residual.flatten(0, 1)
-        flat = self(hidden_states.flatten(0, 1), held, rope, batch=batch, residual=flat_residual)
+        flat = self(hidden_states.flatten(0, 1), held, rope, batch=batch, norm=norm)
         return flat.view(shape)  # type: ignore[no-any-return]
 
 
@@ -170,11 +184,10 @@ class LlamaDecoderLayer(nn.Module):
         rope_instance: nn.RoPE | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        normed = self.input_layernorm(hidden_states)
         hidden_states = self.self_attn(
-            normed, past_key_values, rope_instance, residual=hidden_states, **kwargs
+            hidden_states, past_key_values, rope_instance, norm=self.input_layernorm, **kwargs
         )
-        output: Tensor = self.mlp(self.post_attention_layernorm(hidden_states), residual=hidden_states)
+        output: Tensor = self.mlp(hidden_states, self.post_attention_layernorm)
         return output
 
 

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from infinicore import nn
+from infinicore.float8 import Float8, to_float8
 from infinicore.quantization import BlockType, QuantizedTensor, precise_activation_bits, quantize
+from infinicore.tiles import PARTS, RowTensor, tile
 from infinilm.checkpoint import Checkpoint, CheckpointError
+from infinilm.checkpoint.staging import Staging
 from infinilm.config import DTYPES, EngineConfig, LlamaConfig, parse_dtype
+
+LOG = logging.getLogger("infinilm.weights")
 
 # Tables that older files carry and models recompute.
 RECOMPUTED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.masked_bias$|\.attn\.bias$")
@@ -38,7 +45,7 @@ def load_weights(
     config = read_config(checkpoint)
     check_layers(checkpoint, config)
     placement = Placement(engine_config, config.dtype)
-    if placement.block_type is not None:
+    if placement.rounds_to is not None:
         check_dense(checkpoint)
     with torch.device("meta"):
         model: Any = model_class(config)
@@ -51,17 +58,25 @@ def load_weights(
         report(checkpoint.num_bytes_of(name))
     if config.tie_word_embeddings:
         share_weight(model.lm_head, model.model.embed_tokens.weight)
-    tell_of_dense(checkpoint, model, placement.block_type)
+    tell_of_dense(checkpoint, model, placement.rounds_to)
+    placement.tell_of_dequantized(checkpoint)
     return model.eval()  # type: ignore[no-any-return]
 
 
 ACTIVATION_BITS = {"float32": 32, "int16": 16, "int8": 8}
-QUANTIZED = {"q8_0": BlockType.Q8_0, "q4_0": BlockType.Q4_0}
+QUANTIZED: dict[str, BlockType | Float8] = {
+    "q8_0": BlockType.Q8_0,
+    "q4_0": BlockType.Q4_0,
+    "fp8": Float8.FP8,
+}
 
 
-def block_type(quantize: str | None) -> BlockType | None:
+def rounded_type(quantize: str | None, device: torch.device) -> BlockType | Float8 | None:
+    """What `quantize` asks matrices to be rounded to"""
     if quantize is not None and quantize not in QUANTIZED:
         raise ValueError(f"quantize must be one of {sorted(QUANTIZED)}, but is {quantize!r}")
+    if quantize == "fp8" and device.type != "cuda":
+        raise ValueError(f"quantize 'fp8' needs a GPU, not {device}; 'q8_0' takes as much memory on a CPU")
     return None if quantize is None else QUANTIZED[quantize]
 
 
@@ -70,8 +85,9 @@ class Placement:
 
     Without a dtype, matrices stay as they are stored on a CPU: quantised ones packed, for kernels that round
     activations (to 16 bits, or fewer by choice) and work on integers, others for kernels that multiply
-    floats. Elsewhere the checkpoint's dtype is used. A float32 model keeps quantised matrices as blocks.
-    With a block type, dense matrices are quantised to it, one after the other, and then kept like those.
+    floats. Elsewhere the checkpoint's dtype is used. A float32 model keeps quantised matrices as blocks. On a
+    GPU those whose types have kernels there are kept in tiles, whatever the dtype.
+    With a type to round to, dense matrices are quantised to it, one after the other, and kept like those.
     """
 
     def __init__(self, config: EngineConfig, stored_dtype: torch.dtype | None) -> None:
@@ -83,32 +99,64 @@ class Placement:
             raise ValueError(f"activations {activations!r} need a CPU and no dtype, not {dtype} on {device}")
         self.packs = is_plain and activations != "float32"
         self.activation_bits = ACTIVATION_BITS[activations] if activations else None
-        self.block_type = block_type(config.quantize)
-        if self.block_type is not None and (device.type != "cpu" or dtype not in (None, torch.float32)):
-            raise ValueError(f"quantize needs a CPU and no dtype or float32, not {dtype} on {device}")
+        self.rounds_to = rounded_type(config.quantize, device)
+        can_quantize = device.type == "cuda" or (device.type == "cpu" and dtype in (None, torch.float32))
+        if self.rounds_to is not None and not can_quantize:
+            raise ValueError(
+                f"quantize needs a GPU, or a CPU and no dtype or float32, not {dtype} on {device}"
+            )
         self.device = device
+        self.staging = Staging(device) if device.type == "cuda" else None
+        self.dequantized: Counter[str] = Counter()  # matrices of each type that have no kernels there
         self.keeps_stored = is_plain
         self.dtype = dtype or (torch.float32 if is_plain else stored_dtype or torch.bfloat16)
 
+    def arrived(self, weight: Tensor | QuantizedTensor) -> Tensor | QuantizedTensor:
+        """On a GPU if it goes there, else where the file has it"""
+        if self.staging is None:
+            return weight
+        if isinstance(weight, QuantizedTensor):
+            return replace(weight, blocks=self.staging.send(weight.blocks))
+        return self.staging.send(weight)
+
     def quantized(self, weight: Tensor | QuantizedTensor) -> Tensor | QuantizedTensor:
         """A matrix in blocks, if that was asked for and its rows fill them."""
-        if self.block_type is None or isinstance(weight, QuantizedTensor):
+        if self.rounds_to is None or isinstance(weight, QuantizedTensor):
             return weight
-        if weight.shape[-1] % self.block_type.elements_per_block:
+        if weight.shape[-1] % self.rounds_to.elements_per_block:
             return weight
-        return quantize(weight, self.block_type)
+        return to_float8(weight) if isinstance(self.rounds_to, Float8) else quantize(weight, self.rounds_to)
 
     def kept(self, weight: Tensor | QuantizedTensor) -> Tensor | QuantizedTensor:
         """A copy, which nothing done to the file reaches."""
+        if isinstance(weight, QuantizedTensor) and self.staging is not None:
+            return weight if isinstance(weight, RowTensor) else tile(weight)
         if isinstance(weight, QuantizedTensor) and self.packs:
             return weight.pack(self.activation_bits or precise_activation_bits(weight.type))
         return weight.clone()
 
     def keeps(self, weight: Tensor | QuantizedTensor) -> bool:
         """Whether this matrix stays in the form it is stored in."""
+        if not isinstance(weight, QuantizedTensor):
+            return self.keeps_stored
+        if self.staging is not None:
+            return isinstance(weight, RowTensor) or weight.type in PARTS
+        return self.device.type == "cpu" and self.dtype == torch.float32
+
+    def dense(self, weight: Tensor | QuantizedTensor) -> Tensor:
+        """In the dtype that is computed in; a copy, which nothing done to the file reaches"""
         if isinstance(weight, QuantizedTensor):
-            return self.device.type == "cpu" and self.dtype == torch.float32
-        return self.keeps_stored
+            self.dequantized[weight.type.name] += 1
+            weight = weight.dequantize(self.dtype)
+        is_copy = self.staging is not None
+        return weight.to(device=self.device, dtype=self.dtype, copy=not is_copy)
+
+    def tell_of_dequantized(self, checkpoint: Checkpoint) -> None:
+        """Say that more memory is taken than the file's; nothing else would."""
+        if self.staging is not None and self.dequantized:
+            found = ", ".join(f"{count} {name}" for name, count in self.dequantized.items())
+            known = ", ".join(type.name for type in PARTS)
+            LOG.warning(f"{checkpoint.path}: {found} matrices become {self.dtype}: a GPU keeps {known}")
 
 
 def read_config(checkpoint: Checkpoint) -> LlamaConfig:
@@ -155,16 +203,14 @@ def give_weight(model: torch.nn.Module, name: str, checkpoint: Checkpoint, place
         shapes = f"{tuple(checkpoint.shape(name))}, but the config asks for {tuple(place.shape)}"
         raise CheckpointError(f"{checkpoint.path}: {name!r} has shape {shapes}")
     check_dtype(checkpoint, name)
-    weight = checkpoint.tensor(name)
+    weight = placement.arrived(checkpoint.tensor(name))
     check_finite(checkpoint, name, weight)
     if isinstance(module, nn.Linear | nn.Embedding) and leaf == "weight":
         weight = placement.quantized(weight)
         if placement.keeps(weight):
             module.set_weight(placement.kept(weight))
             return
-    dense = weight.dequantize(placement.dtype) if isinstance(weight, QuantizedTensor) else weight
-    owned = dense.to(device=placement.device, dtype=placement.dtype, copy=True)
-    setattr(module, leaf, nn.Parameter(owned))
+    setattr(module, leaf, nn.Parameter(placement.dense(weight)))
 
 
 def share_weight(module: nn.Linear, weight: nn.Parameter | QuantizedTensor) -> None:
@@ -184,7 +230,7 @@ def check_dense(checkpoint: Checkpoint) -> None:
         )
 
 
-def tell_of_dense(checkpoint: Checkpoint, model: torch.nn.Module, wanted: BlockType | None) -> None:
+def tell_of_dense(checkpoint: Checkpoint, model: torch.nn.Module, wanted: BlockType | Float8 | None) -> None:
     """Say which matrices could not be quantised; nothing else would."""
     if wanted is None:
         return

@@ -14,7 +14,12 @@ from typing import Any
 
 import torch
 
-from infinicore.ops import attention_reference, reference  # noqa: F401  which fill OPS
+from infinicore.ops import (  # noqa: F401  which fill OPS
+    attention_reference,
+    fused_reference,
+    reference,
+    sampling_reference,
+)
 from infinicore.ops.registry import OPS, Kernel
 
 FAMILIES = {
@@ -22,9 +27,13 @@ FAMILIES = {
     "elementwise": ("add", "silu", "swiglu"),
     "rope": ("rope",),
     "embedding": ("embedding",),
-    "linear": ("linear",),
+    "linear": ("linear", "linear_add", "gated_linear"),
     "cache": ("store_kv",),
     "attention": ("attention",),
+    "sample": ("sample",),
+    "logits": ("adjust_logits", "logprobs"),
+    "heads": ("store_heads", "project_heads"),
+    "quantized": ("quantized_linear", "quantized_embedding"),
 }
 
 

@@ -4,20 +4,22 @@ Which token is of which kind is found on the device, so both kernels are launche
 the first reads a list of those that are its own. A token that stands alone, such as the next one of each of
 many streams, is a program for each key/value head and split of its keys: all query heads of the group read
 the keys once. How many splits there are follows from the number of tokens, how long they are from the token's
-slot, so a recorded launch serves any lengths; the parts are folded afterwards, in their order. A run, such as
-a prompt, goes by tiles of tokens.
+slot, so a recorded launch serves any lengths; the parts are folded in their order, by the program that comes
+last where there are few, else afterwards. A run, such as a prompt, goes by tiles of tokens.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
+import infinicore
 from infinicore.ops.triton.cache import LANES, are_places, are_pools
 from infinicore.ops.triton.tensors import (
     FLOATS,
@@ -36,6 +38,11 @@ LONG = tl.constexpr(8)  # tokens of one stream in a row that make a run
 PROGRAMS = 4  # for each processor, which the keys are split for
 MOST_SPLITS = 64
 MOST_PARTS = 1 << 24  # values of splits that wait to be folded
+FOLDED_SPLITS = 16  # at most, where the last program of a token and head folds them
+FOLDED_TILE = 8192  # values that it folds at once
+MOST_FOLDED = 4096  # tokens times heads
+# How many splits of a token and head have come, for each pool: it is one step's at a time.
+ARRIVALS = WeakTensorKeyDictionary()
 
 
 @triton.jit
@@ -63,13 +70,6 @@ def blocks_of(table_ptr, key, is_seen, K, P, head, S: tl.constexpr):
     is_there = (block >= 0) & (block < P)
     lost = tl.where(is_there, 0.0, float("nan"))
     return (tl.where(is_there, block, 0) * K + head) * S, lost
-
-
-@triton.jit
-def with_lanes(key, begin, end, LANES: tl.constexpr):
-    """Whether a key from begin to end is among the lanes of these: those are loaded together"""
-    lane = key // LANES * LANES
-    return (lane + LANES > begin) & (lane < end)
 
 
 @triton.jit
@@ -137,34 +137,114 @@ def list_kernel(list_ptr, stream_ptr, N, LONG: tl.constexpr, TILE: tl.constexpr,
 
 
 @triton.jit
+def lanes_at(table_ptr, key, seen, end, K, P, head, D, S: tl.constexpr, LANES: tl.constexpr):
+    """Where the LANES keys from `key` on begin in a pool, and NaN where no pool has their block
+
+    Of keys that are not seen it is somewhere in the first block.
+    """
+    is_any = (key + LANES > seen) & (key < end)
+    block = tl.load(table_ptr + key // S, mask=is_any, other=0).to(tl.int64)
+    is_there = (block >= 0) & (block < P)
+    lost = tl.where(is_there, 0.0, float("nan"))
+    return ((tl.where(is_there, block, 0) * K + head) * S + key % S) * D, lost
+
+
+@triton.jit
+def lane_scores(
+    q, key_ptr, first, lost, key, seen, end, scale, D,
+    LANES: tl.constexpr, DIM: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """[HEADS, LANES]; the keys are [D, LANES] in one piece"""
+    d, lane = tl.arange(0, DIM)[:, None], tl.arange(0, LANES)[None, :]
+    keys = tl.load(key_ptr + first + (d * LANES + lane), mask=d < D, other=0.0).to(DTYPE)
+    scores = tl.dot(q, keys, input_precision=PRECISION) * scale + lost
+    return tl.where((key + lane >= seen) & (key + lane < end), scores, -float("inf"))
+
+
+@triton.jit
+def add_lanes(
+    sums, weights, value_ptr, first, key, seen, end, D,
+    LANES: tl.constexpr, DIM: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """sums + weights * values, which are [LANES, D] in one piece; what is not seen may be anything"""
+    lane, d = tl.arange(0, LANES)[:, None], tl.arange(0, DIM)[None, :]
+    is_seen = (key + lane >= seen) & (key + lane < end)
+    values = tl.load(value_ptr + first + (lane * D + d), mask=is_seen & (d < D), other=0.0).to(DTYPE)
+    return tl.dot(weights.to(DTYPE), values, sums, input_precision=PRECISION)
+
+
+@triton.jit
 def attend_alone(
     sums, largest, total, q, seen, begin, end, lost, key_ptr, value_ptr, table, scale, K, P, head, D,
-    S: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    S: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What the heads of a group sum up over the keys from begin to end, as far as those are seen"""
-    d = tl.arange(0, DIM)
-    for start in range(begin, end, KEYS):
-        key = start + tl.arange(0, KEYS)
-        is_seen = (key >= seen) & (key < end)
-        first, missing = blocks_of(table, key, with_lanes(key, seen, end, LANES), K, P, head, S)
-        keys = load_keys(key_ptr, first, key, d, D, S, LANES).to(DTYPE)
-        scores = tl.dot(q, keys, input_precision=PRECISION) * scale + (missing + lost)[None, :]
-        scores = tl.where(is_seen[None, :], scores, -float("inf"))
-        weights, largest, scaled = weigh(scores, largest)
-        values = load_values(value_ptr, first, key, is_seen, d, D, S).to(DTYPE)
-        total = total * scaled + tl.sum(weights, 1)
-        sums = tl.dot(weights.to(DTYPE), values, sums * scaled[:, None], input_precision=PRECISION)
+    """What the heads of a group sum up over the keys from begin to end, as far as those are seen.
+
+    Lanes lie in one block each, so an address is a number for all of them. It is found one round ahead: loads
+    that wait for no other are begun several rounds ahead.
+    """
+    first, first_lost = lanes_at(table, begin, seen, end, K, P, head, D, S, LANES)
+    second, second_lost = lanes_at(table, begin + LANES, seen, end, K, P, head, D, S, LANES)
+    for key in range(begin, end, 2 * LANES):
+        next_first, next_first_lost = lanes_at(table, key + 2 * LANES, seen, end, K, P, head, D, S, LANES)
+        next_second, next_second_lost = lanes_at(table, key + 3 * LANES, seen, end, K, P, head, D, S, LANES)
+        scores = lane_scores(
+            q, key_ptr, first, first_lost + lost, key, seen, end, scale, D, LANES, DIM, DTYPE, PRECISION
+        )
+        others = lane_scores(
+            q, key_ptr, second, second_lost + lost, key + LANES, seen, end, scale, D,
+            LANES, DIM, DTYPE, PRECISION,
+        )  # fmt: skip
+        new = tl.maximum(largest, tl.max(tl.maximum(scores, others), 1))
+        base = tl.where(new == -float("inf"), 0.0, new)
+        scaled, largest = tl.exp2(largest - base), new
+        weights, other_weights = tl.exp2(scores - base[:, None]), tl.exp2(others - base[:, None])
+        total = total * scaled + tl.sum(weights + other_weights, 1)
+        sums = add_lanes(
+            sums * scaled[:, None], weights, value_ptr, first, key, seen, end, D, LANES, DIM, DTYPE, PRECISION
+        )
+        sums = add_lanes(
+            sums, other_weights, value_ptr, second, key + LANES, seen, end, D, LANES, DIM, DTYPE, PRECISION
+        )
+        first, first_lost, second, second_lost = next_first, next_first_lost, next_second, next_second_lost
     return sums, largest, total
+
+
+@triton.jit
+def fold_parts(
+    y_ptr, part_ptr, weight_ptr, arrival_ptr, token, head, slot, window, K, G, D,
+    DIM: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, FOLDED: tl.constexpr,
+):  # fmt: skip
+    """The heads of a group from their parts, by whoever is the last to have written one"""
+    tl.debug_barrier()
+    num_before = tl.atomic_add(arrival_ptr + token * K + head, 1, sem="acq_rel", scope="gpu")
+    if num_before == SPLITS - 1:
+        tl.store(arrival_ptr + token * K + head, 0)
+        split, d = tl.arange(0, SPLITS), tl.arange(0, DIM)
+        _, begin, end = share_of(slot, split, window, SPLITS, KEYS)
+        for first in range(0, G, FOLDED):
+            g = first + tl.arange(0, FOLDED)
+            is_used = (g < G)[:, None] & (begin < end)[None, :]
+            row = (token * K + head) * G + g
+            part = row[:, None] * SPLITS + split[None, :]
+            largest = tl.load(weight_ptr + 2 * part, mask=is_used, other=-float("inf"))
+            total = tl.load(weight_ptr + 2 * part + 1, mask=is_used, other=0.0)
+            at = part_ptr + part[:, :, None] * DIM + d[None, None, :]
+            sums = tl.load(at, mask=is_used[:, :, None], other=0.0)
+            base = tl.max(largest, 1)
+            weight = tl.exp2(largest - tl.where(base == -float("inf"), 0.0, base)[:, None])
+            y = tl.sum(sums * weight[:, :, None], 1) / tl.sum(total * weight, 1)[:, None]
+            is_value = (g < G)[:, None] & (d < D)[None, :]
+            tl.store(y_ptr + row[:, None] * D + d[None, :], y.to(y_ptr.dtype.element_ty), mask=is_value)
 
 
 @triton.jit(do_not_specialize=["window", "N", "B", "M", "P"])
 def alone_kernel(
-    y_ptr, part_ptr, weight_ptr, list_ptr, q_ptr, key_ptr, value_ptr, table_ptr, stream_ptr, slot_ptr,
-    q_token_stride, q_head_stride, scale, window, N, B, M, P, K, G, D,
+    y_ptr, part_ptr, weight_ptr, arrival_ptr, list_ptr, q_ptr, key_ptr, value_ptr, table_ptr, stream_ptr,
+    slot_ptr, q_token_stride, q_head_stride, scale, window, N, B, M, P, K, G, D,
     S: tl.constexpr, LANES: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr,
-    SPLITS: tl.constexpr, HAS_RUNS: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    SPLITS: tl.constexpr, FOLDED: tl.constexpr, HAS_RUNS: tl.constexpr, DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """The heads of a group over a split of the keys of one token: the result, or its part of it"""
     wait_for_inputs(OVERLAPS)
@@ -183,7 +263,7 @@ def alone_kernel(
             total, sums = tl.zeros((HEADS,), tl.float32), tl.zeros((HEADS, DIM), tl.float32)
             sums, largest, total = attend_alone(
                 sums, largest, total, q, seen, begin, end, lost, key_ptr, value_ptr, table_ptr + stream * M,
-                scale, K, P, head, D, S, LANES, DIM, KEYS, DTYPE, PRECISION,
+                scale, K, P, head, D, S, LANES, DIM, DTYPE, PRECISION,
             )  # fmt: skip
             row = (token * K + head) * G + g
             if SPLITS == 1:
@@ -194,6 +274,11 @@ def alone_kernel(
                 tl.store(part_ptr + part[:, None] * DIM + d[None, :], sums, mask=(g < G)[:, None])
                 tl.store(weight_ptr + 2 * part, largest, mask=g < G)
                 tl.store(weight_ptr + 2 * part + 1, total, mask=g < G)
+        if FOLDED > 0:
+            fold_parts(
+                y_ptr, part_ptr, weight_ptr, arrival_ptr, token, head, slot, window, K, G, D,
+                DIM, KEYS, SPLITS, FOLDED,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["window", "N", "B", "M"])
@@ -225,13 +310,13 @@ def fold_kernel(
 @triton.jit
 def add_keys(
     sums, total, largest, q, slot, key_ptr, value_ptr, table, begin, end, last, scale, window, K, P, head, D,
-    S: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, IS_MASKED: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    S: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What the tokens of a tile have summed up, with the keys from begin to end.
+    """What the tokens of a tile have summed up, with the keys from begin to end, where some see some of them.
 
-    Where not all of them see all keys, values that are not finite are NaN to those who see them and nothing
-    to the others, whose weight of 0 would make NaN of them.
+    Values that are not finite are NaN to those who see them and nothing to the others, whose weight of 0
+    would make NaN of them.
     """
     d = tl.arange(0, DIM)
     for start in range(begin, end, KEYS):
@@ -240,22 +325,53 @@ def add_keys(
         first, missing = blocks_of(table, key, is_there, K, P, head, S)
         keys = load_keys(key_ptr, first, key, d, D, S, LANES).to(DTYPE)
         scores = tl.dot(q, keys, input_precision=PRECISION) * scale + missing[None, :]
-        if IS_MASKED:
-            is_seen = (key[None, :] <= slot[:, None]) & (
-                (window <= 0) | (key[None, :] > slot[:, None] - window)
-            )
-            scores = tl.where(is_seen, scores, -float("inf"))
-        weights, largest, scaled = weigh(scores, largest)
+        is_seen = (key[None, :] <= slot[:, None]) & ((window <= 0) | (key[None, :] > slot[:, None] - window))
+        weights, largest, scaled = weigh(tl.where(is_seen, scores, -float("inf")), largest)
         values = load_values(value_ptr, first, key, is_there, d, D, S).to(DTYPE)
         total = total * scaled + tl.sum(weights, 1)
-        sums = sums * scaled[:, None]
-        if IS_MASKED:
-            is_finite = tl.abs(values.to(tl.float32)) < float("inf")
-            spoils = tl.where(is_finite, 0.0, 1.0).to(DTYPE)
-            values = tl.where(is_finite, values, 0.0)
-            num_spoilt = tl.dot(is_seen.to(DTYPE), spoils, input_precision=PRECISION)
-            sums = tl.where(num_spoilt > 0, float("nan"), sums)
+        is_finite = tl.abs(values.to(tl.float32)) < float("inf")
+        spoils = tl.where(is_finite, 0.0, 1.0).to(DTYPE)
+        num_spoilt = tl.dot(is_seen.to(DTYPE), spoils, input_precision=PRECISION)
+        sums = tl.where(num_spoilt > 0, float("nan"), sums * scaled[:, None])
+        values = tl.where(is_finite, values, 0.0)
         sums = tl.dot(weights.to(DTYPE), values, sums, input_precision=PRECISION)
+    return sums, total, largest
+
+
+@triton.jit
+def chosen(group, first, second, third, fourth):
+    """Of four numbers the one that each group has"""
+    return tl.where(group < 2, tl.where(group == 0, first, second), tl.where(group == 2, third, fourth))
+
+
+@triton.jit
+def add_whole_keys(
+    sums, total, largest, q, key_ptr, value_ptr, table, begin, end, scale, K, P, head, D,
+    S: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """add_keys where all tokens see all keys: four times LANES at once, whose addresses are found one round
+    ahead, a number for each LANES"""
+    d, k = tl.arange(0, DIM), tl.arange(0, 4 * LANES)
+    a0, lost0 = lanes_at(table, begin, 0, end, K, P, head, D, S, LANES)
+    a1, lost1 = lanes_at(table, begin + LANES, 0, end, K, P, head, D, S, LANES)
+    a2, lost2 = lanes_at(table, begin + 2 * LANES, 0, end, K, P, head, D, S, LANES)
+    a3, lost3 = lanes_at(table, begin + 3 * LANES, 0, end, K, P, head, D, S, LANES)
+    for start in range(begin, end, 4 * LANES):
+        ahead, lost = start + 4 * LANES, lost0 + lost1 + lost2 + lost3
+        first = tl.multiple_of(chosen(k // LANES, a0, a1, a2, a3), LANES)
+        a0, lost0 = lanes_at(table, ahead, 0, end, K, P, head, D, S, LANES)
+        a1, lost1 = lanes_at(table, ahead + LANES, 0, end, K, P, head, D, S, LANES)
+        a2, lost2 = lanes_at(table, ahead + 2 * LANES, 0, end, K, P, head, D, S, LANES)
+        a3, lost3 = lanes_at(table, ahead + 3 * LANES, 0, end, K, P, head, D, S, LANES)
+        at = (first + k % LANES)[None, :] + (d * LANES)[:, None]
+        at = tl.max_contiguous(tl.multiple_of(at, (1, LANES)), (1, LANES))
+        keys = tl.load(key_ptr + at, mask=(d < D)[:, None], other=0.0).to(DTYPE)
+        scores = tl.dot(q, keys, input_precision=PRECISION) * scale + lost
+        weights, largest, scaled = weigh(scores, largest)
+        at = (first + k % LANES * D)[:, None] + d[None, :]
+        values = tl.load(value_ptr + at, mask=(d < D)[None, :], other=0.0).to(DTYPE)
+        total = total * scaled + tl.sum(weights, 1)
+        sums = tl.dot(weights.to(DTYPE), values, sums * scaled[:, None], input_precision=PRECISION)
     return sums, total, largest
 
 
@@ -285,25 +401,25 @@ def runs_kernel(
         is_own = todo & (stream == current)
         last = tl.max(tl.where(is_own, slot, 0), 0)
         seen = tl.where(window > 0, tl.maximum(slot - window + 1, 0), 0)
-        # All see the keys from `whole` to `parted`, which are whole tiles.
+        # All see the keys from `whole` to `parted`, which are four times LANES each.
         begin = tl.min(tl.where(is_own, seen, 1 << 30), 0) // KEYS * KEYS
-        whole = tl.cdiv(tl.max(tl.where(is_own, seen, 0), 0), KEYS) * KEYS
-        parted = (tl.min(tl.where(is_own, slot, 1 << 30), 0) + 1) // KEYS * KEYS
+        whole = tl.cdiv(tl.max(tl.where(is_own, seen, 0), 0), 4 * LANES) * 4 * LANES
+        parted = (tl.min(tl.where(is_own, slot, 1 << 30), 0) + 1) // (4 * LANES) * 4 * LANES
         parted = tl.maximum(parted, whole)
         table = table_ptr + current * M
         largest = tl.full((TOKENS,), -float("inf"), tl.float32)
         total, sums = tl.zeros((TOKENS,), tl.float32), tl.zeros((TOKENS, DIM), tl.float32)
         sums, total, largest = add_keys(
             sums, total, largest, q, slot, key_ptr, value_ptr, table, begin, whole, last,
-            scale, window, K, P, head // G, D, S, LANES, DIM, KEYS, True, DTYPE, PRECISION,
+            scale, window, K, P, head // G, D, S, LANES, DIM, KEYS, DTYPE, PRECISION,
         )  # fmt: skip
-        sums, total, largest = add_keys(
-            sums, total, largest, q, slot, key_ptr, value_ptr, table, whole, parted, last,
-            scale, window, K, P, head // G, D, S, LANES, DIM, KEYS, False, DTYPE, PRECISION,
+        sums, total, largest = add_whole_keys(
+            sums, total, largest, q, key_ptr, value_ptr, table, whole, parted,
+            scale, K, P, head // G, D, S, LANES, DIM, DTYPE, PRECISION,
         )  # fmt: skip
         sums, total, largest = add_keys(
             sums, total, largest, q, slot, key_ptr, value_ptr, table, parted, last + 1, last,
-            scale, window, K, P, head // G, D, S, LANES, DIM, KEYS, True, DTYPE, PRECISION,
+            scale, window, K, P, head // G, D, S, LANES, DIM, KEYS, DTYPE, PRECISION,
         )  # fmt: skip
         y = sums / total[:, None] + lost[:, None]
         y_at = y_ptr + (rows * K * G + head)[:, None] * D + d[None, :]
@@ -319,11 +435,9 @@ def num_splits(num_programs: int, num_values: int, device: torch.device) -> int:
     return min(1 << max(wanted - 1, 0).bit_length(), 1 << most.bit_length() - 1)
 
 
-def alone_tile(is_wide: bool, dim: int, is_crowded: bool) -> tuple[int, int, int]:
-    """Keys at once, warps, stages, as an H200 does best"""
-    if is_wide or dim > 128:
-        return 32, 4, 2
-    return (64, 2, 4) if is_crowded else (64, 4, 4)
+def alone_tile(is_wide: bool, dim: int) -> tuple[int, int]:
+    """Warps and stages, as an H200 does best"""
+    return (4, 2) if is_wide or dim > 128 else (2, 3)
 
 
 def runs_tile(is_wide: bool, dim: int) -> tuple[int, int, int, int]:
@@ -340,6 +454,33 @@ def arithmetic(q: Tensor, values: Tensor) -> dict[str, Any]:
     return {"DTYPE": dtype, "PRECISION": "ieee"}
 
 
+class Plan(NamedTuple):
+    """How many programs share the keys of a token, and whether the last of them folds what they found; on
+    how many warps, in how many stages"""
+
+    splits: int
+    is_folded: bool
+    num_warps: int
+    num_stages: int
+
+
+def plan_of(num_programs: int, q: Tensor, num_kv_heads: int, is_wide: bool, has_runs: bool) -> Plan:
+    """For so many programs of each key/value head"""
+    num_tokens, num_heads, size = q.shape
+    dim, groups = padded(size), num_programs * num_kv_heads
+    if infinicore.deterministic:
+        return Plan(FOLDED_SPLITS, True, *alone_tile(is_wide, dim))
+    splits = num_splits(groups, num_tokens * num_heads * dim, q.device)
+    is_folded = not has_runs and splits > 1 and is_few(groups, q.device)
+    splits = min(splits, FOLDED_SPLITS) if is_folded else splits
+    return Plan(splits, is_folded, *alone_tile(is_wide, dim))
+
+
+def padded(size: int) -> int:
+    power: int = triton.next_power_of_2(size)
+    return max(power, 16)
+
+
 def launch_alone(y: Tensor, tensors: tuple[Tensor, ...], sizes: tuple[Any, ...], has_runs: bool) -> None:
     q, _, values, tables, streams, slots = tensors
     num_tokens, num_heads, size = q.shape
@@ -347,25 +488,52 @@ def launch_alone(y: Tensor, tensors: tuple[Tensor, ...], sizes: tuple[Any, ...],
     alone = listed(streams) if has_runs else streams
     # Where a stream's tokens come one after the other, no more of them stand alone.
     num_programs = min(num_tokens, (LONG.value - 1) * len(tables)) if has_runs else num_tokens
-    math_of = arithmetic(q, values)
-    dim = max(triton.next_power_of_2(size), 16)
-    splits = num_splits(num_programs * num_kv_heads, num_tokens * num_heads * dim, q.device)
-    is_crowded = num_programs * num_kv_heads > num_processors(q.device)
-    keys, num_warps, num_stages = alone_tile(math_of["DTYPE"] == tl.float32, dim, is_crowded)
-    shared = {"S": block_size, "DIM": dim, "KEYS": keys, "SPLITS": splits, "HAS_RUNS": has_runs}
-    num_parts = num_tokens * num_heads * splits if splits > 1 else 0
+    math_of, dim, group = arithmetic(q, values), padded(size), num_heads // num_kv_heads
+    plan = plan_of(num_programs, q, num_kv_heads, math_of["DTYPE"] == tl.float32, has_runs)
+    shared = {"S": block_size, "DIM": dim, "KEYS": 2 * LANES, "SPLITS": plan.splits, "HAS_RUNS": has_runs}
+    num_parts = num_tokens * num_heads * plan.splits if plan.splits > 1 else 0
     parts, weights = (q.new_empty(num_parts, n, dtype=torch.float32) for n in (dim, 2))
-    alone_kernel[(num_programs, num_kv_heads, splits)](
-        y, parts, weights, alone, *tensors, *q.stride()[:2], *sizes,
-        LANES=LANES, HEADS=max(triton.next_power_of_2(num_heads // num_kv_heads), 16),
-        num_warps=num_warps, num_stages=num_stages, **shared, **math_of, **overlap(q.device),
+    arrived = arrivals(values) if plan.is_folded else None
+    alone_kernel[(num_programs, num_kv_heads, plan.splits)](
+        y, parts, weights, arrived, alone, *tensors, *q.stride()[:2], *sizes,
+        LANES=LANES, HEADS=padded(group), FOLDED=folded_heads(plan, dim, group),
+        num_warps=plan.num_warps, num_stages=plan.num_stages, **shared, **math_of, **overlap(q.device),
     )  # fmt: skip
-    if splits > 1:
+    if plan.splits > 1 and not plan.is_folded:
         _, window, _, num_streams, room, *_ = sizes
         fold_kernel[(num_programs, num_heads)](
             y, parts, weights, alone, streams, slots, window, num_tokens, num_streams, room, num_heads, size,
             num_warps=4, **shared, **overlap(q.device),
         )  # fmt: skip
+
+
+def folded_heads(plan: Plan, dim: int, group: int) -> int:
+    """How many heads of a group the last program folds at once"""
+    most: int = min(max(FOLDED_TILE // (plan.splits * dim), 1), triton.next_power_of_2(group))
+    return most if plan.is_folded else 0
+
+
+def is_few(groups: int, device: torch.device) -> bool:
+    """Whether so few splits give every processor work that one program can fold them"""
+    return num_processors(device) // 2 <= FOLDED_SPLITS * groups <= FOLDED_SPLITS * MOST_FOLDED
+
+
+def arrivals(pool: Tensor) -> Tensor:
+    if pool not in ARRIVALS:
+        ARRIVALS[pool] = torch.zeros(MOST_FOLDED, dtype=torch.int32, device=pool.device)
+    found: Tensor = ARRIVALS[pool]
+    return found
+
+
+def launch_each(y: Tensor, tensors: tuple[Tensor, ...], sizes: tuple[Any, ...]) -> None:
+    """Every token as if it stood alone, with the splits it would have then"""
+    q, keys, values, tables, streams, slots = tensors
+    scale, window, _, *rest = sizes
+    size = max(MOST_FOLDED // values.shape[1], 1)
+    for parts in zip(*(t.split(size) for t in (y, q, streams, slots)), strict=True):
+        y_part, q_part, streams_part, slots_part = parts
+        some = q_part, keys, values, tables, streams_part, slots_part
+        launch_alone(y_part, some, (scale, window, len(q_part), *rest), False)
 
 
 def listed(streams: Tensor) -> Tensor:
@@ -431,9 +599,11 @@ def attention(  # noqa: PLR0913  those of the op
     group = q.shape[1] // num_kv_heads
     # exp2 is what the device has
     sizes = (scale * math.log2(math.e), window, len(q), *tables.shape, num_blocks, num_kv_heads, group, size)
-    tensors = q, keys, values, tables, streams, slots
+    if infinicore.deterministic:
+        launch_each(y, (q, keys, values, tables, streams, slots), sizes)
+        return settled(y, out)
     has_runs = len(q) > max(len(tables), LONG.value - 1)
-    launch_alone(y, tensors, sizes, has_runs)
+    launch_alone(y, (q, keys, values, tables, streams, slots), sizes, has_runs)
     if has_runs:
-        launch_runs(y, tensors, sizes)
+        launch_runs(y, (q, keys, values, tables, streams, slots), sizes)
     return settled(y, out)

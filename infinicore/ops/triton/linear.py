@@ -1,6 +1,5 @@
-"""linear for one row, where reading the weight is all the work: sums of products in registers.
-
-More rows are torch's, which is cuBLAS: no tile of ours through the tensor cores read a weight faster.
+"""linear, linear_add and gated_linear. One row is sums of products in registers, where reading the weight is
+all the work; some numbers of rows go through the tensor cores (rows.py); others are torch's, which is cuBLAS.
 """
 
 from __future__ import annotations
@@ -12,10 +11,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+import infinicore
+from infinicore.ops.triton import rows
+from infinicore.ops.triton.norm import are_rows, rms_norm
 from infinicore.ops.triton.tensors import (
     FLOATS,
+    LARGEST_TILE,
     are_plain,
     fits,
+    num_processors,
     overlap,
     rows_of,
     settled,
@@ -24,78 +28,233 @@ from infinicore.ops.triton.tensors import (
 )
 
 # N rows of the weight, K their length
+RESIDENT = 4  # programs that take rows in pairs, for each processor
 
 
 class Tile(NamedTuple):
-    """How much of the weight a program takes at once, and on how many warps"""
+    """How much of a row of the weight a program takes at once, and on how many warps"""
 
-    rows: int
     columns: int
     num_warps: int
 
 
 @triton.jit
-def linear_kernel(
-    y_ptr, x_ptr, weight_ptr, bias_ptr, weight_stride, N, K,
-    HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    """y[n] = sum(x * weight[n]) + bias[n]"""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+def load_row(row_ptr, column, K):
+    """Part of a row of a weight, as it is stored: it may take room for a while until it is wanted"""
+    return tl.load(row_ptr + column, mask=column < K, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def load_wide(row_ptr, column, K):
+    return tl.load(row_ptr + column, mask=column < K, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def sum_of_two(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def row_product(x_ptr, row_ptr, weight, K, COLUMNS: tl.constexpr, IS_WHOLE: tl.constexpr):
+    """sum(x * row), of which the first columns are there"""
     column = tl.arange(0, COLUMNS)
-    at = weight_ptr + row.to(tl.int64)[:, None] * weight_stride + column[None, :]
-    is_row = (row < N)[:, None]
-    # Weights do not depend on the kernel before: the first are on their way while it ends.
-    weight = tl.load(at, mask=is_row & (column < K)[None, :], other=0.0, eviction_policy="evict_first")
+    sums = weight.to(tl.float32) * load_wide(x_ptr, column, K)
+    for start in range(COLUMNS, COLUMNS if IS_WHOLE else K, COLUMNS):
+        weight = load_row(row_ptr, start + column, K)
+        sums += weight.to(tl.float32) * load_wide(x_ptr, start + column, K)
+    return tl.sum(sums, 0)
+
+
+@triton.jit
+def normalised(x_ptr, norm, K, eps, NORMS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A row, normalised if there is a norm"""
+    x = load_wide(x_ptr, tl.arange(0, COLUMNS), K)
+    if NORMS:
+        x = x * norm.to(tl.float32) * tl.rsqrt(tl.sum(x * x, 0) / K + eps)
+    return x
+
+
+@triton.jit
+def pair_product(x, first, second):
+    """(sum(x * first), sum(x * second))"""
+    return tl.reduce((first.to(tl.float32) * x, second.to(tl.float32) * x), 0, sum_of_two)
+
+
+@triton.jit
+def linear_kernel(
+    y_ptr, x_ptr, weight_ptr, bias_ptr, residual_ptr, weight_stride, N, K,
+    HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, COLUMNS: tl.constexpr, IS_WHOLE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """y[n] = sum(x * weight[n]) + bias[n] + residual[n]
+
+    Weights do not depend on the kernel before: the first are on their way while it ends.
+    """
+    n = tl.program_id(0)
+    row_ptr = weight_ptr + n.to(tl.int64) * weight_stride
+    weight = load_row(row_ptr, tl.arange(0, COLUMNS), K)
     wait_for_inputs(OVERLAPS)
-    x = tl.load(x_ptr + column, mask=column < K, other=0.0).to(tl.float32)
-    sums = weight.to(tl.float32) * x[None, :]
-    for start in range(COLUMNS, K, COLUMNS):
-        is_column = start + column < K
-        weight = tl.load(
-            at + start, mask=is_row & is_column[None, :], other=0.0, eviction_policy="evict_first"
-        )
-        x = tl.load(x_ptr + start + column, mask=is_column, other=0.0).to(tl.float32)
-        sums += weight.to(tl.float32) * x[None, :]
-    y = tl.sum(sums, 1)
+    residual = tl.load(residual_ptr + n).to(tl.float32) if ADDS else 0.0
+    y = row_product(x_ptr, row_ptr, weight, K, COLUMNS, IS_WHOLE) + residual
     if HAS_BIAS:
-        y += tl.load(bias_ptr + row, mask=row < N, other=0.0).to(tl.float32)
-    tl.store(y_ptr + row, y.to(y_ptr.dtype.element_ty), mask=row < N)
+        y += tl.load(bias_ptr + n).to(tl.float32)
+    tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty))
 
 
-def tile_of(size: int, width: int) -> Tile:
-    """What reads weights fastest on an H200: a row as a whole if it is short, else in steps"""
-    if size <= 8192 // width:
-        return Tile(1, triton.next_power_of_2(size), 4)
-    return Tile(1, 4096 // width, 8)
+@triton.jit
+def gated_kernel(
+    y_ptr, x_ptr, norm_ptr, weight_ptr, bias_ptr, weight_stride, N, K, eps,
+    NORMS: tl.constexpr, HAS_BIAS: tl.constexpr, COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """y[n] = silu(gate[n]) * up[n], whose weights are N rows apart
+
+    A program normalises x once and has the next rows on their way while it sums up those it has.
+    """
+    column, apart = tl.arange(0, COLUMNS), N.to(tl.int64) * weight_stride
+    row_ptr = weight_ptr + tl.program_id(0).to(tl.int64) * weight_stride
+    gate, up = load_row(row_ptr, column, K), load_row(row_ptr + apart, column, K)
+    norm = tl.load(norm_ptr + column, mask=column < K, other=0.0) if NORMS else gate
+    wait_for_inputs(OVERLAPS)
+    x = normalised(x_ptr, norm, K, eps, NORMS, COLUMNS)
+    for n in range(tl.program_id(0), N, tl.num_programs(0)):
+        ahead = n + tl.num_programs(0)
+        row_ptr = weight_ptr + ahead.to(tl.int64) * weight_stride
+        num_columns = tl.where(ahead < N, K, 0)
+        next_gate, next_up = (
+            load_row(row_ptr, column, num_columns),
+            load_row(row_ptr + apart, column, num_columns),
+        )
+        g, u = pair_product(x, gate, up)
+        if HAS_BIAS:
+            g += tl.load(bias_ptr + n).to(tl.float32)
+            u += tl.load(bias_ptr + N + n).to(tl.float32)
+        tl.store(y_ptr + n, (g / (1 + tl.exp(-g)) * u).to(y_ptr.dtype.element_ty))
+        gate, up = next_gate, next_up
 
 
-def launch(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def tile_of(size: int, width: int, num_rows: int) -> Tile:
+    """What reads weights fastest on an H200: rows as a whole if they are short, else in steps"""
+    if size * width <= 8192:
+        return Tile(triton.next_power_of_2(size), 8 if num_rows <= 8192 else 4)
+    return Tile(2048 // width, 4)
+
+
+def launch(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> None:
     num_rows, size = weight.shape
-    tile = tile_of(size, weight.element_size())
-    linear_kernel[(triton.cdiv(num_rows, tile.rows),)](
-        y, x, weight, bias, weight.stride(0), num_rows, size,
-        HAS_BIAS=bias is not None, ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.num_warps,
-        **overlap(x.device),
+    tile = tile_of(size, weight.element_size(), num_rows)
+    linear_kernel[(num_rows,)](
+        y, x, weight, bias, residual, weight.stride(0), num_rows, size,
+        HAS_BIAS=bias is not None, ADDS=residual is not None, COLUMNS=tile.columns,
+        IS_WHOLE=size <= tile.columns, num_warps=tile.num_warps, **overlap(x.device),
     )  # fmt: skip
 
 
-def accepts_linear(out: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+def launch_gated(
+    y: Tensor, x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None
+) -> None:
+    num_rows, size = len(weight) // 2, weight.shape[1]
+    gated_kernel[(num_pair_programs(num_rows, x.device),)](
+        y, x, norm, weight, bias, weight.stride(0), num_rows, size, eps,
+        NORMS=norm is not None, HAS_BIAS=bias is not None, COLUMNS=triton.next_power_of_2(size),
+        num_warps=num_pair_warps(weight), **overlap(x.device),
+    )  # fmt: skip
+
+
+def num_pair_programs(num_pairs: int, device: torch.device) -> int:
+    return min(num_pairs, RESIDENT * num_processors(device))
+
+
+def num_pair_warps(weight: Tensor) -> int:
+    """So many that a thread has 32 values of a row of 16 bits, as far as there are"""
+    num_bytes: int = triton.next_power_of_2(weight.shape[1]) * weight.element_size()
+    return min(max(num_bytes // 2048, 1), 16)
+
+
+def are_product(x: Any, weight: Any, bias: Any) -> bool:
+    """Whether these are rows, a dense weight whose rows are contiguous, and a bias or none"""
     return (
-        are_plain(x.device, FLOATS, x, weight)
+        isinstance(x, Tensor)
+        and are_plain(x.device, FLOATS, x, weight)
         and weight.dim() == 2
         and weight.stride(1) == 1
         and x.dim() > 0
         and x.shape[-1] == weight.shape[1]
         and min(x.numel(), weight.numel()) > 0
-        and x.numel() == x.shape[-1]
         and x.dtype in (weight.dtype, torch.float32)
         and (bias is None or (are_plain(x.device, (x.dtype,), bias) and bias.shape == weight.shape[:1]))
+    )
+
+
+def is_alone(x: Tensor) -> bool:
+    """Whether this is one row, which has a kernel of its own unless it is to have its bits among others"""
+    return x.numel() == x.shape[-1] and not infinicore.deterministic
+
+
+def are_few(x: Tensor, weight: Tensor, is_gated: bool = False) -> bool:
+    """One row, or as many as the tensor cores take better than cuBLAS"""
+    return is_alone(x) or rows.suits(x, weight, is_gated)
+
+
+def accepts_linear(out: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    return (
+        are_product(x, weight, bias)
+        and are_few(x, weight)
         and fits(out, (*x.shape[:-1], len(weight)), x.dtype, x.device)
     )
 
 
 def linear(out: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return multiplied(out, x, weight, bias, None)
+
+
+def accepts_linear_add(out: Any, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> bool:
+    return (
+        accepts_linear(out, x, weight, bias)
+        and are_plain(x.device, (x.dtype,), residual)
+        and residual.shape == (*x.shape[:-1], len(weight))
+    )
+
+
+def linear_add(
+    out: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor
+) -> Tensor:
+    return multiplied(out, x, weight, bias, residual)
+
+
+def multiplied(
+    out: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None
+) -> Tensor:
     like = torch.empty((*x.shape[:-1], len(weight)), dtype=x.dtype, device=x.device)
-    y = target(out, like, x, weight, *(() if bias is None else (bias,)))
-    launch(y, rows_of(x), weight, None if bias is None else bias.contiguous())
+    y = target(out, like, x, weight, *(t for t in (bias, residual) if t is not None))
+    bias = None if bias is None else bias.contiguous()
+    residual = None if residual is None else rows_of(residual)
+    by = launch if is_alone(x) else rows.launch
+    by(y, rows_of(x), weight, bias, residual)
+    return settled(y, out)
+
+
+def accepts_gated_linear(
+    out: Any, x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None
+) -> bool:
+    return (
+        are_product(x, weight, bias)
+        and len(weight) % 2 == 0
+        and weight.shape[1] <= LARGEST_TILE
+        and are_few(x, weight, True)
+        and (norm is None or are_rows(x, norm))
+        and fits(out, (*x.shape[:-1], len(weight) // 2), x.dtype, x.device)
+    )
+
+
+def gated_linear(
+    out: Tensor | None, x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None
+) -> Tensor:
+    like = torch.empty((*x.shape[:-1], len(weight) // 2), dtype=x.dtype, device=x.device)
+    y = target(out, like, x, weight, *(t for t in (norm, bias) if t is not None))
+    bias = None if bias is None else bias.contiguous()
+    if is_alone(x):
+        launch_gated(y, rows_of(x), norm, eps, weight, bias)
+    else:
+        normed = x if norm is None else rms_norm(None, x, norm, eps)
+        rows.launch(y, rows_of(normed), weight, bias, is_gated=True)
     return settled(y, out)

@@ -64,6 +64,11 @@ def rows_of(x: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 
+def on_device(t: Tensor, device: torch.device) -> Tensor:
+    """Sent there without waiting, from pinned memory: other memory must not change until it has been read."""
+    return t if t.device == device else t.pin_memory().to(device, non_blocking=True)
+
+
 @cache
 def num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -1,0 +1,45 @@
+"""Which device a model is loaded on, what of its memory is for keys, and what is said when that is short."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from infinilm import EngineConfig
+from infinilm.engine.memory import SHARES, free_bytes, share_of, told_of_memory
+from infinilm.llm import chosen_device
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_a_gpu_is_taken_if_there_is_one_and_nothing_else_is_said(
+    has_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    for device in (None, "auto"):
+        assert chosen_device(EngineConfig(device=device)) == ("cuda" if has_gpu else "cpu")
+    for device in ("cpu", "cuda:1", GPU):
+        assert chosen_device(EngineConfig(device=device)) == device
+    assert chosen_device(EngineConfig(activations="int8")) == "cpu"
+
+
+def test_a_share_of_what_is_free_is_for_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 0 < share_of(CPU) < free_bytes(CPU)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7000, 10000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2500)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1500)
+    assert free_bytes(GPU) == 8000
+    assert share_of(GPU) == SHARES["cuda"] * 8000
+
+
+def test_a_gpu_that_is_too_small_is_told_of_in_one_line_with_the_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * 10**8, 24 * 10**9))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 23 * 10**9)
+    numbers = "of its 24,000 MB this process has taken 23,000, and 300 are free"
+    wanted = f"the weights do not fit on cuda:0: {numbers}; take .*"
+    with pytest.raises(MemoryError, match=wanted) as found, told_of_memory("the weights", GPU):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2.00 GiB")
+    assert "\n" not in str(found.value)

@@ -1,0 +1,373 @@
+"""Products with quantised weights on CUDA, and rows of them, against the reference dequantisation in float64.
+
+TRITON_INTERPRET=1 runs the kernels without a GPU, on fewer sizes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf_files
+import pytest
+import torch
+from torch import Tensor
+
+from infinicore import nn, ops
+from infinicore.float8 import Float8Tensor, to_float8
+from infinicore.graph import CudaArena, Graph
+from infinicore.ops import registry
+from infinicore.ops.reference import random_blocks
+from infinicore.ops.registry import Op
+from infinicore.quantization import BlockType, QuantizedTensor, quantize
+from infinicore.tiles import PARTS, TiledTensor, tile
+from infinilm.models.llama import LlamaForCausalLM
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+HAS_GPU = torch.cuda.is_available() and not IS_INTERPRETED
+DEVICE = torch.device("cuda", 0) if HAS_GPU else torch.device("cpu")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not HAS_GPU and not IS_INTERPRETED, reason="there is no CUDA device here"),
+]
+on_a_gpu = pytest.mark.skipif(not HAS_GPU, reason="a model is loaded to a CUDA device")
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+HALF = torch.bfloat16
+# ‖found - wanted‖ / ‖wanted‖: where rows are several, weights are rounded to their dtype
+ERRORS = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+ROWS = (1, 2, 7, 16, 17, 64, 300) if HAS_GPU else (1, 7, 17)
+TYPES = pytest.mark.parametrize("type", PARTS, ids=lambda type: type.name)
+IDS = torch.tensor([[1, 2, 3, 0, 7, 39, 5]])
+
+
+@pytest.fixture(autouse=True)
+def _devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    if IS_INTERPRETED:
+        from infinicore.ops.triton import splits
+
+        monkeypatch.setattr(registry, "ACCELERATOR_DEVICES", ("cpu",))
+        monkeypatch.setattr(splits, "num_processors", lambda device: 8)  # so that sums are split
+
+
+@pytest.fixture(autouse=True)
+def _exact() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def run(op: Op[Any], x: Tensor, *args: Any, out: Any = None) -> Tensor:
+    """By the kernel, which accepts it and waits for nothing"""
+    kernel = next(kernel for kernel in op.kernels if kernel.name == "triton")
+    x = x.to(DEVICE)
+    if HAS_GPU:
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        result: Tensor | None = kernel.run(out, x, *args)
+    finally:
+        if HAS_GPU:
+            torch.cuda.set_sync_debug_mode("default")
+    assert result is not None, f"{op.name} was declined"
+    return result
+
+
+def random(*shape: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
+
+
+def weight_of(type: BlockType, num_rows: int, num_blocks: int) -> TiledTensor:
+    return tile(random_blocks(type, num_rows, num_blocks)).to(DEVICE)
+
+
+def product(x: Tensor, weight: QuantizedTensor, bias: Tensor | None = None) -> Tensor:
+    wide = x.to(DEVICE).double() @ weight.dequantize().double().T
+    return wide if bias is None else wide + bias.double()
+
+
+def assert_near(found: Tensor, x: Tensor, weight: QuantizedTensor, bias: Tensor | None = None) -> None:
+    """A product's error grows with its terms, not with its value, which may be near zero."""
+    wanted = product(x, weight, bias)
+    squares = x.to(DEVICE).double().square() @ weight.dequantize().double().square().T
+    terms = (squares if bias is None else squares + bias.double().square()).sqrt()
+    assert found.shape == wanted.shape and found.dtype == x.dtype
+    error = (found.double() - wanted).norm() / terms.norm()
+    assert error <= ERRORS[x.dtype], error
+
+
+@TYPES
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_rows", ROWS)
+def test_products_of_any_number_of_rows(num_rows: int, dtype: torch.dtype, type: BlockType) -> None:
+    if IS_INTERPRETED and dtype == torch.float32 and num_rows > 1:
+        pytest.skip("the interpreter is slow")
+    shapes = [(1, 1), (33, 3), (77, 5), (200, 40)] if HAS_GPU else [(1, 1), (70, 3)]
+    for size, num_blocks in shapes:
+        weight = weight_of(type, size, num_blocks)
+        x, bias = random(num_rows, weight.shape[1], dtype=dtype), random(size, dtype=dtype)
+        assert_near(run(ops.quantized_linear, x, weight, None), x, weight)
+        assert_near(run(ops.quantized_linear, x, weight, bias), x, weight, bias)
+
+
+@TYPES
+def test_a_row_that_is_longer_than_a_step(type: BlockType) -> None:
+    length = 14336 if HAS_GPU else 4352
+    weight = weight_of(type, 24, length // type.elements_per_block)
+    x = random(1, length, dtype=torch.float32)
+    assert_near(run(ops.quantized_linear, x, weight, None), x, weight)
+
+
+@TYPES
+def test_rows_of_x_may_lie_apart_and_have_any_leading_sizes(type: BlockType) -> None:
+    weight = weight_of(type, 19, 2)
+    wide = random(2, 3, weight.shape[1] + 5, dtype=HALF)
+    for x in (wide[..., 5:], wide[:1, 1, 3:-2], wide[0, 0, 1:-4]):
+        assert_near(run(ops.quantized_linear, x, weight, None), x, weight)
+
+
+@TYPES
+def test_nan_in_one_row_leaves_its_neighbours_alone(type: BlockType) -> None:
+    weight = weight_of(type, 40, 2)
+    for num_rows in (2, 9):
+        x = random(num_rows, weight.shape[1], dtype=HALF)
+        clean = run(ops.quantized_linear, x, weight, None)
+        x[1, 7] = torch.nan
+        found = run(ops.quantized_linear, x, weight, None)
+        assert found[1].isnan().all()
+        assert torch.equal(torch.cat([found[:1], found[2:]]), torch.cat([clean[:1], clean[2:]]))
+
+
+@TYPES
+def test_a_scale_that_is_nan_spoils_the_output_of_its_row_alone(type: BlockType) -> None:
+    blocks = random_blocks(type, 40, 2)
+    spoilt = blocks.clone()
+    spoilt.blocks[11, : type.bytes_per_block] = 0xFF
+    for num_rows in (1, 9):
+        x = random(num_rows, blocks.shape[1], dtype=HALF)
+        clean, found = (
+            run(ops.quantized_linear, x, tile(weight).to(DEVICE), None) for weight in (blocks, spoilt)
+        )
+        assert found[:, 11].isnan().all()
+        others = torch.arange(40, device=DEVICE) != 11
+        assert torch.equal(found[:, others], clean[:, others])
+
+
+@TYPES
+def test_embedding_gives_the_bits_of_the_reference(type: BlockType) -> None:
+    weight = weight_of(type, 53, 5)
+    ids = torch.tensor([[0, 52, 7], [8, 8, 33]])
+    found = run(ops.quantized_embedding, ids, weight)
+    assert torch.equal(found, weight.dequantize()[ids.to(DEVICE)])
+    out = torch.empty_like(found)
+    assert run(ops.quantized_embedding, ids.int(), weight, out=out) is out and torch.equal(out, found)
+
+
+def test_an_id_outside_of_the_table_gives_nan_in_its_row() -> None:
+    weight = weight_of(BlockType.Q4_0, 9, 3)
+    found = run(ops.quantized_embedding, torch.tensor([8, 9, -1, 0]), weight)
+    assert found[1:3].isnan().all() and found[[0, 3]].isfinite().all()
+
+
+def test_results_may_go_where_the_caller_says() -> None:
+    weight = weight_of(BlockType.Q8_0, 64, 2)
+    for num_rows in (1, 5):
+        x = random(num_rows, 64, dtype=HALF)
+        expected = run(ops.quantized_linear, x, weight, None)
+        for out in (torch.empty_like(x), torch.empty(64, num_rows, dtype=HALF, device=DEVICE).t(), x):
+            assert run(ops.quantized_linear, x, weight, None, out=out) is out and torch.equal(out, expected)
+
+
+def test_kernels_decline_what_they_do_not_take() -> None:
+    weight, x = weight_of(BlockType.Q8_0, 8, 1), random(2, 32, dtype=torch.float32)
+    kernel = next(kernel for kernel in ops.quantized_linear.kernels if kernel.name == "triton")
+    plain = random_blocks(BlockType.Q8_0, 8, 1).to(DEVICE)
+    for declined in ((x.double(), weight), (x[:0], weight), (x.clone().requires_grad_(), weight), (x, plain)):
+        assert kernel.run(None, *declined, None) is None
+    assert kernel.run(None, x, weight, random(8, dtype=HALF)) is None
+
+
+@on_a_gpu
+@TYPES
+def test_a_model_of_blocks_gives_the_logits_it_gives_without_kernels(type: BlockType) -> None:
+    model = small_model(type)
+    with torch.inference_mode():
+        wanted = model(IDS, logits_to_keep=0)
+        for module in model.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                module.set_weight(tile(module.weight))
+        found = model.to(DEVICE)(IDS.to(DEVICE), logits_to_keep=0).cpu()
+    assert nmse(found, wanted) <= 1e-9
+
+
+def small_model(type: BlockType) -> LlamaForCausalLM:
+    from infinilm.config import LlamaConfig
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=77,
+            hidden_size=256,
+            intermediate_size=512,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            eos_token_id=None,
+            tie_word_embeddings=False,
+        )  # fmt: skip
+    )
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            num_rows, length = module.weight.shape
+            module.set_weight(random_blocks(type, num_rows, length // type.elements_per_block))
+    return model
+
+
+def nmse(found: Tensor, wanted: Tensor) -> float:
+    found, wanted = found.double(), wanted.double()
+    return ((found - wanted).square().sum() / wanted.square().sum()).item()
+
+
+# ---- loading -----------------------------------------------------------------------------------------------
+
+
+def quantized_file(folder: Path, type: BlockType) -> Path:
+    """A tiny GGUF whose matrices are of one type, those whose rows fill its blocks"""
+    weights = {name: weight / 8 for name, weight in gguf_files.llama_weights().items()}
+    file = gguf_files.llama_file(weights)
+    for name, weight in weights.items():
+        if weight.dim() == 2 and weight.shape[1] % type.elements_per_block == 0:
+            entry = file.tensor(gguf_files.gguf_name(name))
+            rounded = quantize(gguf_files.interleaved(name, weight), type)
+            entry.data, entry.type_id = rounded.blocks.numpy().tobytes(), type.ggml_id
+    path = folder / f"{type.name}.gguf"
+    path.write_bytes(file.encode())
+    return path
+
+
+@on_a_gpu
+@pytest.mark.parametrize("dtype, bar", [("bfloat16", 1e-3), ("float16", 1e-3), ("float32", 1e-6)])
+@pytest.mark.parametrize("type", [BlockType.Q8_0, BlockType.Q4_0], ids=lambda type: type.name)
+def test_a_gguf_on_the_gpu_gives_the_logits_of_the_cpu(
+    type: BlockType, dtype: str, bar: float, tmp_path: Path
+) -> None:
+    path = quantized_file(tmp_path, type)
+    wanted = LlamaForCausalLM.from_pretrained(path, dtype="float32")(IDS, logits_to_keep=0)
+    model = LlamaForCausalLM.from_pretrained(path, device="cuda", dtype=dtype)
+    assert isinstance(model.model.layers[0].mlp.down_proj.weight, TiledTensor)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    with torch.inference_mode():
+        assert nmse(model(IDS.cuda(), logits_to_keep=0).cpu(), wanted) <= bar
+        one_by_one = torch.cat([model(IDS[:, : i + 1].cuda()) for i in range(IDS.shape[1])], 1)
+        assert nmse(one_by_one.cpu(), wanted) <= bar
+
+
+@on_a_gpu
+def test_types_without_kernels_are_dequantised_and_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = gguf_files.llama_weights()
+    file = gguf_files.llama_file(weights)
+    blocks = random_blocks(BlockType.Q5_1, 96, 2)
+    entry = file.tensor("blk.0.ffn_gate.weight")
+    entry.data, entry.type_id = blocks.blocks.numpy().tobytes(), BlockType.Q5_1.ggml_id
+    path = tmp_path / "mixed.gguf"
+    path.write_bytes(file.encode())
+    with caplog.at_level(logging.WARNING):
+        model = LlamaForCausalLM.from_pretrained(path, device="cuda", dtype="float32")
+    gate = model.model.layers[0].mlp.gate_proj.weight
+    assert torch.equal(gate.detach().cpu(), blocks.dequantize())
+    assert "1 Q5_1 matrices become torch.float32" in caplog.text
+
+
+@on_a_gpu
+@pytest.mark.parametrize("name", ["q8_0", "q4_0"])
+def test_a_float_checkpoint_is_quantised_on_the_gpu_as_on_the_cpu(name: str, tmp_path: Path) -> None:
+    folder = gguf_files.write_folder(tmp_path / "model", gguf_files.llama_weights())
+    options = {"dtype": "float32", "quantize": name}
+    on_cpu = LlamaForCausalLM.from_pretrained(folder, **options)
+    on_gpu = LlamaForCausalLM.from_pretrained(folder, device="cuda", **options)
+    for one, other in zip(on_cpu.modules(), on_gpu.modules(), strict=True):
+        if isinstance(one, nn.Linear | nn.Embedding):
+            assert torch.equal(one.weight.dequantize(), other.weight.dequantize().cpu())
+    with torch.inference_mode():
+        found = on_gpu(IDS.cuda(), logits_to_keep=0).cpu()
+    assert nmse(found, on_cpu(IDS, logits_to_keep=0)) <= 1e-6
+
+
+@on_a_gpu
+def test_what_is_sent_through_pinned_memory_arrives_as_it_was() -> None:
+    from infinilm.checkpoint.staging import PIECE_BYTES, Staging
+
+    staging = Staging(DEVICE)
+    for size in (1, PIECE_BYTES // 4, 5 * PIECE_BYTES // 4 + 3):
+        sent = torch.randn(size, generator=torch.Generator().manual_seed(size))
+        assert torch.equal(staging.send(sent).cpu(), sent)
+
+
+@on_a_gpu
+def test_products_can_be_recorded() -> None:
+    for num_rows in (1, 5):
+        weight, x = weight_of(BlockType.Q4_0, 200, 40), random(num_rows, 1280, dtype=HALF)
+        graph = Graph.record(
+            lambda x=x, weight=weight: ops.quantized_linear(x, weight, None), CudaArena(DEVICE)
+        )
+        x.copy_(x.flip(1))
+        assert_near(graph.replay(), x, weight)
+
+
+# ---- float8 ------------------------------------------------------------------------------------------------
+
+
+def float8_of(num_rows: int, length: int) -> Float8Tensor:
+    return to_float8(random(num_rows + 1, length, dtype=torch.float32)[1:])
+
+
+@on_a_gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 16, 17, 32])
+def test_float8_products_round_nothing_but_the_weight(num_rows: int, dtype: torch.dtype) -> None:
+    for size, length in ((1, 16), (33, 304), (77, 592), (64, 4096), (48, 14336)):
+        weight = float8_of(size, length)
+        x, bias = random(num_rows, length, dtype=dtype), random(size, dtype=dtype)
+        assert_near(run(ops.quantized_linear, x, weight, None), x, weight)
+        assert_near(run(ops.quantized_linear, x, weight, bias), x, weight, bias)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("num_rows", [33, 64, 300])
+def test_float8_products_of_many_rows_round_each_to_a_scale_of_its_own(num_rows: int) -> None:
+    for size, length in ((160, 320), (77, 592)):
+        weight, bias = float8_of(size, length), random(size, dtype=torch.bfloat16)
+        sizes = torch.logspace(-6, 6, num_rows, device=DEVICE)[:, None]
+        x = (random(num_rows, length, dtype=torch.float32) * sizes).bfloat16()
+        found, wanted = run(ops.quantized_linear, x, weight, bias), product(x, weight, bias)
+        errors = (found.double() - wanted).norm(dim=1) / wanted.norm(dim=1)
+        assert errors.max() <= 4e-2  # 3 bits of a number are kept
+        x[1, 7] = torch.nan
+        spoilt = run(ops.quantized_linear, x, weight, bias)
+        assert spoilt[1].isnan().all() and torch.equal(spoilt[2:], found[2:])
+
+
+@on_a_gpu
+def test_float8_rows_are_those_of_the_reference() -> None:
+    weight, ids = float8_of(53, 1296), torch.tensor([[0, 52], [7, 7]])
+    assert torch.equal(run(ops.quantized_embedding, ids, weight), weight.dequantize()[ids.to(DEVICE)])
+    assert run(ops.quantized_embedding, torch.tensor([53, -1]), weight).isnan().all()
+
+
+@on_a_gpu
+def test_a_float8_model_is_near_the_one_it_was_made_of(tmp_path: Path) -> None:
+    folder = gguf_files.write_folder(tmp_path / "model", gguf_files.llama_weights())
+    wanted = LlamaForCausalLM.from_pretrained(folder)(IDS, logits_to_keep=0)
+    model = LlamaForCausalLM.from_pretrained(folder, device="cuda", dtype="bfloat16", quantize="fp8")
+    assert isinstance(model.lm_head.weight, Float8Tensor)
+    with torch.inference_mode():
+        assert nmse(model(IDS.cuda(), logits_to_keep=0).cpu(), wanted) <= 2e-2
