@@ -188,7 +188,7 @@ class Runner:
         batch = Batch(
             tensor(token_ids), rope_rows, tensor(streams), tensor(slots), tables, lengths, tensor(logit_rows)
         ).to(self.device)
-        if min(token_ids) < 0:
+        if self.is_ahead and min(token_ids) < 0:
             batch = replace(batch, token_ids=self._latest.known(batch.token_ids))
         return batch, self.cache, rope
 

@@ -118,7 +118,7 @@ def project_heads(
 
     where: positions, sin, cos, is_interleaved, keys, values, block_tables, streams, slots
     """
-    _, num_kv_heads, _, size = where[5].shape
+    num_kv_heads, size = where[5].shape[1], 2 * where[1].shape[1]  # a row of the sines has one for each pair
     heads = linear(rms_norm(x, norm, eps), weight, bias).view(len(x), -1, size)
     num_heads = heads.shape[1] - 2 * num_kv_heads
     return store_heads(*torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], 1), *where)
