@@ -341,6 +341,7 @@ class EngineConfig:
     seed: int | None = None
     speculative_config: Mapping[str, Any] | None = None
     chat_template: str | None = None
+    deterministic: bool = False  # on a GPU the same bits in any company, as a CPU always has; for the process
     max_queue: int = 1024  # requests that wait
     max_queue_tokens: int = 1 << 22
 
@@ -359,6 +360,7 @@ class EngineConfig:
         check_one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         check_one_of("block_size", self.block_size, BLOCK_SIZES)
         check_flag("enable_prefix_caching", self.enable_prefix_caching)
+        check_flag("deterministic", self.deterministic)
         if not isinstance(self.chat_template, str | None):
             raise ValueError(f"chat_template must be the text of one, but is {short(self.chat_template)}")
         object.__setattr__(self, "kv_cache_memory", checked_bytes("kv_cache_memory", self.kv_cache_memory))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from engines import Tiny
 
+import infinicore
 from infinilm import EngineConfig
 from infinilm.engine.memory import SHARES, free_bytes, share_of, told_of_memory
 from infinilm.llm import chosen_device
@@ -43,3 +47,16 @@ def test_a_gpu_that_is_too_small_is_told_of_in_one_line_with_the_numbers(
     with pytest.raises(MemoryError, match=wanted) as found, told_of_memory("the weights", GPU):
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2.00 GiB")
     assert "\n" not in str(found.value)
+
+
+def test_an_engine_that_is_to_be_deterministic_says_so_to_all_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(infinicore, "deterministic", False)
+    tiny = Tiny.at(tmp_path)
+    tiny.engine()
+    assert not infinicore.deterministic
+    tiny.engine(deterministic=True)
+    assert infinicore.deterministic
+    with pytest.raises(ValueError, match="deterministic"):
+        tiny.engine(deterministic="yes")

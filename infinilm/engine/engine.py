@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+import infinicore
 from infinicore.checks import integer
 from infinilm.cache import DTYPES, BlockShape, PagedCache
 from infinilm.config import EngineConfig, LlamaConfig
@@ -65,6 +66,8 @@ class Engine:
         self.config = config
         self.draft = draft
         check_length(config, model.config)
+        if config.deterministic:
+            infinicore.deterministic = True
         self.cache, *others = make_caches([model] if draft is None else [model, draft], config)
         self.blocks = Blocks(self.cache.num_blocks, config.block_size, config.enable_prefix_caching)
         room = self.cache.num_blocks * config.block_size
