@@ -24,8 +24,8 @@ constexpr int kSpinPauses = 2000;
 
 using Body = void (*)(void*, int64_t, int64_t, bool);
 
-// The work of a region, cut into parts. Threads take the next part whenever they have done one: each a large
-// one first, then what is left, so that nobody waits long for a core that is slow or busy with others.
+// The work of a region, cut into parts. Threads take the next part whenever they have done one, of much work
+// large ones first and then small ones, so that nobody waits long for a core that is slow or busy with others.
 struct Job {
     Body body;
     void* context;
@@ -35,7 +35,7 @@ struct Job {
     Job(Body body, void* context, int64_t count, int64_t most, int num_threads)
         : body(body), context(context), count(count),
           num_large(static_cast<int>(most < num_threads ? most : num_threads)),
-          num_small(most < 4 * num_threads ? 0 : num_threads) {}
+          num_small(most < 16 * num_threads ? 0 : num_threads) {}
     Job() : Job(nullptr, nullptr, 0, 0, 1) {}
 
     int num_parts() const { return num_large + num_small; }
