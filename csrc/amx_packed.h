@@ -37,8 +37,8 @@ void read_pairs(int8_t* __restrict q, const uint8_t* __restrict packed) {
                  "r"(stride)                                                                             \
                  : "memory")
 
-// The dots of a group, in one of two slots of tile registers. Rows of x are `stride` bytes apart, their second
-// plane follows the first.
+// The dots of a group, in one of two slots of tile registers. Rows of x are `stride` bytes apart, their
+// second plane follows the first.
 template <int slot, int kPlanes, bool is_unsigned, int64_t stride>
 INFINI_INLINE inline void multiply_group(const int8_t* w, const int8_t* q) {
     static_assert(kPlanes == 1 || !is_unsigned);

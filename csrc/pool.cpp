@@ -25,7 +25,8 @@ constexpr int kSpinPauses = 2000;
 using Body = void (*)(void*, int64_t, int64_t, bool);
 
 // The work of a region, cut into parts. Threads take the next part whenever they have done one, of much work
-// large ones first and then small ones, so that nobody waits long for a core that is slow or busy with others.
+// large ones first and then small ones, so that nobody waits long for a core that is slow or busy with
+// others.
 struct Job {
     Body body;
     void* context;

@@ -10,9 +10,9 @@ namespace infini {
 int num_threads();
 void set_num_threads(int count);
 
-// Calls body(context, begin, end, is_first) over [0, count), cut into runs of at least `grain` items, of which
-// each thread takes one after the other; is_first tells whether it is the thread's first one. A second caller
-// while a region runs does its work alone. Results may not depend on where the cuts fall.
+// Calls body(context, begin, end, is_first) over [0, count), cut into runs of at least `grain` items, of
+// which each thread takes one after the other; is_first tells whether it is the thread's first one. A second
+// caller while a region runs does its work alone. Results may not depend on where the cuts fall.
 void parallel_run(int64_t count, int64_t grain, void (*body)(void*, int64_t, int64_t, bool), void* context);
 
 // The body may leave out is_first.

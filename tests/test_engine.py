@@ -991,3 +991,14 @@ def test_prompts_are_read_to_the_end_when_nobody_is_answered_any_more(tiny: Tiny
     assert request.completions[0].num_drawn == 1
     while engine.has_work:
         engine.step()
+
+
+@SHARED
+def test_a_prompt_that_is_read_alone_tells_nothing_of_how_long_answers_take(tiny: Tiny) -> None:
+    engine = tiny.engine()
+    engine.enqueue(engine.make(prompt(200), GREEDY))
+    engine.step()
+    assert engine.scheduler.pace.seconds_beside(1, 1, 1) == 0.0
+    for _ in range(3):
+        engine.step()
+    assert engine.scheduler.pace.seconds_beside(1, 1, 1) > 0.0

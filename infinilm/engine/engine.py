@@ -269,7 +269,7 @@ class Engine:
         """What came of it; it ran since it was launched, or since the one before it was done."""
         pending, drawn = launched.pending, launched.pending.read()
         start, self._last_read = max(launched.time, self._last_read), time.perf_counter()
-        if pending.is_settled:
+        if pending.is_settled and all(item.num_drawn == item.num_tokens for item in pending.work):
             self.scheduler.pace.note_answers(num_tokens_of(pending.work), self._last_read - start)
         return drawn
 
