@@ -50,10 +50,10 @@ HEAD_SIZES = (64, 80, 96, 128, 256)
 @pytest.fixture(autouse=True)
 def _devices(monkeypatch: pytest.MonkeyPatch) -> None:
     if IS_INTERPRETED:
-        from infinicore.ops.triton import attention
+        from infinicore.ops.triton import attention_alone
 
         monkeypatch.setattr(registry, "ACCELERATOR_DEVICES", ("cpu",))
-        monkeypatch.setattr(attention, "num_processors", lambda device: 8)  # so that keys are split
+        monkeypatch.setattr(attention_alone, "num_processors", lambda device: 8)  # so that keys are split
 
 
 @pytest.fixture(autouse=True)

@@ -5,16 +5,14 @@ TRITON_INTERPRET=1 runs the kernels without a GPU, on fewer sizes.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import gguf_files
 import pytest
 import torch
+from test_triton import DEVICE, ERRORS, HAS_GPU, IS_INTERPRETED, _exact, pytestmark  # noqa: F401  fixtures too
 from torch import Tensor
 
 from infinicore import nn, ops
@@ -27,20 +25,10 @@ from infinicore.quantization import BlockType, QuantizedTensor, quantize
 from infinicore.tiles import PARTS, TiledTensor, tile
 from infinilm.models.llama import LlamaForCausalLM
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
-HAS_GPU = torch.cuda.is_available() and not IS_INTERPRETED
-DEVICE = torch.device("cuda", 0) if HAS_GPU else torch.device("cpu")
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not HAS_GPU and not IS_INTERPRETED, reason="there is no CUDA device here"),
-]
 on_a_gpu = pytest.mark.skipif(not HAS_GPU, reason="a model is loaded to a CUDA device")
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HALF = torch.bfloat16
-# ‖found - wanted‖ / ‖wanted‖: where rows are several, weights are rounded to their dtype
-ERRORS = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 ROWS = (1, 2, 7, 16, 17, 64, 300) if HAS_GPU else (1, 7, 17)
 TYPES = pytest.mark.parametrize("type", PARTS, ids=lambda type: type.name)
 IDS = torch.tensor([[1, 2, 3, 0, 7, 39, 5]])
@@ -53,14 +41,6 @@ def _devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(registry, "ACCELERATOR_DEVICES", ("cpu",))
         monkeypatch.setattr(splits, "num_processors", lambda device: 8)  # so that sums are split
-
-
-@pytest.fixture(autouse=True)
-def _exact() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
 
 
 def run(op: Op[Any], x: Tensor, *args: Any, out: Any = None) -> Tensor:

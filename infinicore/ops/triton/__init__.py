@@ -1,8 +1,9 @@
 """Registers the kernels for CUDA. Triton is imported when the first tensor on a GPU comes, and not before.
 
-A file is a family: its kernels, their launchers, and for each op a pair `accepts_<op>`, `<op>`, which take
-(out, *args) as the registry has it. Kernels read no number on the host, so nothing waits for the device. An
-index that is out of range cannot be reported from there: its row comes out as NaN, and nothing is stored.
+A family is a file that has for each op a pair `accepts_<op>`, `<op>`, which take (out, *args) as the registry
+has it, with its kernels and their launchers, or over files that have those. Kernels read no number on the
+host, so nothing waits for the device. An index that is out of range cannot be reported from there: its row
+comes out as NaN, and nothing is stored.
 """
 
 from __future__ import annotations

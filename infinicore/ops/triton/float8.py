@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from infinicore.float8 import LARGEST, Float8Tensor
-from infinicore.ops.triton.splits import fold, part_of, splits_of
+from infinicore.ops.triton.splits import fold, part_of, splits_of, store_sums
 from infinicore.ops.triton.tensors import overlap, wait_for_inputs
 
 # M rows of x, N of the weight, K their length
@@ -103,15 +103,7 @@ def tiles_kernel(
         x = tl.load(x_at + start, mask=(column < M)[:, None] & is_in, other=0.0)
         sums = tl.dot(weight.to(x.dtype), x.T, sums)
     sums *= tl.load(scale_ptr + row, mask=row < N, other=0.0)[:, None]
-    is_stored = (column < M)[:, None] & (row < N)[None, :]
-    if IS_SPLIT:
-        to = part_ptr + (split.to(tl.int64) * M + column)[:, None] * N + row[None, :]
-        tl.store(to, sums.T, mask=is_stored)
-    else:
-        if HAS_BIAS:
-            sums += tl.load(bias_ptr + row, mask=row < N, other=0.0).to(tl.float32)[:, None]
-        to = y_ptr + column.to(tl.int64)[:, None] * N + row[None, :]
-        tl.store(to, sums.T.to(y_ptr.dtype.element_ty), mask=is_stored)
+    store_sums(y_ptr, part_ptr, bias_ptr, sums, row, column, split, M, N, HAS_BIAS, IS_SPLIT)
 
 
 @triton.jit

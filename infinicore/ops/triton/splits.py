@@ -13,6 +13,22 @@ TILE = 1024
 
 
 @triton.jit
+def store_sums(
+    y_ptr, part_ptr, bias_ptr, sums, row, column, split, M, N, HAS_BIAS: tl.constexpr, IS_SPLIT: tl.constexpr
+):
+    """Sums [rows of a weight, columns: rows of x] go to y [M, N], or to their split of it"""
+    is_stored = (column < M)[:, None] & (row < N)[None, :]
+    if IS_SPLIT:
+        to = part_ptr + (split.to(tl.int64) * M + column)[:, None] * N + row[None, :]
+        tl.store(to, sums.T, mask=is_stored)
+    else:
+        if HAS_BIAS:
+            sums += tl.load(bias_ptr + row, mask=row < N, other=0.0).to(tl.float32)[:, None]
+        to = y_ptr + column.to(tl.int64)[:, None] * N + row[None, :]
+        tl.store(to, sums.T.to(y_ptr.dtype.element_ty), mask=is_stored)
+
+
+@triton.jit
 def fold_kernel(
     y_ptr, part_ptr, bias_ptr, total, N,
     HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, OVERLAPS: tl.constexpr,

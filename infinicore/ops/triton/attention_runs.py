@@ -1,0 +1,200 @@
+"""Attention of runs: tokens of one stream in a row, such as a prompt, by tiles of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from infinicore.ops.triton.attention_places import LONG, arithmetic, in_run, lanes_at, padded, place_of
+from infinicore.ops.triton.cache import LANES
+from infinicore.ops.triton.tensors import overlap, wait_for_inputs
+
+# N tokens, B streams, M blocks of a stream, P blocks of a pool, S slots of a block, H query heads,
+# K key/value heads, G query heads of each, D head size, KEYS keys that are looked at together
+
+
+@triton.jit
+def blocks_of(table_ptr, key, is_seen, K, P, head, S: tl.constexpr):
+    """Where the blocks of some keys begin, in slots of a head, and NaN for those that no pool has
+
+    Of keys that are not seen it is the first block of the pool.
+    """
+    block = tl.load(table_ptr + key // S, mask=is_seen, other=0).to(tl.int64)
+    is_there = (block >= 0) & (block < P)
+    lost = tl.where(is_there, 0.0, float("nan"))
+    return (tl.where(is_there, block, 0) * K + head) * S, lost
+
+
+@triton.jit
+def load_keys(key_ptr, first, key, d, D, S: tl.constexpr, LANES: tl.constexpr):
+    """[D, KEYS], of which LANES lie side by side
+
+    Also of those that are not seen, which have a block too: a mask that ends among lanes would cut loads.
+    """
+    place = key % S
+    at = (first + place // LANES * LANES) * D + place % LANES
+    at = at[None, :] + (d * LANES)[:, None]
+    at = tl.max_contiguous(tl.multiple_of(at, (1, LANES)), (1, LANES))
+    return tl.load(key_ptr + at, mask=(d < D)[:, None], other=0.0)
+
+
+@triton.jit
+def load_values(value_ptr, first, key, is_seen, d, D, S: tl.constexpr):
+    """[KEYS, D]"""
+    at = ((first + key % S) * D)[:, None] + d[None, :]
+    return tl.load(value_ptr + at, mask=is_seen[:, None] & (d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def weigh(scores, largest):
+    """(weights, the largest score so far, what earlier sums are to be scaled by), scores in powers of two
+
+    The largest of no scores is -inf, and stands for 0.
+    """
+    new = tl.maximum(largest, tl.max(scores, 1))
+    base = tl.where(new == -float("inf"), 0.0, new)
+    return tl.exp2(scores - base[:, None]), new, tl.exp2(largest - base)
+
+
+@triton.jit
+def add_keys(
+    sums, total, largest, q, slot, key_ptr, value_ptr, table, begin, end, last, scale, window, K, P, head, D,
+    S: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What the tokens of a tile have summed up, with the keys from begin to end, where some see some of them.
+
+    Values that are not finite are NaN to those who see them and nothing to the others, whose weight of 0
+    would make NaN of them.
+    """
+    d = tl.arange(0, DIM)
+    for start in range(begin, end, KEYS):
+        key = start + tl.arange(0, KEYS)
+        is_there = key <= last
+        first, missing = blocks_of(table, key, is_there, K, P, head, S)
+        keys = load_keys(key_ptr, first, key, d, D, S, LANES).to(DTYPE)
+        scores = tl.dot(q, keys, input_precision=PRECISION) * scale + missing[None, :]
+        is_seen = (key[None, :] <= slot[:, None]) & ((window <= 0) | (key[None, :] > slot[:, None] - window))
+        weights, largest, scaled = weigh(tl.where(is_seen, scores, -float("inf")), largest)
+        values = load_values(value_ptr, first, key, is_there, d, D, S).to(DTYPE)
+        total = total * scaled + tl.sum(weights, 1)
+        is_finite = tl.abs(values.to(tl.float32)) < float("inf")
+        spoils = tl.where(is_finite, 0.0, 1.0).to(DTYPE)
+        num_spoilt = tl.dot(is_seen.to(DTYPE), spoils, input_precision=PRECISION)
+        sums = tl.where(num_spoilt > 0, float("nan"), sums * scaled[:, None])
+        values = tl.where(is_finite, values, 0.0)
+        sums = tl.dot(weights.to(DTYPE), values, sums, input_precision=PRECISION)
+    return sums, total, largest
+
+
+@triton.jit
+def chosen(group, first, second, third, fourth):
+    """Of four numbers the one that each group has"""
+    return tl.where(group < 2, tl.where(group == 0, first, second), tl.where(group == 2, third, fourth))
+
+
+@triton.jit
+def add_whole_keys(
+    sums, total, largest, q, key_ptr, value_ptr, table, begin, end, scale, K, P, head, D,
+    S: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """add_keys where all tokens see all keys: four times LANES at once, whose addresses are found one round
+    ahead, a number for each LANES"""
+    d, k = tl.arange(0, DIM), tl.arange(0, 4 * LANES)
+    a0, lost0 = lanes_at(table, begin, 0, end, K, P, head, D, S, LANES)
+    a1, lost1 = lanes_at(table, begin + LANES, 0, end, K, P, head, D, S, LANES)
+    a2, lost2 = lanes_at(table, begin + 2 * LANES, 0, end, K, P, head, D, S, LANES)
+    a3, lost3 = lanes_at(table, begin + 3 * LANES, 0, end, K, P, head, D, S, LANES)
+    for start in range(begin, end, 4 * LANES):
+        ahead, lost = start + 4 * LANES, lost0 + lost1 + lost2 + lost3
+        first = tl.multiple_of(chosen(k // LANES, a0, a1, a2, a3), LANES)
+        a0, lost0 = lanes_at(table, ahead, 0, end, K, P, head, D, S, LANES)
+        a1, lost1 = lanes_at(table, ahead + LANES, 0, end, K, P, head, D, S, LANES)
+        a2, lost2 = lanes_at(table, ahead + 2 * LANES, 0, end, K, P, head, D, S, LANES)
+        a3, lost3 = lanes_at(table, ahead + 3 * LANES, 0, end, K, P, head, D, S, LANES)
+        at = (first + k % LANES)[None, :] + (d * LANES)[:, None]
+        at = tl.max_contiguous(tl.multiple_of(at, (1, LANES)), (1, LANES))
+        keys = tl.load(key_ptr + at, mask=(d < D)[:, None], other=0.0).to(DTYPE)
+        scores = tl.dot(q, keys, input_precision=PRECISION) * scale + lost
+        weights, largest, scaled = weigh(scores, largest)
+        at = (first + k % LANES * D)[:, None] + d[None, :]
+        values = tl.load(value_ptr + at, mask=(d < D)[None, :], other=0.0).to(DTYPE)
+        total = total * scaled + tl.sum(weights, 1)
+        sums = tl.dot(weights.to(DTYPE), values, sums * scaled[:, None], input_precision=PRECISION)
+    return sums, total, largest
+
+
+@triton.jit(do_not_specialize=["window", "N", "B", "M", "P"])
+def runs_kernel(
+    y_ptr, q_ptr, key_ptr, value_ptr, table_ptr, stream_ptr, slot_ptr,
+    q_token_stride, q_head_stride, scale, window, N, B, M, P, K, G, D,
+    S: tl.constexpr, LANES: tl.constexpr, LONG: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr,
+    KEYS: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """One head of a tile of tokens, stream after stream of those that it holds runs of"""
+    wait_for_inputs(OVERLAPS)
+    head = tl.program_id(0)
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the last tokens of a prompt take longest
+    n, d = tile * TOKENS + tl.arange(0, TOKENS), tl.arange(0, DIM)
+    todo = in_run(stream_ptr, n, N, LONG)
+    is_any = tl.max(todo.to(tl.int32), 0)
+    if is_any == 0:
+        return
+    stream, slot, lost = place_of(stream_ptr, slot_ptr, n, n < N, B, M, S)
+    rows = n.to(tl.int64)
+    is_value = (n < N)[:, None] & (d < D)[None, :]
+    q_at = q_ptr + rows[:, None] * q_token_stride + head * q_head_stride + d[None, :]
+    q = tl.load(q_at, mask=is_value, other=0.0).to(DTYPE)
+    while is_any > 0:
+        current = tl.min(tl.where(todo, stream, 1 << 62), 0)
+        is_own = todo & (stream == current)
+        last = tl.max(tl.where(is_own, slot, 0), 0)
+        seen = tl.where(window > 0, tl.maximum(slot - window + 1, 0), 0)
+        # All see the keys from `whole` to `parted`, which are four times LANES each.
+        begin = tl.min(tl.where(is_own, seen, 1 << 30), 0) // KEYS * KEYS
+        whole = tl.cdiv(tl.max(tl.where(is_own, seen, 0), 0), 4 * LANES) * 4 * LANES
+        parted = (tl.min(tl.where(is_own, slot, 1 << 30), 0) + 1) // (4 * LANES) * 4 * LANES
+        parted = tl.maximum(parted, whole)
+        table = table_ptr + current * M
+        largest = tl.full((TOKENS,), -float("inf"), tl.float32)
+        total, sums = tl.zeros((TOKENS,), tl.float32), tl.zeros((TOKENS, DIM), tl.float32)
+        sums, total, largest = add_keys(
+            sums, total, largest, q, slot, key_ptr, value_ptr, table, begin, whole, last,
+            scale, window, K, P, head // G, D, S, LANES, DIM, KEYS, DTYPE, PRECISION,
+        )  # fmt: skip
+        sums, total, largest = add_whole_keys(
+            sums, total, largest, q, key_ptr, value_ptr, table, whole, parted,
+            scale, K, P, head // G, D, S, LANES, DIM, DTYPE, PRECISION,
+        )  # fmt: skip
+        sums, total, largest = add_keys(
+            sums, total, largest, q, slot, key_ptr, value_ptr, table, parted, last + 1, last,
+            scale, window, K, P, head // G, D, S, LANES, DIM, KEYS, DTYPE, PRECISION,
+        )  # fmt: skip
+        y = sums / total[:, None] + lost[:, None]
+        y_at = y_ptr + (rows * K * G + head)[:, None] * D + d[None, :]
+        tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=is_own[:, None] & (d < D)[None, :])
+        todo = todo & (stream != current)
+        is_any = tl.max(todo.to(tl.int32), 0)
+
+
+def runs_tile(is_wide: bool, dim: int) -> tuple[int, int, int, int]:
+    """Tokens and keys at once, warps, stages"""
+    if is_wide:
+        return 32, 32, 4, 2
+    return (128, 64, 8, 3) if dim <= 128 else (64, 32, 4, 3)
+
+
+def launch_runs(y: Tensor, tensors: tuple[Tensor, ...], sizes: tuple[Any, ...]) -> None:
+    q, _, values, *_ = tensors
+    num_tokens, num_heads, size = q.shape
+    math_of = arithmetic(q, values)
+    dim = padded(size)
+    tokens, keys, num_warps, num_stages = runs_tile(math_of["DTYPE"] == tl.float32, dim)
+    runs_kernel[(num_heads, triton.cdiv(num_tokens, tokens))](
+        y, *tensors, *q.stride()[:2], *sizes,
+        S=values.shape[2], LANES=LANES, LONG=LONG, TOKENS=tokens, DIM=dim, KEYS=keys,
+        num_warps=num_warps, num_stages=num_stages, **math_of, **overlap(q.device),
+    )  # fmt: skip
