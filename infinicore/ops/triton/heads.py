@@ -18,8 +18,8 @@ from infinicore.ops.triton.linear import (
     load_row,
     normalised,
     num_pair_programs,
-    num_pair_warps,
     pair_product,
+    pair_tile,
 )
 from infinicore.ops.triton.norm import are_rows
 from infinicore.ops.triton.rope import TILE, are_tables
@@ -37,6 +37,7 @@ from infinicore.ops.triton.tensors import (
 
 # N tokens, H query heads, K key/value heads, D head size, E hidden size, B streams, M blocks of a stream,
 # P blocks of a pool, S slots of a block. Heads are counted on: of the queries, of the keys, of the values.
+REGISTERS = 128  # of a thread that projects: with more, not all programs would be there at once
 
 
 @triton.jit
@@ -172,8 +173,7 @@ def launch_project(q: Tensor, x: Tensor, norm: Tensor, eps: float, *rest: Any) -
         weight.stride(0), sin.stride(0), cos.stride(0), eps, len(sin), *tables.shape, num_blocks,
         num_heads, num_kv_heads, size, weight.shape[1],
         HAS_BIAS=bias is not None, IS_INTERLEAVED=is_interleaved, S=block_size, LANES=LANES,
-        COLUMNS=triton.next_power_of_2(weight.shape[1]), num_warps=num_pair_warps(weight),
-        **overlap(x.device),
+        maxnreg=REGISTERS, **pair_tile(weight), **overlap(x.device),
     )  # fmt: skip
 
 

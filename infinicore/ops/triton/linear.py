@@ -4,7 +4,7 @@ all the work; some numbers of rows go through the tensor cores (rows.py); others
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -29,13 +29,7 @@ from infinicore.ops.triton.tensors import (
 
 # N rows of the weight, K their length
 RESIDENT = 4  # programs that take rows in pairs, for each processor
-
-
-class Tile(NamedTuple):
-    """How much of a row of the weight a program takes at once, and on how many warps"""
-
-    columns: int
-    num_warps: int
+SHORT = 8192  # bytes of a row that a program has as a whole
 
 
 @triton.jit
@@ -55,17 +49,6 @@ def sum_of_two(a, b, c, d):
 
 
 @triton.jit
-def row_product(x_ptr, row_ptr, weight, K, COLUMNS: tl.constexpr, IS_WHOLE: tl.constexpr):
-    """sum(x * row), of which the first columns are there"""
-    column = tl.arange(0, COLUMNS)
-    sums = weight.to(tl.float32) * load_wide(x_ptr, column, K)
-    for start in range(COLUMNS, COLUMNS if IS_WHOLE else K, COLUMNS):
-        weight = load_row(row_ptr, start + column, K)
-        sums += weight.to(tl.float32) * load_wide(x_ptr, start + column, K)
-    return tl.sum(sums, 0)
-
-
-@triton.jit
 def normalised(x_ptr, norm, K, eps, NORMS: tl.constexpr, COLUMNS: tl.constexpr):
     """A row, normalised if there is a norm"""
     x = load_wide(x_ptr, tl.arange(0, COLUMNS), K)
@@ -81,23 +64,60 @@ def pair_product(x, first, second):
 
 
 @triton.jit
-def linear_kernel(
-    y_ptr, x_ptr, weight_ptr, bias_ptr, residual_ptr, weight_stride, N, K,
-    HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, COLUMNS: tl.constexpr, IS_WHOLE: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    """y[n] = sum(x * weight[n]) + bias[n] + residual[n]
-
-    Weights do not depend on the kernel before: the first are on their way while it ends.
-    """
-    n = tl.program_id(0)
-    row_ptr = weight_ptr + n.to(tl.int64) * weight_stride
-    weight = load_row(row_ptr, tl.arange(0, COLUMNS), K)
-    wait_for_inputs(OVERLAPS)
-    residual = tl.load(residual_ptr + n).to(tl.float32) if ADDS else 0.0
-    y = row_product(x_ptr, row_ptr, weight, K, COLUMNS, IS_WHOLE) + residual
+def finished(y, n, is_row, bias_ptr, residual_ptr, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr):
+    """y + bias[n] + residual[n]"""
     if HAS_BIAS:
-        y += tl.load(bias_ptr + n).to(tl.float32)
+        y += tl.load(bias_ptr + n, mask=is_row, other=0.0).to(tl.float32)
+    if ADDS:
+        y += tl.load(residual_ptr + n, mask=is_row, other=0.0).to(tl.float32)
+    return y
+
+
+@triton.jit
+def short_kernel(
+    y_ptr, x_ptr, weight_ptr, bias_ptr, residual_ptr, weight_stride, N, K,
+    HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """y[n] = sum(x * weight[n]) + bias[n] + residual[n], by pairs of rows
+
+    A program has the next rows on their way while it sums up those it has, the first before its input is
+    there.
+    """
+    column, pair = tl.arange(0, COLUMNS), tl.arange(0, 2)
+    row_ptr = weight_ptr + (2 * tl.program_id(0)).to(tl.int64) * weight_stride
+    first = load_row(row_ptr, column, K)
+    second = load_row(row_ptr + weight_stride, column, tl.where(2 * tl.program_id(0) + 1 < N, K, 0))
+    wait_for_inputs(OVERLAPS)
+    x = load_wide(x_ptr, column, K)
+    for n in range(2 * tl.program_id(0), N, 2 * tl.num_programs(0)):
+        ahead = n + 2 * tl.num_programs(0)
+        row_ptr = weight_ptr + ahead.to(tl.int64) * weight_stride
+        next_first, next_second = (
+            load_row(row_ptr, column, tl.where(ahead < N, K, 0)),
+            load_row(row_ptr + weight_stride, column, tl.where(ahead + 1 < N, K, 0)),
+        )
+        a, b = pair_product(x, first, second)
+        y = tl.where(pair == 0, a, b)
+        y = finished(y, n + pair, n + pair < N, bias_ptr, residual_ptr, HAS_BIAS, ADDS)
+        tl.store(y_ptr + n + pair, y.to(y_ptr.dtype.element_ty), mask=n + pair < N)
+        first, second = next_first, next_second
+
+
+@triton.jit
+def long_kernel(
+    y_ptr, x_ptr, weight_ptr, bias_ptr, residual_ptr, weight_stride, N, K,
+    HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """The same by a row, in steps of some columns"""
+    n, column = tl.program_id(0), tl.arange(0, COLUMNS)
+    row_ptr = weight_ptr + n.to(tl.int64) * weight_stride
+    weight = load_row(row_ptr, column, K)
+    wait_for_inputs(OVERLAPS)
+    sums = weight.to(tl.float32) * load_wide(x_ptr, column, K)
+    for start in range(COLUMNS, K, COLUMNS):
+        weight = load_row(row_ptr, start + column, K)
+        sums += weight.to(tl.float32) * load_wide(x_ptr, start + column, K)
+    y = finished(tl.sum(sums, 0), n, n < N, bias_ptr, residual_ptr, HAS_BIAS, ADDS)
     tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty))
 
 
@@ -132,20 +152,15 @@ def gated_kernel(
         gate, up = next_gate, next_up
 
 
-def tile_of(size: int, width: int, num_rows: int) -> Tile:
-    """What reads weights fastest on an H200: rows as a whole if they are short, else in steps"""
-    if size * width <= 8192:
-        return Tile(triton.next_power_of_2(size), 8 if num_rows <= 8192 else 4)
-    return Tile(2048 // width, 4)
-
-
 def launch(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> None:
     num_rows, size = weight.shape
-    tile = tile_of(size, weight.element_size(), num_rows)
-    linear_kernel[(num_rows,)](
+    is_short = size * weight.element_size() <= SHORT
+    kernel = short_kernel if is_short else long_kernel
+    num_programs = num_pair_programs(triton.cdiv(num_rows, 2), x.device) if is_short else num_rows
+    tile = pair_tile(weight) if is_short else {"COLUMNS": 2048 // weight.element_size(), "num_warps": 4}
+    kernel[(num_programs,)](
         y, x, weight, bias, residual, weight.stride(0), num_rows, size,
-        HAS_BIAS=bias is not None, ADDS=residual is not None, COLUMNS=tile.columns,
-        IS_WHOLE=size <= tile.columns, num_warps=tile.num_warps, **overlap(x.device),
+        HAS_BIAS=bias is not None, ADDS=residual is not None, **tile, **overlap(x.device),
     )  # fmt: skip
 
 
@@ -155,8 +170,7 @@ def launch_gated(
     num_rows, size = len(weight) // 2, weight.shape[1]
     gated_kernel[(num_pair_programs(num_rows, x.device),)](
         y, x, norm, weight, bias, weight.stride(0), num_rows, size, eps,
-        NORMS=norm is not None, HAS_BIAS=bias is not None, COLUMNS=triton.next_power_of_2(size),
-        num_warps=num_pair_warps(weight), **overlap(x.device),
+        NORMS=norm is not None, HAS_BIAS=bias is not None, **pair_tile(weight), **overlap(x.device),
     )  # fmt: skip
 
 
@@ -164,10 +178,10 @@ def num_pair_programs(num_pairs: int, device: torch.device) -> int:
     return min(num_pairs, RESIDENT * num_processors(device))
 
 
-def num_pair_warps(weight: Tensor) -> int:
-    """So many that a thread has 32 values of a row of 16 bits, as far as there are"""
-    num_bytes: int = triton.next_power_of_2(weight.shape[1]) * weight.element_size()
-    return min(max(num_bytes // 2048, 1), 16)
+def pair_tile(weight: Tensor) -> dict[str, int]:
+    """Whole rows, and so many warps that a thread has 32 values of a row of 16 bits, as far as there are"""
+    columns = triton.next_power_of_2(weight.shape[1])
+    return {"COLUMNS": columns, "num_warps": min(max(columns * weight.element_size() // 2048, 1), 16)}
 
 
 def are_product(x: Any, weight: Any, bias: Any) -> bool:
