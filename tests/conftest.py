@@ -40,7 +40,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    os.environ["INFINILM_TEST_DEVICE"] = config.getoption("--device")  # engines.py reads it
+    """What is said of a CPU is tried on one where there is a GPU too; tests that need a GPU are asked for."""
+    device = os.environ["INFINILM_TEST_DEVICE"] = config.getoption("--device")  # engines.py reads it
+    if device == "cpu" and "not gpu" in config.getoption("-m"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from infinilm.models.llama import LlamaForCausalLM
 from infinilm.tokenizer import Tokenizer
 
 DEVICE = os.environ.get("INFINILM_TEST_DEVICE", "cpu")  # pytest --device
+PLACED: dict[str, Any] = {} if DEVICE == "cpu" else {"device": DEVICE, "dtype": "float32"}
 HIDDEN, HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, NUM_LAYERS = 32, 16, 2, 1, 2
 SPECIALS = ["</s>", "<pad>"]
 VOCAB_SIZE = len(SPECIALS) + 256
@@ -100,8 +101,7 @@ class Tiny:
 
     @classmethod
     def at(cls, folder: Path, **config: Any) -> Tiny:
-        dtype = None if DEVICE == "cpu" else "float32"
-        return cls(write_model(folder, **config), *load_model(folder, device=DEVICE, dtype=dtype))
+        return cls(write_model(folder, **config), *load_model(folder, **PLACED))
 
     def engine(
         self, num_blocks: int | None = None, draft: Tiny | None = None, is_ahead: bool = False, **options: Any
@@ -246,6 +246,11 @@ def said(output: RequestOutput) -> Any:
         return output.prompt_token_ids, output.outputs, output.prompt_logprobs, output.finished
     outputs = [replace(each, cumulative_logprob=None, logprobs=None) for each in output.outputs]
     return output.prompt_token_ids, outputs, output.finished
+
+
+def is_same(found: Tensor, wanted: Tensor) -> bool:
+    """Bit by bit, but for how a GPU rounds"""
+    return torch.equal(found, wanted) if DEVICE == "cpu" else torch.allclose(found, wanted, 1e-4, 1e-5)
 
 
 def is_beginning(part: RequestOutput, whole: RequestOutput) -> bool:

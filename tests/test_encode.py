@@ -15,11 +15,13 @@ import transformers
 from engines import (
     HIDDEN,
     MAX_LENGTH,
+    PLACED,
     VOCAB_SIZE,
     Tiny,
     check_blocks,
     check_idle,
     finish,
+    is_same,
     preempt_one,
     prompt,
     random_params,
@@ -48,7 +50,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 @pytest.fixture
 def llm(tiny: Tiny) -> Iterator[AsyncLLM]:
-    made = AsyncLLM(tiny.folder, kv_cache_memory="32MB", block_size=16)
+    made = AsyncLLM(tiny.folder, kv_cache_memory="32MB", block_size=16, **PLACED)
     yield made
     made.shutdown()
 
@@ -56,8 +58,8 @@ def llm(tiny: Tiny) -> Iterator[AsyncLLM]:
 def alone(tiny: Tiny, token_ids: Sequence[int]) -> Tensor:
     """The state of the last of so many tokens, without an engine"""
     with torch.inference_mode():
-        states: Tensor = tiny.model.model(torch.tensor([token_ids]))
-    return states[0, -1]
+        states: Tensor = tiny.model.model(torch.tensor([token_ids], device=tiny.model.device))
+    return states[0, -1].cpu()
 
 
 def within_patience(work: Any) -> Any:
@@ -119,7 +121,7 @@ def test_a_state_has_the_same_bits_in_any_company_and_disturbs_nobody(
     )
     for i, (request, (ids, params, _)) in enumerate(zip(requests, given, strict=True)):
         if i % 2:
-            assert torch.equal(request.state(), alone(tiny, ids))
+            assert is_same(request.state(), alone(tiny, ids))
         else:
             single = tiny.engine()
             (wanted,) = finish(single, single.make(ids, params))
@@ -130,7 +132,7 @@ def test_a_prompt_may_fill_the_whole_length_and_not_more(tiny: Tiny) -> None:
     engine = tiny.engine()
     request = engine.make_encoding(prompt(MAX_LENGTH))
     finish(engine, request)
-    assert torch.equal(request.state(), alone(tiny, prompt(MAX_LENGTH)))
+    assert is_same(request.state(), alone(tiny, prompt(MAX_LENGTH)))
     with pytest.raises(RequestError, match=f"{MAX_LENGTH} are the most"):
         engine.make_encoding(prompt(MAX_LENGTH + 1))
 
@@ -144,25 +146,25 @@ def test_a_state_that_is_no_number_fails_its_request_alone(tiny: Tiny) -> None:
         keys[spoilt.completions[0].block_ids] = values[spoilt.completions[0].block_ids] = torch.nan
     finish(engine, other)
     assert isinstance(spoilt.error, NumericalError)
-    assert torch.equal(other.state(), alone(tiny, prompt(40, 1)))
+    assert is_same(other.state(), alone(tiny, prompt(40, 1)))
     check_idle(engine)
 
 
 def test_embeddings_have_length_one_and_the_order_of_the_prompts(tiny: Tiny) -> None:
-    llm = LLM(tiny.folder, kv_cache_memory="4MB")
+    llm = LLM(tiny.folder, kv_cache_memory="4MB", **PLACED)
     given = [prompt(5 + i, i) for i in range(6)]
     outputs = llm.embed([*given, given[0]], use_tqdm=False)
     for ids, output in zip([*given, given[0]], outputs, strict=True):
         wanted = torch.nn.functional.normalize(alone(tiny, ids), dim=0)
         assert output.prompt_token_ids == ids and output.finished
-        assert output.outputs.embedding == wanted.tolist()
+        assert is_same(torch.tensor(output.outputs.embedding), wanted)
         assert sum(x * x for x in output.outputs.embedding) == pytest.approx(1.0)
     assert [output.prompt_token_ids for output in llm.embed("abc")] == [llm.tokenizer.encode("abc")]
 
 
 @pytest.mark.parametrize("given", ["", [], [[]], 5, {"text": "a"}], ids=repr)
 def test_what_cannot_be_embedded_is_a_request_error(given: Any, tiny: Tiny) -> None:
-    llm = LLM(tiny.folder, kv_cache_memory="4MB")
+    llm = LLM(tiny.folder, kv_cache_memory="4MB", **PLACED)
     if given == []:
         assert llm.embed(given) == []
         return
@@ -183,15 +185,15 @@ def test_coroutines_get_states_beside_answers_and_logits_of_them(llm: AsyncLLM, 
         return await states, await llm.logits(torch.stack(await states)), list(await tokens)
 
     states, logits, tokens = within_patience(mixed())
-    assert all(torch.equal(state, alone(tiny, prompt(20, i))) for i, state in enumerate(states))
+    assert all(is_same(state, alone(tiny, prompt(20, i))) for i, state in enumerate(states))
     assert states[0].shape == (HIDDEN,) and states[0].dtype == torch.float32
     assert logits.shape == (8, VOCAB_SIZE) and logits.argmax(1).tolist() == tokens
     check_idle(llm.engine)
 
 
 def test_logits_of_half_precision_are_those_that_tokens_are_drawn_from(tmp_path: Path) -> None:
-    llm = AsyncLLM(write_model(tmp_path), kv_cache_memory="4MB", dtype="bfloat16")
-    model, _ = load_model(tmp_path, dtype="bfloat16")
+    llm = AsyncLLM(write_model(tmp_path), kv_cache_memory="4MB", device="cpu", dtype="bfloat16")
+    model, _ = load_model(tmp_path, device="cpu", dtype="bfloat16")
     with torch.inference_mode():
         wanted = model(torch.tensor([prompt(20)]))[0, -1].float()
 
