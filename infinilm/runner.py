@@ -32,6 +32,9 @@ RECORDED_AT = 3
 FULL = 8
 # On a GPU, where a few more tokens cost little and a recording much, every step is filled up.
 CAPTURED = (1, 2, 4, *range(8, 64, 8), *range(64, MAX_CAPTURED + 1, 16))
+# The same of a step that has tokens of prompts, more than there are rows: beyond these a GPU outlasts Python.
+PROMPTED = (64, 128, 192, 256, 384, 512, 768, 1024)
+PROMPTED_ROWS = (1, 8, 16, 32, 64, 128, MAX_CAPTURED)
 
 NOWHERE = range(0)
 
@@ -133,7 +136,7 @@ class Runner:
         self.is_ahead = is_cuda = self.device.type == "cuda"
         self._arena = CudaArena(self.device) if is_cuda else Arena()
         self.can_record = is_cuda or self.device.type == "cpu"
-        most_bytes = num_bytes(page_kinds(MAX_CAPTURED, MAX_CAPTURED))
+        most_bytes = num_bytes(page_kinds(PROMPTED[-1], MAX_CAPTURED))
         self._latest = Latest(max(MAX_CAPTURED, max_streams), most_bytes, self.device)
 
     def run(self, work: Sequence[Work]) -> list[Drawn]:
@@ -383,23 +386,27 @@ def drawn_rows(work: Sequence[Work]) -> list[Row]:
 
 def recorded_size(num_tokens: int, num_rows: int, device: torch.device) -> tuple[int, int]:
     if device.type != "cpu":
-        size = next(size for size in CAPTURED if size >= num_tokens)
-        return size, size
+        return captured_size(num_tokens, num_rows)
     is_filled_up = num_tokens > max(2 * FULL, num_rows)
     return -(-num_tokens // FULL) * FULL if is_filled_up else num_tokens, num_rows
 
 
-def is_small(work: Sequence[Work], num_rows: int, device: torch.device) -> bool:
-    """Whether a step may be recorded: few tokens, some drawn, and no logprobs of prompts
+def captured_size(num_tokens: int, num_rows: int) -> tuple[int, int]:
+    if num_tokens == num_rows:
+        size = next(size for size in CAPTURED if size >= num_tokens)
+        return size, size
+    num_rows = next(size for size in PROMPTED_ROWS if size >= num_rows)
+    return next(size for size in PROMPTED if size >= num_tokens and size > num_rows), num_rows
 
-    On a GPU something follows each of the tokens: others are so many that they do not wait for Python.
-    """
+
+def is_small(work: Sequence[Work], num_rows: int, device: torch.device) -> bool:
+    """Whether a step may be recorded: few tokens, some drawn, and no logprobs of prompts"""
     num_tokens = sum(item.num_tokens for item in work)
-    if any(w.prompt_positions for w in work):
+    if num_rows == 0 or any(w.prompt_positions for w in work):
         return False
-    if device.type != "cpu":
-        return num_tokens <= MAX_CAPTURED and num_tokens == num_rows
-    return num_tokens <= MAX_RECORDED and num_rows > 0
+    if device.type == "cpu":
+        return num_tokens <= MAX_RECORDED
+    return num_rows <= MAX_CAPTURED and num_tokens <= PROMPTED[-1]
 
 
 def collected(

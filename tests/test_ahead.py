@@ -225,3 +225,16 @@ def test_nan_fails_its_own_request_alone_and_its_blocks_are_not_found(tiny: Tiny
     assert said(good.output()) == said(alone(tiny, Job(prompt(40, 0), params)))
     check_idle(engine)
     assert generated(engine, prompt(40, 1)).num_cached_tokens == 0
+
+
+def test_on_a_gpu_steps_of_any_size_share_a_few_recordings_in_which_prompts_have_fewer_rows_than_tokens() -> (
+    None
+):
+    found = set()
+    for num_rows in range(1, runner.MAX_CAPTURED + 1):
+        for num_tokens in range(num_rows, runner.PROMPTED[-1] + 1, 3):
+            size = runner.captured_size(num_tokens, num_rows)
+            assert size[0] >= num_tokens and size[1] >= num_rows
+            assert (size[0] == size[1]) == (num_tokens == num_rows)
+            found.add(size)
+    assert len(found) <= runner.MAX_RECORDINGS
