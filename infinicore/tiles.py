@@ -42,7 +42,7 @@ class Part(NamedTuple):
 
 BYTES, NIBBLES, HIGH_BITS = Part(32, 32, True), Part(32, 16, True), Part(32, 8, True)
 PARTS = {
-    BlockType.Q8_0: (BYTES, Part(32, 2)),  # low nibbles of a group, then high ones
+    BlockType.Q8_0: (BYTES, Part(32, 2)),  # the first 16 values of a group, then the last
     BlockType.Q4_0: (NIBBLES, Part(32, 2)),
     BlockType.Q4_1: (NIBBLES, Part(32, 2), Part(32, 2)),  # and minimums
     BlockType.Q4_K: (NIBBLES, Part(32, 1), Part(32, 1), Part(256, 2), Part(256, 2)),
@@ -75,8 +75,9 @@ class TiledTensor(RowTensor):
 
     A group of 32 values of all 32 rows is 512 bytes of nibbles, 16 for each of 32 threads 4 g + t: 4 words,
     for rows g, g + 8, g + 16 and g + 24. Value v of a word is value 16 (v / 4) + 4 t + v % 4 of the group, at
-    nibble v / 2 if v is even, else at v / 2 + 4. Bytes of Q8_0 are unsigned and two such nibbles, the high
-    2 bits of Q6_K lie likewise, two rows to a word.
+    nibble v / 2 if v is even, else at v / 2 + 4. Of Q8_0 a group is 512 bytes for its first 16 values and 512
+    for its last; value v of a word is at byte v / 2 if v is even, else at v / 2 + 2. The high 2 bits of Q6_K
+    lie as its nibbles do, two rows to a word.
     """
 
     row_step: ClassVar[int] = TILE_ROWS
@@ -172,8 +173,7 @@ def laid_out(part: Tensor, kind: Part) -> Tensor:
         return part.view(-1, 4, 8, *part.shape[1:]).permute(0, 3, 2, 1, 4).flatten(1)
     if kind is HIGH_BITS:
         return _high_words(part).flatten(1)
-    planes = [part] if kind is NIBBLES else [part & 15, part >> 4]
-    return torch.cat([_nibble_words(plane) for plane in planes], 2).flatten(1)
+    return (_nibble_words(part) if kind is NIBBLES else _byte_words(part)).flatten(1)
 
 
 def rows_of_tiles(laid: Tensor, kind: Part) -> Tensor:
@@ -184,12 +184,23 @@ def rows_of_tiles(laid: Tensor, kind: Part) -> Tensor:
     groups = laid.reshape(len(laid), -1, TILE_ROWS * kind.num_bytes)
     if kind is HIGH_BITS:
         return _high_bits_of(groups)
-    planes = [_nibbles_of(plane) for plane in torch.split(groups, TILE_ROWS * NIBBLES.num_bytes, 2)]
-    return planes[0] if kind is NIBBLES else planes[0] | planes[1] << 4
+    return _nibbles_of(groups) if kind is NIBBLES else _bytes_of(groups)
 
 
 # A value's place: row 8 j + g of its tile, value 16 s + 4 t + 2 p + o of its group; that of its bits: thread
-# 4 g + t, word j, byte 2 o + s, and there p.
+# 4 g + t, word j, byte 2 o + s, and there p. That of a byte: half s, thread 4 g + t, word j, byte 2 o + p.
+
+
+def _byte_words(codes: Tensor) -> Tensor:
+    """[32 T, 32 G, 1] -> bytes of words [T, G, 1024]"""
+    laid = codes.view(-1, 4, 8, codes.shape[1] // 32, 2, 4, 2, 2).permute(0, 3, 4, 2, 5, 1, 7, 6)
+    return laid.flatten(2)  # [T, G, s, g, t, j, o, p]
+
+
+def _bytes_of(words: Tensor) -> Tensor:
+    """The inverse of _byte_words"""
+    laid = words.reshape(*words.shape[:2], 2, 8, 4, 4, 2, 2)
+    return laid.permute(0, 5, 3, 1, 2, 4, 7, 6).reshape(len(words) * TILE_ROWS, -1, 1)
 
 
 def _nibble_words(codes: Tensor) -> Tensor:
@@ -227,7 +238,7 @@ def _high_bits_of(words: Tensor) -> Tensor:
 
 def _split_q8_0(blocks: Tensor) -> tuple[Tensor, ...]:
     scale, values = _parts(blocks, 2, 32)
-    return values ^ 0x80, scale
+    return values, scale
 
 
 def _split_q4_0(blocks: Tensor) -> tuple[Tensor, ...]:
@@ -273,7 +284,7 @@ def _spread(scales: Tensor, groups: Tensor) -> Tensor:
 
 
 def _values_q8_0(codes: Tensor, scale: Tensor) -> Tensor:
-    return _grouped(_halves(scale), codes.flatten(1).float() - 128)
+    return _grouped(_halves(scale), codes.flatten(1).view(torch.int8).float())
 
 
 def _values_q4_0(codes: Tensor, scale: Tensor) -> Tensor:

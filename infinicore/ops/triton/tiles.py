@@ -37,7 +37,7 @@ def load_words(ptr, base, group, lane, j, is_in, PLANES: tl.constexpr, PLANE: tl
 
 @triton.jit
 def load_high(ptr, base, group, lane, j, is_in, num_groups, TYPE: tl.constexpr):
-    """The high nibbles of Q8_0, or the words of Q6_K that hold the high bits of rows j and j ^ 1"""
+    """The words of the last values of Q8_0, or those of Q6_K that hold the high bits of rows j and j ^ 1"""
     if TYPE == Q8_0:
         high = load_words(ptr, base, group, lane, j, is_in, 2, 1)
     else:
@@ -112,8 +112,20 @@ def load_all(
 
 @triton.jit
 def pair(words, pairs, P: tl.constexpr):
-    """Values 2 P and 2 P + 1 of every word, each plus 128, as bfloat16 side by side"""
+    """Nibbles 2 P and 2 P + 1 of every word, each plus 128, as bfloat16 side by side"""
     return ((words >> (4 * P)) & 0x000F000F) | pairs
+
+
+@triton.jit
+def low_pair(words, pairs, P: tl.constexpr):
+    """The last 7 bits of bytes 2 P and 2 P + 1, likewise"""
+    return ((words >> (8 * P)) & 0x007F007F) | pairs
+
+
+@triton.jit
+def sign_pair(words, pairs, P: tl.constexpr):
+    """What those are more than the bytes: 128, or 256 of a negative one, which is the next exponent"""
+    return ((words >> (8 * P)) & 0x00800080) | pairs
 
 
 class Shape(NamedTuple):

@@ -8,7 +8,19 @@ import triton.language as tl
 from torch import Tensor
 
 from infinicore.ops.triton.tensors import overlap, wait_for_inputs
-from infinicore.ops.triton.tiles import Q4_0, Q4_1, Q4_K, Q6_K, Q8_0, Shape, load_all, pair, sides_of
+from infinicore.ops.triton.tiles import (
+    Q4_0,
+    Q4_1,
+    Q4_K,
+    Q6_K,
+    Q8_0,
+    Shape,
+    load_all,
+    low_pair,
+    pair,
+    sides_of,
+    sign_pair,
+)
 from infinicore.tiles import TiledTensor
 
 # M rows of x, N of the weight, K their length, G groups of 32 values, L threads: 32 for each group at hand.
@@ -30,13 +42,18 @@ def nibble(words, power, V: tl.constexpr):
 
 
 @triton.jit
+def byte(words, power, V: tl.constexpr):
+    """Likewise the signed byte V of every word"""
+    bits = ((words >> (V // 2 * 8 + V % 2 * 16)) & 0xFF) ^ (power + 0x80)
+    return bits.to(tl.float32, bitcast=True) - float((1 << 23) + 128)
+
+
+@triton.jit
 def number(words, high, j, power, V: tl.constexpr, TYPE: tl.constexpr):
     """Value V of every word, before it is scaled"""
-    value = nibble(words, power, V)
+    value = byte(words if V < 4 else high, power, V % 4) if TYPE == Q8_0 else nibble(words, power, V)
     if TYPE == Q4_0:
         value -= 8.0
-    elif TYPE == Q8_0:
-        value = value + nibble(high, power, V) * 16.0 - 128.0
     elif TYPE == Q6_K:
         bits = (high >> (8 * (j % 2) + V // 2 * 2 + V % 2 * 16).to(tl.uint32)) & 3
         value = value + bits.to(tl.float32) * 16.0 - 32.0
@@ -86,28 +103,32 @@ def twice(x):
 @triton.jit
 def pair_of_values(words, high, j, scale, minimum, pairs, P: tl.constexpr, TYPE: tl.constexpr):
     """Values 2 P and 2 P + 1 of every word, scaled, in bfloat16, two at a time: [..., 2]"""
-    low = pair(words, pairs, P)
-    if (TYPE == Q8_0) | (TYPE == Q6_K):
-        if TYPE == Q8_0:
-            top = pair(high, pairs, P)
-        else:
-            top = ((high >> (8 * (j % 2) + 2 * P).to(tl.uint32)) & 0x00030003) | pairs
-        # 136 or 130: what is left of the high bits is those of a signed number
+    if TYPE == Q6_K:
+        top = ((high >> (8 * (j % 2) + 2 * P).to(tl.uint32)) & 0x00030003) | pairs
+        # 130: what is left of the high bits is those of a signed number
         both = tl.inline_asm_elementwise(
             "{ .reg .b32 a, b, c; mov.b32 c, 0x41804180; sub.rn.bf16x2 a, $2, $4; sub.rn.bf16x2 b, $1, $5;"
             " fma.rn.bf16x2 a, a, c, b; mul.rn.bf16x2 $0, a, $3; }",
-            "=r,r,r,r,r,r", [low, top, scale, pairs + (0x00080008 if TYPE == Q8_0 else 0x00020002), pairs],
+            "=r,r,r,r,r,r", [pair(words, pairs, P), top, scale, pairs + 0x00020002, pairs],
             dtype=tl.uint32, is_pure=True, pack=1,
         )  # fmt: skip
-    elif TYPE == Q4_0:
+    elif (TYPE == Q8_0) | (TYPE == Q4_0):
+        if TYPE == Q8_0:
+            half = words if P < 2 else high
+            low = low_pair(half, pairs, P % 2)
+            taken = sign_pair(half, pairs, P % 2)
+        else:
+            low = pair(words, pairs, P)
+            taken = pairs + 0x00080008
         both = tl.inline_asm_elementwise(
             "{ .reg .b32 a; sub.rn.bf16x2 a, $1, $3; mul.rn.bf16x2 $0, a, $2; }",
-            "=r,r,r,r", [low, scale, pairs + 0x00080008], dtype=tl.uint32, is_pure=True, pack=1,
+            "=r,r,r,r", [low, scale, taken], dtype=tl.uint32, is_pure=True, pack=1,
         )  # fmt: skip
     else:
         both = tl.inline_asm_elementwise(
             "{ .reg .b32 a; sub.rn.bf16x2 a, $1, $4; fma.rn.bf16x2 $0, a, $2, $3; }",
-            "=r,r,r,r,r", [low, scale, minimum, pairs], dtype=tl.uint32, is_pure=True, pack=1,
+            "=r,r,r,r,r", [pair(words, pairs, P), scale, minimum, pairs],
+            dtype=tl.uint32, is_pure=True, pack=1,
         )  # fmt: skip
     even = both.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     odd = (both >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
