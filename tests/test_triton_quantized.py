@@ -12,13 +12,24 @@ from typing import Any
 import gguf_files
 import pytest
 import torch
-from test_triton import DEVICE, ERRORS, HAS_GPU, IS_INTERPRETED, _exact, pytestmark  # noqa: F401  fixtures too
+from test_triton import (  # noqa: F401  fixtures too
+    DEVICE,
+    ERRORS,
+    HAS_GPU,
+    IS_INTERPRETED,
+    _exact,
+    no_waiting,
+    placed,
+    pytestmark,
+)
+from test_triton import assert_near as assert_same
 from torch import Tensor
 
 from infinicore import nn, ops
 from infinicore.float8 import Float8Tensor, to_float8
 from infinicore.graph import CudaArena, Graph
 from infinicore.ops import registry
+from infinicore.ops.fused_reference import places
 from infinicore.ops.reference import random_blocks
 from infinicore.ops.registry import Op
 from infinicore.quantization import BlockType, QuantizedTensor, quantize
@@ -32,6 +43,10 @@ HALF = torch.bfloat16
 ROWS = (1, 2, 7, 16, 17, 64, 300) if HAS_GPU else (1, 7, 17)
 TYPES = pytest.mark.parametrize("type", PARTS, ids=lambda type: type.name)
 IDS = torch.tensor([[1, 2, 3, 0, 7, 39, 5]])
+# Those that have a kernel of their own for one row
+ONE_ROW = pytest.mark.parametrize(
+    "type", [type for type in PARTS if type is not BlockType.Q6_K], ids=lambda type: type.name
+)
 
 
 @pytest.fixture(autouse=True)
@@ -45,15 +60,11 @@ def _devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(op: Op[Any], x: Tensor, *args: Any, out: Any = None) -> Tensor:
     """By the kernel, which accepts it and waits for nothing"""
-    kernel = next(kernel for kernel in op.kernels if kernel.name == "triton")
+    kernels = [kernel for kernel in op.kernels if kernel.name == "triton"]
     x = x.to(DEVICE)
-    if HAS_GPU:
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        result: Tensor | None = kernel.run(out, x, *args)
-    finally:
-        if HAS_GPU:
-            torch.cuda.set_sync_debug_mode("default")
+    with no_waiting():
+        found = (kernel.run(out, x, *args) for kernel in kernels)
+        result: Tensor | None = next((result for result in found if result is not None), None)
     assert result is not None, f"{op.name} was declined"
     return result
 
@@ -137,6 +148,72 @@ def test_a_scale_that_is_nan_spoils_the_output_of_its_row_alone(type: BlockType)
         assert found[:, 11].isnan().all()
         others = torch.arange(40, device=DEVICE) != 11
         assert torch.equal(found[:, others], clean[:, others])
+
+
+@TYPES
+def test_a_row_of_any_size_and_with_values_of_many_sizes(type: BlockType) -> None:
+    weight = weight_of(type, 40, 5)
+    x = random(1, weight.shape[1], dtype=torch.float32)
+    spread = torch.logspace(-6, 0, weight.shape[1], device=DEVICE)
+    for one in (x * 1e-30, x * 1e30, x * spread, x * spread.flip(0)):
+        row = one.to(HALF)
+        assert_near(run(ops.quantized_linear, row, weight, None), row, weight)
+    for spoilt in (torch.nan, torch.inf, -torch.inf):
+        row = x.to(HALF)
+        row[0, 17] = spoilt
+        assert not run(ops.quantized_linear, row, weight, None).isfinite().any()
+
+
+# ---- one row with what stands beside its product -----------------------------------------------------------
+
+
+def dense(weight: QuantizedTensor) -> Tensor:
+    return weight.dequantize().double()
+
+
+@ONE_ROW
+def test_a_row_with_its_residual(type: BlockType) -> None:
+    weight = weight_of(type, 70, 3)
+    x, bias = random(1, weight.shape[1], dtype=HALF), random(70, dtype=HALF)
+    residual = random(1, 70, dtype=HALF).flip(1)
+    for b in (None, bias):
+        wide = None if b is None else b.double()
+        wanted = ops.linear_add.reference(x.double(), dense(weight), wide, residual.double())
+        assert_same(run(ops.linear_add, x, weight, b, residual), wanted, HALF)
+    assert run(ops.linear_add, x, weight, None, residual, out=residual) is residual
+    assert_same(residual, wanted - bias.double(), HALF)
+
+
+@ONE_ROW
+def test_a_row_through_norm_gate_and_up(type: BlockType) -> None:
+    weight = weight_of(type, 192, 5)
+    x, bias = random(1, weight.shape[1], dtype=HALF) * 3, random(192, dtype=HALF)
+    norm = random(weight.shape[1], dtype=HALF)
+    for n in (None, norm):
+        for b in (None, bias):
+            wide = [None if t is None else t.double() for t in (n, b)]
+            wanted = ops.gated_linear.reference(x.double(), wide[0], 1e-5, dense(weight), wide[1])
+            assert_same(run(ops.gated_linear, x, n, 1e-5, weight, b), wanted, HALF)
+
+
+@ONE_ROW
+def test_a_row_through_norm_and_heads_into_the_cache(type: BlockType) -> None:
+    num_blocks = 96 // type.elements_per_block or 1
+    for size, is_interleaved in ((16, False), (32, True)):
+        weight = weight_of(type, 10 * size, num_blocks)
+        x, norm = random(1, weight.shape[1], dtype=HALF), random(weight.shape[1], dtype=HALF)
+        rows, sin, cos, keys, values, *where = places(1, size, HALF)
+        rest = placed((rows, sin, cos, is_interleaved, keys, values, *where))
+        wide = [t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for t in rest]
+        wanted = ops.project_heads.reference(x.double(), norm.double(), 1e-5, dense(weight), None, *wide)
+        assert_same(run(ops.project_heads, x, norm, 1e-5, weight, None, *rest), wanted, HALF)
+        assert_same((rest[4], rest[5]), (wide[4], wide[5]), HALF)
+
+
+def test_what_stands_beside_products_of_several_rows_is_left_to_others() -> None:
+    weight, x = weight_of(BlockType.Q8_0, 64, 2), random(2, 64, dtype=HALF)
+    for kernel in ops.linear_add.kernels:
+        assert kernel.name != "triton" or kernel.run(None, x, weight, None, x) is None
 
 
 @TYPES

@@ -27,8 +27,6 @@ def linear_add(
     F.check_like("linear", input, "residual", residual, (*input.shape[:-1], weight.shape[0]))
     if isinstance(weight, PackedTensor):
         return ops.packed_linear(input, (weight,), (bias,), residual, False)
-    if isinstance(weight, QuantizedTensor):
-        return ops.add(residual, F.linear(input, weight, bias))
     return ops.linear_add(input, weight, bias, residual)
 
 
@@ -62,9 +60,9 @@ def gated_linear(
     In one pass where both are packed.
     """
     whole = None if input.is_cpu or gate.shape != up.shape else joined((gate, up), (gate_bias, up_bias))
-    if whole is not None and isinstance(whole[0], Tensor):
+    if whole is not None:
         F.check_linear(input, *whole)
-        return ops.gated_linear(input, *scale_of(norm, input), whole[0], whole[1])
+        return ops.gated_linear(input, *scale_of(norm, input), *whole)
     input = input if norm is None else norm(input)
     if not can_share_input((gate, up)) or gate.shape != up.shape:
         return F.swiglu(*linear_group(input, (gate, up), (gate_bias, up_bias)))

@@ -151,7 +151,7 @@ def project_heads(
     whole = None
     if not x.is_cpu and norm is not None and all(type(layer) is Linear for layer in layers):
         whole = joined([layer.weight for layer in layers], [layer.bias for layer in layers])
-    if whole is not None and isinstance(whole[0], Tensor):
+    if whole is not None:
         F.check_linear(x, *whole)
         return ops.project_heads(x, *scale_of(norm, x), *whole, *place)
     projected = project(x if norm is None else norm(x), *layers)

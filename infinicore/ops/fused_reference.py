@@ -19,6 +19,7 @@ from infinicore.ops.reference import (
     add,
     linear,
     not_finite,
+    quantized_linear,
     random,
     rms_norm,
     rope,
@@ -26,9 +27,11 @@ from infinicore.ops.reference import (
     swiglu,
 )
 from infinicore.ops.registry import op
+from infinicore.quantization import QuantizedTensor
 
 # N tokens, E hidden size, I intermediate size, H query heads, K key/value heads, D head size
 Samples = Iterator[tuple[Any, ...]]
+Weight = Tensor | QuantizedTensor
 
 
 def linear_add_samples(dtype: torch.dtype) -> Samples:
@@ -41,10 +44,16 @@ def linear_add_samples(dtype: torch.dtype) -> Samples:
     yield random(2, 3, 8, dtype=dtype), random(4, 8, dtype=dtype), None, random(2, 3, 4, dtype=dtype)
 
 
+def product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    if isinstance(weight, QuantizedTensor):
+        return quantized_linear(x, weight, bias)
+    return linear(x, weight, bias)
+
+
 @op(linear_add_samples, PRODUCT | HALF_PRODUCT)
-def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+def linear_add(x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor) -> Tensor:
     """residual + linear(x, weight, bias)"""
-    return add(residual, linear(x, weight, bias))
+    return add(residual, product(x, weight, bias))
 
 
 def gated_linear_samples(dtype: torch.dtype) -> Samples:
@@ -56,10 +65,10 @@ def gated_linear_samples(dtype: torch.dtype) -> Samples:
 
 
 @op(gated_linear_samples, PRODUCT | HALF_PRODUCT)
-def gated_linear(x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+def gated_linear(x: Tensor, norm: Tensor | None, eps: float, weight: Weight, bias: Tensor | None) -> Tensor:
     """swiglu(gate, up) of x [*, E], normalised first if there is a norm; weight [2 I, E] is that of both"""
     normed = x if norm is None else rms_norm(x, norm, eps)
-    return swiglu(*linear(normed, weight, bias).chunk(2, -1))
+    return swiglu(*product(normed, weight, bias).chunk(2, -1))
 
 
 def places(num_tokens: int, size: int, dtype: torch.dtype) -> tuple[Any, ...]:
@@ -112,13 +121,13 @@ def project_heads_samples(dtype: torch.dtype) -> Samples:
 
 @op(project_heads_samples, PRODUCT | HALF_PRODUCT)
 def project_heads(
-    x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, *where: Any
+    x: Tensor, norm: Tensor, eps: float, weight: Weight, bias: Tensor | None, *where: Any
 ) -> Tensor:
     """store_heads of the q, k and v of x [N, E], normalised first; weight [(H + 2 K) D, E] is that of all
 
     where: positions, sin, cos, is_interleaved, keys, values, block_tables, streams, slots
     """
     num_kv_heads, size = where[5].shape[1], 2 * where[1].shape[1]  # a row of the sines has one for each pair
-    heads = linear(rms_norm(x, norm, eps), weight, bias).view(len(x), -1, size)
+    heads = product(rms_norm(x, norm, eps), weight, bias).view(len(x), -1, size)
     num_heads = heads.shape[1] - 2 * num_kv_heads
     return store_heads(*torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], 1), *where)

@@ -35,6 +35,7 @@ FAMILIES = {
     "logits": ("adjust_logits", "logprobs"),
     "heads": ("store_heads", "project_heads"),
     "quantized": ("quantized_linear", "quantized_embedding"),
+    "quantized_fused": ("linear_add", "gated_linear", "project_heads"),
 }
 
 

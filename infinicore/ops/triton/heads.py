@@ -34,6 +34,7 @@ from infinicore.ops.triton.tensors import (
     target,
     wait_for_inputs,
 )
+from infinicore.tiles import TiledTensor
 
 # N tokens, H query heads, K key/value heads, D head size, E hidden size, B streams, M blocks of a stream,
 # P blocks of a pool, S slots of a block. Heads are counted on: of the queries, of the keys, of the values.
@@ -245,9 +246,9 @@ def accepts_project_heads(  # noqa: PLR0913  those of the op
     )
 
 
-def query_shape(weight: Tensor, values: Tensor) -> tuple[int, int, int]:
+def query_shape(weight: Tensor | TiledTensor, values: Tensor) -> tuple[int, int, int]:
     _, num_kv_heads, _, size = values.shape
-    return 1, len(weight) // size - 2 * num_kv_heads, size
+    return 1, weight.shape[0] // size - 2 * num_kv_heads, size
 
 
 def project_heads(out: Tensor | None, x: Tensor, norm: Tensor, eps: float, *rest: Any) -> Tensor:

@@ -17,6 +17,7 @@ from infinicore.ops.triton.tensors import FLOATS, INDICES, are_plain, fits, rows
 from infinicore.ops.triton.tiles import capability
 from infinicore.ops.triton.tiles_few import launch_few
 from infinicore.ops.triton.tiles_many import launch_row, launch_tiles
+from infinicore.ops.triton.tiles_one import TYPES as ONE_ROW
 from infinicore.ops.triton.tiles_one import launch_one
 from infinicore.ops.triton.tiles_values import launch_rows, values_of
 from infinicore.tiles import TiledTensor
@@ -61,7 +62,7 @@ def quantized_linear(
 def linear(y: Tensor, x: Tensor, weight: TiledTensor, bias: Tensor | None) -> None:
     """y [M, N] = x [M, K] times the weight + bias"""
     if x.dtype == torch.bfloat16 and len(x) <= MOST_IN_REGISTERS and capability(x.device) >= (8, 0):
-        by = launch_one if len(x) == 1 else launch_few
+        by = launch_one if len(x) == 1 and weight.type in ONE_ROW else launch_few
         by(y, x, weight, bias)
     elif len(x) == 1 or (x.dtype == torch.float32 and len(x) <= MOST_ALONE):
         launch_row(y, x, weight, bias)

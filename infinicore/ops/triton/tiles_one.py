@@ -1,11 +1,15 @@
-"""One row of bfloat16 times a weight in tiles, where reading the weight is all the work.
+"""One row of bfloat16 times a weight in tiles, where reading the weight is all the work: with the norm before
+it, and the residual or the gate after it.
 
-The tensor cores take 8 columns, and one row of x is one. So 4 groups of 32 values go through them at once: a
-column is a half of a group, and has x there and zeros elsewhere. What comes out is the sum of each half of
-each group, to be scaled in one operation, and what 128 adds to nibbles is one more product for all of them.
+Codes go through the tensor cores as the bytes they are. x becomes integers of 16 bits, 32 values at a time,
+which are exact unless a value is less than a hundredth of the largest of its 32; each is two bytes. The
+tensor cores take 8 columns: those are the two bytes of 4 groups, of which each has x there and zeros
+elsewhere. So what comes out is a sum of each group, to be scaled in one operation.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -13,60 +17,61 @@ import triton.language as tl
 from torch import Tensor
 
 from infinicore.ops.triton.tensors import num_processors, overlap, wait_for_inputs
-from infinicore.ops.triton.tiles import (
-    IS_INTERPRETED,
-    PAIR,
-    Q4_1,
-    Q4_K,
-    Q6_K,
-    Q8_0,
-    Shape,
-    load_sides,
-    sides_of,
+from infinicore.ops.triton.tiles import IS_INTERPRETED, Q4_0, Q4_1, Q4_K, Q8_0, Shape, load_sides, sides_of
+from infinicore.ops.triton.tiles_bytes import (
+    ROUNDING,
+    byte_of_each,
+    exponent_of,
+    factor_of,
+    larger_of,
+    largest_of,
+    multiply_bytes,
+    of_column,
+    part_of_one,
 )
-from infinicore.ops.triton.tiles_steps import OFFSET_PAIRS, four, multiply, pairs_of, step_of_rows
+from infinicore.ops.triton.tiles_steps import four, pairs_of
+from infinicore.quantization import BlockType
 from infinicore.tiles import TiledTensor
 
 # N rows of the weight, K their length, G groups of 32 values, L threads: 32 for each 4 groups at hand.
-# Thread 4 g + t has rows 8 j + g of a tile, j being 0 to 3; its column of x is half g % 2 of group g / 2, and
-# it sums up the halves of group t.
+# Thread 4 g + t of a warp has rows 8 j + g of a tile, j being 0 to 3. Its column of x is the high byte of
+# group g / 2 if g is even, else the low one, and it sums up group t.
+TYPES = (BlockType.Q8_0, BlockType.Q4_0, BlockType.Q4_1, BlockType.Q4_K)
+
+
+# ---- what is loaded ----------------------------------------------------------------------------------------
 
 
 @triton.jit
-def load_group(
-    word_at, high_at, is_in, GROUP: tl.constexpr, TYPE: tl.constexpr
-):  # fmt: skip
-    """Codes of one of 4 groups, and their other halves or high bits: [L, 4]
+def load_group(word_at, is_in, GROUP: tl.constexpr, TYPE: tl.constexpr):
+    """Codes of one of 4 groups, those of Q8_0 by halves: [L, 4]
 
     Of what is not there they may be any: x is zero there, and so are scales.
     """
     SIZE: tl.constexpr = 256 if TYPE == Q8_0 else 128
     words = tl.load(word_at + GROUP * SIZE, mask=is_in, eviction_policy="evict_first")
-    high = words
+    others = words
     if TYPE == Q8_0:
-        high = tl.load(word_at + GROUP * SIZE + 128, mask=is_in, eviction_policy="evict_first")
-    elif TYPE == Q6_K:
-        high = tl.load(high_at + GROUP * 64, mask=is_in, eviction_policy="evict_first")
-    return words.to(tl.uint32, bitcast=True), high.to(tl.uint32, bitcast=True)
+        others = tl.load(word_at + GROUP * SIZE + 128, mask=is_in, eviction_policy="evict_first")
+    return words, others
 
 
 @triton.jit
 def load_four(
-    word_ptr, half_ptr, byte_ptr, base, thread, start, num_groups,
+    word_ptr, half_ptr, byte_ptr, base, lane, first, num_groups,
     TYPE: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """All that is stored of a warp's 4 groups from `start` on"""
-    PLANES: tl.constexpr = 2 if TYPE == Q8_0 else 1
-    lane = (thread % 32)[:, None]
-    first = (start + thread // 32 * 4)[:, None]
+    """All that is stored of a warp's 4 groups from `first` on"""
+    SIZE: tl.constexpr = 64 if TYPE == Q8_0 else 32
+    lane = lane[:, None]
+    first = first[:, None]
     j = tl.arange(0, 4)[None, :]
-    word_at = word_ptr + (base + first * (32 * PLANES) + lane) * 4 + j
-    high_at = word_ptr + (base + num_groups * 32) * 4 + (first * 32 + lane) * 2 + j // 2
+    word_at = word_ptr + (base + first * SIZE + lane) * 4 + j
     is_in = first < num_groups
-    a = load_group(word_at, high_at, is_in, 0, TYPE)
-    b = load_group(word_at, high_at, is_in if IS_WHOLE else first + 1 < num_groups, 1, TYPE)
-    c = load_group(word_at, high_at, is_in if IS_WHOLE else first + 2 < num_groups, 2, TYPE)
-    d = load_group(word_at, high_at, is_in if IS_WHOLE else first + 3 < num_groups, 3, TYPE)
+    a = load_group(word_at, is_in, 0, TYPE)
+    b = load_group(word_at, is_in if IS_WHOLE else first + 1 < num_groups, 1, TYPE)
+    c = load_group(word_at, is_in if IS_WHOLE else first + 2 < num_groups, 2, TYPE)
+    d = load_group(word_at, is_in if IS_WHOLE else first + 3 < num_groups, 3, TYPE)
     group = first + lane % 4
     is_in = is_in if IS_WHOLE else group < num_groups
     sides = load_sides(half_ptr, byte_ptr, base, group, lane, j, is_in, num_groups, TYPE)
@@ -74,125 +79,269 @@ def load_four(
 
 
 @triton.jit
-def load_x(x_ptr, thread, start, num_groups):
-    """A thread's pairs of its column: two of them"""
-    g = thread % 32 // 4
-    group = start + thread // 32 * 4 + g // 2
-    at = x_ptr + group * 16 + (g % 2 * 8 + thread % 4 * 2)
+def load_x(x_ptr, lane, first, num_groups):
+    """A thread's 8 values of the group that its column is of, two to an integer: from 4 t and 16 + 4 t on"""
+    group = first + lane // 8
+    at = (x_ptr + group * 16 + lane % 4 * 2)[:, None] + tl.arange(0, 2)[None, :]
     is_in = (group < num_groups)[:, None]
-    found = tl.load(at[:, None] + tl.arange(0, 2)[None, :], mask=is_in, other=0)
-    return tl.split(found.to(tl.uint32, bitcast=True))
+    low = tl.split(tl.load(at, mask=is_in, other=0))
+    top = tl.split(tl.load(at + 8, mask=is_in, other=0))
+    return low[0], low[1], top[0], top[1]
+
+
+# ---- what becomes of it ------------------------------------------------------------------------------------
+
+
+@triton.jit
+def floats_of(pairs):
+    """The two bfloat16 of every integer"""
+    return (pairs << 16).to(tl.float32, bitcast=True), (pairs & -0x10000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def all_floats_of(x):
+    a, b = floats_of(x[0])
+    c, d = floats_of(x[1])
+    e, f = floats_of(x[2])
+    g, h = floats_of(x[3])
+    return a, b, c, d, e, f, g, h
+
+
+@triton.jit
+def normed(f, norm):
+    """Times the weights of a norm; the factor of the whole row is left for the sums"""
+    n = all_floats_of(norm)
+    a, b, c, d = f[0] * n[0], f[1] * n[1], f[2] * n[2], f[3] * n[3]
+    return a, b, c, d, f[4] * n[4], f[5] * n[5], f[6] * n[6], f[7] * n[7]
+
+
+@triton.jit
+def squares_of(f):
+    low = f[0] * f[0] + f[1] * f[1] + (f[2] * f[2] + f[3] * f[3])
+    return low + (f[4] * f[4] + f[5] * f[5] + (f[6] * f[6] + f[7] * f[7]))
+
+
+@triton.jit
+def rounded(x, factor, base):
+    return (x * factor + base).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def column_of(f, lane, TYPE: tl.constexpr, EMULATES: tl.constexpr):
+    """A thread's bytes of its column, in the order of the codes, and what a one is worth in group t"""
+    largest = larger_of(largest_of(f[0], f[1], f[2], f[3]), largest_of(f[4], f[5], f[6], f[7]))
+    exponent = exponent_of(largest)
+    factor = factor_of(exponent)
+    is_high = lane // 4 % 2 == 0
+    # The low byte is signed too, so the high one is that of 128 more.
+    base = tl.where(is_high, ROUNDING + 128.0, ROUNDING)
+    i0, i1 = rounded(f[0], factor, base), rounded(f[1], factor, base)
+    i2, i3 = rounded(f[2], factor, base), rounded(f[3], factor, base)
+    i4, i5 = rounded(f[4], factor, base), rounded(f[5], factor, base)
+    i6, i7 = rounded(f[6], factor, base), rounded(f[7], factor, base)
+    if TYPE == Q8_0:
+        b0 = byte_of_each(i0, i2, i1, i3, is_high, EMULATES)
+        b1 = byte_of_each(i4, i6, i5, i7, is_high, EMULATES)
+    else:
+        b0 = byte_of_each(i0, i4, i1, i5, is_high, EMULATES)
+        b1 = byte_of_each(i2, i6, i3, i7, is_high, EMULATES)
+    return b0, b1, part_of_one(of_column(exponent, lane, EMULATES))
+
+
+@triton.jit
+def add_rows(sums, u, v, other_u, other_v, b0, b1, TYPE: tl.constexpr, EMULATES: tl.constexpr):
+    """Sums of two rows, with the products of one group"""
+    if TYPE == Q8_0:
+        return multiply_bytes(u, v, other_u, other_v, b0, b1, *sums, EMULATES)
+    else:
+        NIBBLES: tl.constexpr = 0x0F0F0F0F
+        return multiply_bytes(
+            u & NIBBLES, v & NIBBLES, (u >> 4) & NIBBLES, (v >> 4) & NIBBLES, b0, b1, *sums, EMULATES
+        )
 
 
 @triton.jit
 def add_group(
-    sums, words, high, x, column, pairs, GROUP: tl.constexpr, TYPE: tl.constexpr, EMULATES: tl.constexpr
+    sums, words, others, b0, b1, lane, GROUP: tl.constexpr, TYPE: tl.constexpr, EMULATES: tl.constexpr
 ):
-    """Sums of rows g, g + 8 and g + 16, g + 24, with the products of one group in its two columns"""
+    """Sums of rows g, g + 8 and of rows g + 16, g + 24, with the products of one group in its two columns"""
     u0, u1, u2, u3 = four(words)
-    h0, h1, h2, h3 = four(high)
-    low, top = sums
-    for HALF in tl.static_range(2):
-        is_own = column == 2 * GROUP + HALF
-        b0 = tl.where(is_own, x[0], 0)
-        b1 = tl.where(is_own, x[1], 0)
-        low = step_of_rows(u0, u1, h0, h1, b0, b1, *low, pairs, 2 * HALF, 0, TYPE, EMULATES)
-        top = step_of_rows(u2, u3, h2, h3, b0, b1, *top, pairs, 2 * HALF, 2, TYPE, EMULATES)
+    v0, v1, v2, v3 = four(others)
+    is_own = lane // 8 == GROUP
+    b0 = tl.where(is_own, b0, 0)
+    b1 = tl.where(is_own, b1, 0)
+    low = add_rows(sums[0], u0, u1, v0, v1, b0, b1, TYPE, EMULATES)
+    top = add_rows(sums[1], u2, u3, v2, v3, b0, b1, TYPE, EMULATES)
     return low, top
 
 
 @triton.jit
-def scaled(total, first_half, last_half, first, last, TYPE: tl.constexpr):
-    if TYPE == Q6_K:
-        return total + first_half * first + last_half * last
-    else:
-        return total + (first_half + last_half) * first
+def whole(high, low):
+    """The sum of both bytes"""
+    return (high * 256 + low).to(tl.float32)
 
 
 @triton.jit
 def add_four(
-    totals, codes, x, column, pairs, offset, TYPE: tl.constexpr, EMULATES: tl.constexpr
+    totals, codes, x, norm, lane, TYPE: tl.constexpr, NORMS: tl.constexpr, EMULATES: tl.constexpr
 ):  # fmt: skip
-    """The totals of rows g, g + 8, g + 16 and g + 24, with the products of 4 groups"""
+    """The totals of rows g, g + 8, g + 16 and g + 24, with the products of 4 groups, and of squares of x"""
     a, b, c, d, sides = codes
-    zero = tl.zeros([column.shape[0]], tl.float32)
+    f = all_floats_of(x)
+    squares = totals[4]
+    if NORMS:
+        squares += squares_of(f)
+        f = normed(f, norm)
+    b0, b1, one = column_of(f, lane, TYPE, EMULATES)
+    zero = tl.zeros([lane.shape[0]], tl.int32)
     z0, z1 = zero, zero
     if TYPE != Q8_0:
-        taken = tl.zeros([column.shape[0]], tl.uint32) + offset
-        z0, z1, _, _ = multiply(taken, taken, taken, taken, x[0], x[1], zero, zero, zero, zero, EMULATES)
-    sums = ((z0, z1, z0, z1), (z0, z1, z0, z1))
-    sums = add_group(sums, *a, x, column, pairs, 0, TYPE, EMULATES)
-    sums = add_group(sums, *b, x, column, pairs, 1, TYPE, EMULATES)
-    sums = add_group(sums, *c, x, column, pairs, 2, TYPE, EMULATES)
-    low, top = add_group(sums, *d, x, column, pairs, 3, TYPE, EMULATES)
-    first, last, minimum = sides_of(*sides, TYPE)
-    f0, f1, f2, f3 = four(first)
-    l0, l1, l2, l3 = four(last)
-    t0 = scaled(totals[0], low[0], low[1], f0, l0, TYPE)
-    t1 = scaled(totals[1], low[2], low[3], f1, l1, TYPE)
-    t2 = scaled(totals[2], top[0], top[1], f2, l2, TYPE)
-    t3 = scaled(totals[3], top[2], top[3], f3, l3, TYPE)
+        # What is to be taken off of all rows, or the sum of x
+        each = zero + (-0x07070708 if TYPE == Q4_0 else 0x01010101)
+        z0, z1, _, _ = multiply_bytes(each, each, each, each, b0, b1, zero, zero, zero, zero, EMULATES)
+    if TYPE == Q4_0:
+        sums = ((z0, z1, z0, z1), (z0, z1, z0, z1))
+    else:
+        sums = ((zero, zero, zero, zero), (zero, zero, zero, zero))
+    sums = add_group(sums, *a, b0, b1, lane, 0, TYPE, EMULATES)
+    sums = add_group(sums, *b, b0, b1, lane, 1, TYPE, EMULATES)
+    sums = add_group(sums, *c, b0, b1, lane, 2, TYPE, EMULATES)
+    low, top = add_group(sums, *d, b0, b1, lane, 3, TYPE, EMULATES)
+    scale, _, minimum = sides_of(*sides, TYPE)
+    s0, s1, s2, s3 = four(scale * one[:, None])
+    t0 = totals[0] + whole(low[0], low[1]) * s0
+    t1 = totals[1] + whole(low[2], low[3]) * s1
+    t2 = totals[2] + whole(top[0], top[1]) * s2
+    t3 = totals[3] + whole(top[2], top[3]) * s3
     if (TYPE == Q4_1) | (TYPE == Q4_K):
-        # The sum of x is what 128 adds, over -128.
-        m0, m1, m2, m3 = four(minimum * ((z0 + z1) * (-1.0 / 128))[:, None])
+        m0, m1, m2, m3 = four(minimum * (whole(z0, z1) * one)[:, None])
         t0 += m0
         t1 += m1
         t2 += m2
         t3 += m3
-    return t0, t1, t2, t3
+    return t0, t1, t2, t3, squares
 
 
 @triton.jit
 def one_kernel(
-    y_ptr, x_ptr, word_ptr, half_ptr, byte_ptr, bias_ptr, stride, N, num_groups, pairs, offset,
-    HAS_BIAS: tl.constexpr, WARPS: tl.constexpr, TYPE: tl.constexpr, IS_WHOLE: tl.constexpr,
+    y_ptr, x_ptr, norm_ptr, word_ptr, half_ptr, byte_ptr, bias_ptr, residual_ptr,
+    stride, N, num_groups, eps,
+    HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, NORMS: tl.constexpr, GATES: tl.constexpr,
+    WARPS: tl.constexpr, DEPTH: tl.constexpr, TYPE: tl.constexpr, IS_WHOLE: tl.constexpr,
     EMULATES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """A tile's 32 columns of y; warps share the groups of a row, and have 4 of them twice on their way"""
-    tile = tl.program_id(0)
-    base = tile.to(tl.int64) * stride
+    """32 columns of y from a tile, or from two that are N rows apart: silu(gate) * up
+
+    Warps share the groups of a row, and have DEPTH times 4 of them on their way, 1 or 2.
+    """
+    TILES: tl.constexpr = 2 if GATES else 1
+    EACH: tl.constexpr = WARPS // TILES
+    STEP: tl.constexpr = EACH * 4
     thread = tl.arange(0, WARPS * 32)
-    column = thread % 32 // 4
-    STEP: tl.constexpr = WARPS * 4
+    lane = thread % 32
+    first = thread // 32 % EACH * 4
+    tile = tl.program_id(0)
+    if GATES:
+        base = ((tile + thread // (32 * EACH) * (N // 32)).to(tl.int64) * stride)[:, None]
+    else:
+        base = tile.to(tl.int64) * stride
     # Weights do not depend on the kernel before: the first are on their way while it ends.
-    codes = load_four(word_ptr, half_ptr, byte_ptr, base, thread, 0, num_groups, TYPE, IS_WHOLE)
-    others = load_four(word_ptr, half_ptr, byte_ptr, base, thread, STEP, num_groups, TYPE, IS_WHOLE)
+    codes = load_four(word_ptr, half_ptr, byte_ptr, base, lane, first, num_groups, TYPE, IS_WHOLE)
+    norm = load_x(norm_ptr, lane, first, num_groups) if NORMS else first
+    others = codes
+    other_norm = norm
+    if DEPTH == 2:
+        second = first + STEP
+        others = load_four(word_ptr, half_ptr, byte_ptr, base, lane, second, num_groups, TYPE, IS_WHOLE)
+        other_norm = load_x(norm_ptr, lane, second, num_groups) if NORMS else first
     wait_for_inputs(OVERLAPS)
-    x, other_x = load_x(x_ptr, thread, 0, num_groups), load_x(x_ptr, thread, STEP, num_groups)
-    zero = tl.zeros([WARPS * 32], tl.float32)
-    totals = (zero, zero, zero, zero)
-    for start in range(0, num_groups, 2 * STEP):
-        totals = add_four(totals, codes, x, column, pairs, offset, TYPE, EMULATES)
-        third = start + 2 * STEP
-        codes = load_four(word_ptr, half_ptr, byte_ptr, base, thread, third, num_groups, TYPE, IS_WHOLE)
-        x = load_x(x_ptr, thread, third, num_groups)
-        totals = add_four(totals, others, other_x, column, pairs, offset, TYPE, EMULATES)
-        fourth = third + STEP
-        others = load_four(word_ptr, half_ptr, byte_ptr, base, thread, fourth, num_groups, TYPE, IS_WHOLE)
-        other_x = load_x(x_ptr, thread, fourth, num_groups)
-    rows = tl.join(tl.join(totals[0], totals[1]), tl.join(totals[2], totals[3]))  # [L, j % 2, j / 2]
-    y = tl.sum(tl.sum(rows.reshape(WARPS, 8, 4, 2, 2), 2), 0)  # [g, j % 2, j / 2]
+    x = load_x(x_ptr, lane, first, num_groups)
+    other_x = load_x(x_ptr, lane, first + STEP, num_groups) if DEPTH == 2 else x
     row = tile * 32 + tl.arange(0, 8)[:, None, None] + tl.arange(0, 2)[None, :, None] * 8
-    row += tl.arange(0, 2)[None, None, :] * 16
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + row, mask=row < N, other=0.0).to(tl.float32)
-    tl.store(y_ptr + row, y.to(y_ptr.dtype.element_ty), mask=row < N)
+    row += tl.arange(0, 2)[None, None, :] * 16  # [g, j % 2, j / 2]
+    residual = tl.load(residual_ptr + row, mask=row < N, other=0.0).to(tl.float32) if ADDS else 0.0
+    zero = tl.zeros([WARPS * 32], tl.float32)
+    totals = (zero, zero, zero, zero, zero)
+    for start in range(0, num_groups, DEPTH * STEP):
+        totals = add_four(totals, codes, x, norm, lane, TYPE, NORMS, EMULATES)
+        ahead = start + DEPTH * STEP + first
+        codes = load_four(word_ptr, half_ptr, byte_ptr, base, lane, ahead, num_groups, TYPE, IS_WHOLE)
+        x = load_x(x_ptr, lane, ahead, num_groups)
+        norm = load_x(norm_ptr, lane, ahead, num_groups) if NORMS else first
+        if DEPTH == 2:
+            totals = add_four(totals, others, other_x, other_norm, lane, TYPE, NORMS, EMULATES)
+            ahead += STEP
+            others = load_four(word_ptr, half_ptr, byte_ptr, base, lane, ahead, num_groups, TYPE, IS_WHOLE)
+            other_x = load_x(x_ptr, lane, ahead, num_groups)
+            other_norm = load_x(norm_ptr, lane, ahead, num_groups) if NORMS else first
+    by_thread = tl.join(tl.join(totals[0], totals[1]), tl.join(totals[2], totals[3]))  # [L, j % 2, j / 2]
+    y = tl.sum(tl.sum(by_thread.reshape(TILES, EACH, 8, 4, 2, 2), 3), 1)  # [tile, g, j % 2, j / 2]
+    if NORMS:  # of which both columns of a group, and both tiles, have the squares
+        y *= tl.rsqrt(tl.sum(totals[4], 0) / (num_groups * (64 * TILES)) + eps)
+    store_row(y_ptr, bias_ptr, y, residual, row, N, HAS_BIAS, GATES)
 
 
-def launch_one(y: Tensor, x: Tensor, weight: TiledTensor, bias: Tensor | None) -> None:
-    shape, type = Shape.of(weight), weight.type.ggml_id
-    num_warps = warps_of(len(weight.blocks), shape.num_groups, x.device)
-    one_kernel[(len(weight.blocks),)](
-        y, pairs_of(x), *shape.pointers, bias, shape.stride, weight.shape[0], shape.num_groups, PAIR,
-        OFFSET_PAIRS[type],
-        HAS_BIAS=bias is not None, WARPS=num_warps, TYPE=type, IS_WHOLE=shape.num_groups % 4 == 0,
-        EMULATES=IS_INTERPRETED, num_warps=num_warps, num_stages=1, **overlap(x.device),
+@triton.jit
+def store_row(y_ptr, bias_ptr, y, residual, row, N, HAS_BIAS: tl.constexpr, GATES: tl.constexpr):
+    """[tile, g, j % 2, j / 2] with what comes after a product"""
+    if GATES:
+        gate, up = tl.split(y.permute(1, 2, 3, 0))
+        if HAS_BIAS:
+            gate += tl.load(bias_ptr + row, mask=row < N, other=0.0).to(tl.float32)
+            up += tl.load(bias_ptr + N + row, mask=row < N, other=0.0).to(tl.float32)
+        result = gate / (1 + tl.exp(-gate)) * up
+    else:
+        result = y.reshape(8, 2, 2) + residual
+        if HAS_BIAS:
+            result += tl.load(bias_ptr + row, mask=row < N, other=0.0).to(tl.float32)
+    tl.store(y_ptr + row, result.to(y_ptr.dtype.element_ty), mask=row < N)
+
+
+class Beside(NamedTuple):
+    """What comes before and after a product: a norm, in bfloat16; a residual, or the gate of its last rows by
+    its first ones"""
+
+    norm: Tensor | None = None
+    eps: float = 0.0
+    residual: Tensor | None = None
+    is_gated: bool = False
+
+
+ALONE = Beside()
+
+
+class Plan(NamedTuple):
+    """How many warps share a tile, and how far ahead they load"""
+
+    num_warps: int
+    depth: int
+
+
+def launch_one(
+    y: Tensor, x: Tensor, weight: TiledTensor, bias: Tensor | None, beside: Beside = ALONE
+) -> None:
+    """y [1, N] of x [1, K]; of a gate, y [1, N / 2]"""
+    shape, num_tiles = Shape.of(weight), len(weight.blocks) // (2 if beside.is_gated else 1)
+    plan = plan_of(weight, x.device)
+    num_warps = plan.num_warps * (2 if beside.is_gated else 1)
+    norm = None if beside.norm is None else pairs_of(beside.norm)
+    one_kernel[(num_tiles,)](
+        y, pairs_of(x), norm, *shape.pointers, bias, beside.residual, shape.stride, y.shape[-1],
+        shape.num_groups, beside.eps,
+        HAS_BIAS=bias is not None, ADDS=beside.residual is not None, NORMS=norm is not None,
+        GATES=beside.is_gated, WARPS=num_warps, DEPTH=plan.depth, TYPE=weight.type.ggml_id,
+        IS_WHOLE=shape.num_groups % 4 == 0, EMULATES=IS_INTERPRETED, num_warps=num_warps, num_stages=1,
+        **overlap(x.device),
     )  # fmt: skip
 
 
-def warps_of(num_tiles: int, num_groups: int, device: torch.device) -> int:
-    """How many share a tile: what was fastest on an H200"""
-    tiles_each = num_tiles / num_processors(device)
-    best = 4 if tiles_each > 4 else 8 if tiles_each > 1 else 16
-    most: int = triton.next_power_of_2(triton.cdiv(num_groups, 4))
-    return min(best, most)
+def plan_of(weight: TiledTensor, device: torch.device) -> Plan:
+    """What was fastest on an H200, by how many tiles a processor has"""
+    num_tiles, is_bytes = len(weight.blocks) / num_processors(device), weight.type is BlockType.Q8_0
+    if num_tiles > 16 or 1 < num_tiles <= 4:
+        best = Plan(8, 2)
+    elif num_tiles > 4:
+        best = Plan(4, 2 if is_bytes else 1)
+    else:
+        best = Plan(16, 1 if is_bytes else 2)
+    return Plan(min(best.num_warps, triton.next_power_of_2(triton.cdiv(weight.shape[1], 128))), best.depth)
