@@ -25,6 +25,7 @@ from test_triton import (  # noqa: F401  fixtures too
 from test_triton import assert_near as assert_same
 from torch import Tensor
 
+import infinicore
 from infinicore import nn, ops
 from infinicore.float8 import Float8Tensor, to_float8
 from infinicore.graph import CudaArena, Graph
@@ -214,6 +215,18 @@ def test_what_stands_beside_products_of_several_rows_is_left_to_others() -> None
     weight, x = weight_of(BlockType.Q8_0, 64, 2), random(2, 64, dtype=HALF)
     for kernel in ops.linear_add.kernels:
         assert kernel.name != "triton" or kernel.run(None, x, weight, None, x) is None
+
+
+@TYPES
+def test_a_row_has_the_same_bits_in_any_company(type: BlockType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(infinicore, "deterministic", True)
+    weight, num_rows = weight_of(type, 70, 5), 300 if HAS_GPU else 20
+    for dtype in DTYPES if HAS_GPU else DTYPES[1:2]:
+        x = random(num_rows, weight.shape[1], dtype=dtype)
+        together = run(ops.quantized_linear, x, weight, None)
+        assert_near(together, x, weight)
+        for rows in (slice(0, 1), slice(18, 19), slice(3, 12), slice(0, 17), slice(0, 256)):
+            assert torch.equal(run(ops.quantized_linear, x[rows], weight, None), together[rows])
 
 
 @TYPES
@@ -411,6 +424,19 @@ def test_float8_products_of_many_rows_round_each_to_a_scale_of_its_own(num_rows:
         x[1, 7] = torch.nan
         spoilt = run(ops.quantized_linear, x, weight, bias)
         assert spoilt[1].isnan().all() and torch.equal(spoilt[2:], found[2:])
+
+
+@on_a_gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_of_a_float8_product_has_the_same_bits_in_any_company(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(infinicore, "deterministic", True)
+    weight, x = float8_of(160, 592), random(300, 592, dtype=dtype)
+    together = run(ops.quantized_linear, x, weight, None)
+    assert_near(together, x, weight)
+    for rows in (slice(0, 1), slice(18, 19), slice(3, 12), slice(0, 33), slice(0, 256)):
+        assert torch.equal(run(ops.quantized_linear, x[rows], weight, None), together[rows])
 
 
 @on_a_gpu

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+import infinicore
 from infinicore.ops.triton.splits import fold, part_of, splits_of, store_sums
 from infinicore.ops.triton.tensors import overlap, wait_for_inputs
 from infinicore.ops.triton.tiles import IS_INTERPRETED, PAIR, Shape, capability
@@ -104,7 +105,13 @@ class Tile(NamedTuple):
     num_stages: int
 
 
+DETERMINISTIC = Tile(2, 64, 4, 4, 3)
+
+
 def tile_of(num_rows: int, weight: TiledTensor) -> Tile:
+    """What an H200 does best; one for all where a row depends on no other"""
+    if infinicore.deterministic:
+        return DETERMINISTIC
     columns = 64 if num_rows <= 64 else 128
     return Tile(4, columns, 2, 8, 4) if len(weight.blocks) >= 512 else Tile(2, columns, 4, 4, 3)
 
@@ -113,7 +120,7 @@ def launch_tiles(y: Tensor, x: Tensor, weight: TiledTensor, bias: Tensor | None)
     shape, tile = Shape.of(weight), tile_of(len(x), weight)
     grid = triton.cdiv(len(weight.blocks), tile.tiles), triton.cdiv(len(x), tile.columns)
     num_steps = triton.cdiv(shape.num_groups, tile.groups)
-    splits = splits_of(grid[0] * grid[1], num_steps, x.device)
+    splits = 1 if infinicore.deterministic else splits_of(grid[0] * grid[1], num_steps, x.device)
     in_pairs = x.dtype == torch.bfloat16 and not IS_INTERPRETED and capability(x.device) >= (9, 0)
     part = part_of(y, splits)
     tiles_kernel[(*grid, splits)](
