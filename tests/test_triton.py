@@ -40,7 +40,7 @@ pytestmark = [
 # The interpreter cuts bfloat16 off where a GPU rounds it.
 DTYPES = (torch.float32, torch.float16) if IS_INTERPRETED else (torch.float32, torch.float16, torch.bfloat16)
 HALF = DTYPES[-1]
-NAMES = [name for names in FAMILIES.values() for name in names]
+NAMES = list(dict.fromkeys(name for names in FAMILIES.values() for name in names))
 # ‖found - wanted‖ / ‖wanted‖
 ERRORS = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 VOCABULARIES = (8193, 10000, 151936) if HAS_GPU else (8193,)
