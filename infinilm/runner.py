@@ -33,7 +33,7 @@ FULL = 8
 # On a GPU, where a few more tokens cost little and a recording much, every step is filled up.
 CAPTURED = (1, 2, 4, *range(8, 64, 8), *range(64, MAX_CAPTURED + 1, 16))
 # The same of a step that has tokens of prompts, more than there are rows: beyond these a GPU outlasts Python.
-PROMPTED = (64, 128, 192, 256, 384, 512, 768, 1024)
+PROMPTED = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 PROMPTED_ROWS = (1, 8, 16, 32, 64, 128, MAX_CAPTURED)
 
 NOWHERE = range(0)
