@@ -149,9 +149,13 @@ def test_a_request_that_fails_is_counted_by_what_went_wrong(kind: str) -> None:
     assert found["total_output_tokens"] == 0 and load.row(found)
 
 
-@pytest.mark.parametrize("head", [b"transfer-encoding: chunked\r\n\r\nzz\r\n", b"content-length: -5\r\n\r\n"])
-def test_a_length_that_is_none_is_told(head: bytes) -> None:
-    assert answered(OK + head).error == "WireError"
+@pytest.mark.parametrize("size", [b"zz\r\n", b"-5\r\n", b"fffffffff\r\n", b" " * 2000 + b"0\r\n\r\n"])
+def test_a_size_of_a_chunk_that_is_none_is_told(size: bytes) -> None:
+    assert answered(OK + b"transfer-encoding: chunked\r\n\r\n" + size).error == "WireError"
+
+
+def test_a_length_that_is_none_is_told() -> None:
+    assert answered(OK + b"content-length: -5\r\n\r\n").error == "WireError"
 
 
 def test_headers_without_end_are_told() -> None:

@@ -143,7 +143,7 @@ def note_chunk(answer: Answer, chunk: Mapping[str, Any], data: bytes) -> None:
 
 def parsed(data: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(data)
+        found = json.loads(data.decode())
     except ValueError as error:
         raise Failure("not JSON", repr(data[:200])) from error
     if not isinstance(found, dict):

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 MAX_HEADERS = 256
 MAX_LINE = 16 << 20  # bytes
+MAX_SIZE = 1 << 10  # bytes that tell the size of a chunk
 READ_AT_ONCE = 1 << 16
 
 
@@ -70,30 +71,25 @@ class Response:
     headers: dict[str, str]
     reader: asyncio.StreamReader
 
-    async def parts(self) -> AsyncIterator[bytes]:
+    def parts(self) -> AsyncIterator[bytes]:
         """The body in whatever pieces it comes"""
         if self.headers.get("transfer-encoding", "").lower() == "chunked":
-            async for part in chunks(self.reader):
-                yield part
-        elif (length := self.headers.get("content-length")) is not None:
-            async for part in counted(self.reader, number(length, 10)):
-                yield part
-        else:
-            while part := await self.reader.read(READ_AT_ONCE):
-                yield part
+            return chunks(self.reader)
+        if (length := self.headers.get("content-length")) is not None:
+            return counted(self.reader, number(length, 10))
+        return all_of(self.reader)
 
     async def lines(self) -> AsyncIterator[bytes]:
         """The body's lines, without their ends"""
-        rest = bytearray()
+        rest = b""
         async for part in self.parts():
-            rest += part
-            *whole, rest = rest.split(b"\n")
+            *whole, rest = (rest + part).split(b"\n")
             for line in whole:
-                yield bytes(line.rstrip(b"\r"))
+                yield line.rstrip(b"\r")
             if len(rest) > MAX_LINE:
                 raise WireError(f"a line has more than {MAX_LINE} bytes")
         if rest:
-            yield bytes(rest)
+            yield rest
 
     async def whole(self) -> bytes:
         body = b""
@@ -161,18 +157,46 @@ def number(text: str, base: int) -> int:
 
 
 async def chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    while length := number((await line_of(reader)).partition(";")[0], 16):
-        async for part in counted(reader, length):
-            yield part
-        await line_of(reader)
-    while await line_of(reader):  # headers after the body
-        pass
+    """Up to the empty one; nothing else comes on a connection."""
+    came = bytearray()
+    while True:
+        while (chunk := taken(came)) is None:
+            came += await some_of(reader)
+        if not chunk:
+            return
+        yield chunk
+
+
+def taken(came: bytearray) -> bytes | None:
+    """The next chunk, off what came; None where it is not whole yet"""
+    told, mark, _ = came[:MAX_SIZE].partition(b"\r\n")
+    if not mark and len(came) < MAX_SIZE:
+        return None
+    length = number(told.partition(b";")[0].decode("latin-1"), 16)
+    if not mark or length > MAX_LINE:
+        raise WireError(f"a chunk has more than {MAX_LINE} bytes, or more than {MAX_SIZE} to say how many")
+    begin = len(told) + 2
+    if len(came) < begin + length + 2:
+        return None
+    chunk = bytes(came[begin : begin + length])
+    del came[: begin + length + 2]
+    return chunk
 
 
 async def counted(reader: asyncio.StreamReader, length: int) -> AsyncIterator[bytes]:
     while length:
-        part = await reader.read(min(length, READ_AT_ONCE))
-        if not part:
-            raise EOFError("the connection ended in the midst of an answer")
+        part = await some_of(reader, length)
         length -= len(part)
         yield part
+
+
+async def all_of(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    while part := await reader.read(READ_AT_ONCE):
+        yield part
+
+
+async def some_of(reader: asyncio.StreamReader, most: int = READ_AT_ONCE) -> bytes:
+    part = await reader.read(min(most, READ_AT_ONCE))
+    if not part:
+        raise EOFError("the connection ended in the midst of an answer")
+    return part
