@@ -30,18 +30,27 @@ Result = TypeVar("Result")
 
 
 class Listener:
-    """Where the outputs of one request go: to a coroutine, and no faster than it reads them."""
+    """Where the outputs of one request go: to a coroutine, and no faster than it reads them. One that comes
+    while another is unread takes its place, since it has all that the other has."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, request_id: str | None) -> None:
         self.loop = loop
         self.request_id = request_id
         self.is_unwanted = False  # before the engine has heard of it
-        self.items: asyncio.Queue[News] = asyncio.Queue()
-        self.has_unread = False
+        self.has_unread = False  # on its way, or here
+        self._item: News | None = None
+        self._arrival: asyncio.Future[None] | None = None
+
+    def put(self, item: News) -> None:
+        self._item = item
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
 
     async def next(self) -> RequestOutput:
-        item = await self.items.get()
-        self.has_unread = False
+        while (item := self._item) is None:
+            self._arrival = self.loop.create_future()
+            await self._arrival
+        self._item, self.has_unread = None, False
         if isinstance(item, BaseException):
             raise item
         return item
@@ -66,7 +75,7 @@ class Post:
 
 def hand_out(letters: list[tuple[Listener, News]]) -> None:
     for listener, item in letters:
-        listener.items.put_nowait(item)
+        listener.put(item)
 
 
 class Worker:
