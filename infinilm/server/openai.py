@@ -59,6 +59,7 @@ class Stream:
         self.head = answers.head_of(url, service.name, is_chunk=True)
         if self.has_usage:
             self.head["usage"] = None
+        self.opening = event(self.head).removesuffix(b"}\n\n")  # of a chunk, written once for all
 
     async def events(self) -> AsyncIterator[bytes]:
         yield self.begin()
@@ -74,7 +75,7 @@ class Stream:
         raise NotImplementedError
 
     def chunk(self, choice: Chunk, **more: Any) -> bytes:
-        return event({**self.head, "choices": [choice], **more})
+        return b"%b,%b\n\n" % (self.opening, dumps({"choices": [choice], **more}).encode()[1:])
 
     def finished(self, choice: Chunk) -> bytes:
         """The chunk that ends a choice"""

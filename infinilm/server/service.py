@@ -116,8 +116,10 @@ class Service:
             )
 
     def reading(self, prepared: Prepared, index: int) -> Reading:
-        reader = Reader(self.family, prepared.turn.called, prepared.starts_in_reasoning, self.has_reasoning)
-        return Reading(index, reader, prepared.turn.is_parallel)
+        turn, reader = prepared.turn, None
+        if turn.messages is not None:
+            reader = Reader(self.family, turn.called, prepared.starts_in_reasoning, self.has_reasoning)
+        return Reading(index, reader, turn.is_parallel)
 
     def _starts_in_reasoning(self, turn: Turn, token_ids: Sequence[int]) -> bool:
         """Some templates begin the model's thoughts themselves."""

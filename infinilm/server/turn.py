@@ -118,7 +118,7 @@ def enforced(turn: Turn, family: Family, starts_in_reasoning: bool) -> SamplingP
 class Piece:
     """What has come since the last piece of a choice. One with a finish_reason is the last.
 
-    `text` is what `parts` were read from: completions take it as it is.
+    `text` is what `parts` were read from: completions take it as it is, and have none.
     """
 
     index: int
@@ -152,9 +152,9 @@ def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
 
 
 class Reading:
-    """One choice on its way: what of it has been told."""
+    """One choice on its way: what of it has been told. Without a reader it is text, which has no parts."""
 
-    def __init__(self, index: int, reader: Reader, is_parallel: bool = True) -> None:
+    def __init__(self, index: int, reader: Reader | None, is_parallel: bool = True) -> None:
         self.index = index
         self.reader = reader
         self.is_parallel = is_parallel  # if not, calls after the first are not told
@@ -170,10 +170,7 @@ class Reading:
         logprobs = None if found.logprobs is None else found.logprobs[self.num_tokens :]
         self.num_text, self.num_tokens = len(found.text), len(found.token_ids)
         self.is_done = found.finish_reason is not None
-        parts = [*self.reader.add(text), *(self.reader.finish() if self.is_done else ())]
-        if not self.is_parallel:
-            parts = [part for part in parts if getattr(part, "index", 0) == 0]
-        self.has_calls |= any(isinstance(part, CallStart) for part in parts)
+        parts = [] if self.reader is None else self.parts(self.reader, text)
         return Piece(
             self.index,
             text,
@@ -184,6 +181,13 @@ class Reading:
             found.stop_reason,
             self.has_calls,
         )
+
+    def parts(self, reader: Reader, text: str) -> list[Part]:
+        parts = [*reader.add(text), *(reader.finish() if self.is_done else ())]
+        if not self.is_parallel:
+            parts = [part for part in parts if getattr(part, "index", 0) == 0]
+        self.has_calls |= any(isinstance(part, CallStart) for part in parts)
+        return parts
 
 
 class Run:
@@ -264,7 +268,7 @@ class Run:
                     if number not in self._outputs:
                         self._place.has_begun(len(one.token_ids))
                     self._outputs[number] = output
-                    if any(found.finish_reason == "abort" for found in output.outputs):
+                    if output.finished and any(one.finish_reason == "abort" for one in output.outputs):
                         raise Aborted("the server ended the request before it was complete")
                     yield number
 
