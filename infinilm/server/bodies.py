@@ -74,7 +74,7 @@ def several_prompts(prompt: Any) -> list[str | list[int]]:
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt, list) and prompt:
-        several = [prompt] if all(map(is_id, prompt)) else prompt
+        several = [prompt] if is_ids(prompt) else prompt
         if all(isinstance(one, str) or is_ids(one) for one in several):
             return several
     raise ValueError("must be a text, token ids, or a list of such")
@@ -94,12 +94,8 @@ def document_text(given: Any, index: int) -> str:
     return text
 
 
-def is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def is_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(map(is_id, value))
+    return isinstance(value, list) and set(map(type, value)) == {int}
 
 
 def template_variables(given: Any) -> dict[str, Any]:
