@@ -4,8 +4,8 @@ infinilm's, llama-cpp-python's and xllamacpp's, each in its own process with two
 `infinilm bench serve`'s load generator. Clients that each wait for their answer (a closed loop), then
 requests at random that wait for nobody (an open loop), in turn; prompts are random words, never the same
 twice, and end-of-text is ignored. While infinilm has the most clients its /health is asked for, again and
-again. Then what HTTP adds to the engine's own time a token: the same prompts in
-one process and through the server. Clients have the same cores as the server.
+again. Then what HTTP adds to the engine's own time a token: the same prompts from coroutines of the engine's
+process and through the server. Clients have the same cores as the server.
 
 The peers run in build/peers, which `make bench` makes; one that is missing is left out. Writes
 benchmarks/results/ as JSON, Markdown and a chart.
@@ -18,6 +18,7 @@ import asyncio
 import json
 import os
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -48,6 +49,7 @@ LIMITS = {"ttft": 1.0, "itl": 0.1}  # of goodput, seconds
 AT = 16  # clients, where the targets are
 LEAST_TIMES, MOST_ADDED, MOST_HEALTH = 4.0, 0.05, 0.1
 MIN_ROUNDS = 1
+NUM_PAIRS = 9  # of rounds, with a server and without
 BUDGET = 20.0  # seconds of further rounds of a point
 PATIENCE = 120.0  # seconds to load a model
 HEALTH_EVERY = 0.05  # seconds
@@ -193,9 +195,9 @@ class Found:
 
     @property
     def added(self) -> float | None:
-        if not self.alone or not self.served:
-            return None
-        return Measured(tuple(self.served)).median / Measured(tuple(self.alone)).median - 1
+        """The median of pairs of rounds, each of which found the machine as the other did"""
+        pairs = [served / alone for alone, served in zip(self.alone, self.served, strict=True)]
+        return statistics.median(pairs) - 1 if pairs else None
 
 
 class Runs:
@@ -264,40 +266,51 @@ def open_loop(targets: dict[str, Target], rates: Sequence[float], runs: Runs, fo
 
 
 def added_time(target: Target, path: Path, num_rounds: int, found: Found) -> None:
-    """The same prompts, as `bench throughput` draws them, in a process of its own and through HTTP"""
+    """The same prompts in the engine's own process and through HTTP; a first round of each is not counted."""
     with open_checkpoint(path) as checkpoint:
         vocab_size = checkpoint.config["vocab_size"]
+    asked = [Question(prompt, NUM_NEW) for prompt in random_prompts(vocab_size, PROMPT, CLIENTS[AT], seed=1)]
+    with engine_alone(path) as alone:
+        for number in range(-1, num_rounds):
+            engine, served = alone(number), through_server(target, asked, number)
+            print(
+                f"ms a token, {AT} at once: engine {1e3 * engine:.3f}, served {1e3 * served:.3f}", flush=True
+            )
+            if number >= 0:
+                found.alone.append(engine)
+                found.served.append(served)
+
+
+def through_server(target: Target, asked: Sequence[Question], number: int) -> float:
+    """Seconds a token. No round finds the prompts of another."""
+    salted = {**target.extra, "cache_salt": f"round {number}"}
+    through = Target(target.address, target.model, extra=salted)
+    one = load.measured(asyncio.run(load.run(through, asked, Pace(concurrency=AT))), Pace(), {})
+    if one["failed"]:
+        raise RuntimeError(f"requests failed: {one['errors']}")
+    return float(one["elapsed_seconds"] / one["total_output_tokens"])
+
+
+@contextmanager
+def engine_alone(path: Path) -> Iterator[Callable[[int], float]]:
+    """A process with an engine and no server: what a round takes it, in seconds a token"""
     count = CLIENTS[AT]
-    asked = [Question(prompt, NUM_NEW) for prompt in random_prompts(vocab_size, PROMPT, count, seed=1)]
-    for number in range(num_rounds):
-        found.alone.append(alone(path, count))
-        salted = {**target.extra, "cache_salt": f"round {number}"}  # no round finds the prompts of another
-        through = Target(target.address, target.model, extra=salted)
-        one = load.measured(asyncio.run(load.run(through, asked, Pace(concurrency=AT))), Pace(), {})
-        if one["failed"]:
-            raise RuntimeError(f"requests failed: {one['errors']}")
-        found.served.append(one["elapsed_seconds"] / one["total_output_tokens"])
-        engine, served = (1e3 * seconds[-1] for seconds in (found.alone, found.served))
-        print(f"ms a token, {AT} at once: engine {engine:.3f}, served {served:.3f}", flush=True)
-
-
-def alone(path: Path, count: int) -> float:
-    sizes = {"num-prompts": count, "input-len": PROMPT, "output-len": NUM_NEW, "concurrency": AT}
+    sizes = {"prompt": PROMPT, "num-new": NUM_NEW, "num-prompts": count, "clients": AT}
     given = [text for name, value in sizes.items() for text in (f"--{name}", str(value))]
-    command = [
-        sys.executable,
-        "-m",
-        "infinilm",
-        "bench",
-        "throughput",
-        "--model",
-        str(path),
-        "--json",
-        *given,
-    ]
+    command = [sys.executable, "-m", "benchmarks.asked", str(path), *given]
     threads = {name: str(NUM_THREADS) for name in ("INFINICORE_NUM_THREADS", "OMP_NUM_THREADS")}
-    output = subprocess.run(command, env=os.environ | threads, stdout=subprocess.PIPE, check=True).stdout
-    return float(json.loads(output)["elapsed_seconds"]) / (count * NUM_NEW)
+    with subprocess.Popen(
+        command, env=os.environ | threads, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        asked, told = process.stdin, process.stdout
+
+        def seconds(number: int) -> float:
+            print(f"round {number}", file=asked, flush=True)
+            return float(told.readline()) / (count * NUM_NEW)
+
+        yield seconds
+        asked.close()
 
 
 # ---- what was found ----------------------------------------------------------------------------------------
@@ -404,7 +417,7 @@ def main() -> None:
         targets = start(stack, path)
         closed_loop(targets, options.clients or list(CLIENTS), options.rounds, runs, found)
         open_loop(targets, options.rate or RATES, runs, found)
-        added_time(targets[report.OURS], path, options.rounds, found)
+        added_time(targets[report.OURS], path, NUM_PAIRS, found)
     is_partial = options.clients or options.rate or options.model != MODEL
     write_results(found, facts, "partial_serving" if is_partial else "serving")
 

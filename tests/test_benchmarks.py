@@ -163,7 +163,7 @@ def served(rate: float) -> dict[str, Any]:
 
 def test_servers_are_compared_by_their_medians_and_a_missing_one_has_no_target() -> None:
     found = serving.Found({"infinilm": {16: [served(50.0), served(70.0)]}, "xllamacpp": {16: [served(20.0)]}})
-    found.alone, found.served, found.health = [1.0, 1.0, 9.0], [1.04], [0.01, 0.2]
+    found.alone, found.served, found.health = [1.0, 2.0, 9.0], [1.04, 2.0, 9.9], [0.01, 0.2]
     peer, health, added = serving.checks(found)
     assert str(peer) == "output tokens a second, 16 clients: target ≥ 4x xllamacpp, found 3.00x: missed"
     assert added.found == "+4.0%" and added.is_met
@@ -183,11 +183,14 @@ def test_our_server_is_started_asked_and_written_about(
     monkeypatch.setattr(serving, "PROMPT", 8)
     monkeypatch.setattr(serving, "NUM_NEW", 3)
     monkeypatch.setattr(serving, "CLIENTS", {2: 4})
+    monkeypatch.setattr(serving, "AT", 2)
     monkeypatch.setattr(serving, "NUM_AT_RATE", 2)
     found, runs = serving.Found(), serving.Runs()
     with serving.running("infinilm", tiny) as target:
         serving.closed_loop({"infinilm": target}, [2], 1, runs, found)
         serving.open_loop({"infinilm": target}, [50.0], runs, found)
+        serving.added_time(target, tiny, 1, found)
+    assert len(found.alone) == len(found.served) == 1 and min(found.alone + found.served) > 0
     assert found.clients["infinilm"][2][0]["total_output_tokens"] == 4 * 3 and found.health
     serving.write_results(found, {"CPU": "a CPU"}, "serving")
     assert json.loads((tmp_path / "serving.json").read_text())["rates"]["infinilm"][0]["completed"] == 2

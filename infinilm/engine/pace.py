@@ -11,6 +11,7 @@ class Pace:
     """
 
     SLOWDOWN = 2.0  # times that a step may take longer with a part of a prompt than without
+    AIM = 0.8  # of that time, for a layer of a passage: some take longer than others
     FEWEST, MOST = 16, 256  # tokens of a passage, always a multiple of the fewest
 
     def __init__(self) -> None:
@@ -32,5 +33,5 @@ class Pace:
 
     def note_layer(self, num_tokens: int, seconds: float, allowed: float) -> None:
         """What the slowest layer of a passage took, of the time there was for it"""
-        wanted = min(num_tokens * allowed / seconds, self.MOST) // self.FEWEST * self.FEWEST
+        wanted = min(num_tokens * self.AIM * allowed / seconds, self.MOST) // self.FEWEST * self.FEWEST
         self.num_tokens = max(int(wanted), self.FEWEST)
