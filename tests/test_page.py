@@ -170,6 +170,7 @@ def tab(browser: Browser, address: str) -> Iterator[Tab]:
     """The page, opened. Whatever a test does, no script may fail, and no other server be asked."""
     tab = Tab(browser, address)
     tab.open()
+    tab.wait("document.getElementById('model').value !== ''")
     yield tab
     assert tab.problems() == []
     assert [url for url in tab.requests() if not url.startswith((address, f"blob:{address}"))] == []
