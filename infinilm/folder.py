@@ -3,16 +3,46 @@
 import json
 import math
 import os
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
 from reprlib import repr as short
-from typing import Any
+from typing import Any, Self
 
 # The largest of real models are a few kilobytes. Python makes up to 30 bytes of each byte of JSON.
 MAX_CONFIG_BYTES = 1 << 18
 # A tensor takes about six values. Without this cap brackets alone would become gigabytes of lists.
 MAX_JSON_VALUES = 1 << 19
 MAX_NAME_LENGTH = 1024
+
+SPLIT_NAME = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class PartName:
+    """The name of one file of a split GGUF model: stem-00001-of-00003.gguf is the first of three."""
+
+    stem: str
+    number: int
+    count: int
+
+    @classmethod
+    def parse(cls, name: str) -> Self | None:
+        match = SPLIT_NAME.fullmatch(name)
+        return cls(match[1], int(match[2]), int(match[3])) if match else None
+
+    def of(self, number: int) -> Self:
+        """The name of another part of the same model"""
+        return replace(self, number=number)
+
+    def __str__(self) -> str:
+        return f"{self.stem}-{self.number:05}-of-{self.count:05}.gguf"
+
+
+def is_later_part(name: str) -> bool:
+    """Whether it is found by the name of another file, the first part of its model."""
+    part = PartName.parse(name)
+    return part is not None and part.number != 1
 
 
 @dataclass(frozen=True)

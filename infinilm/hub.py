@@ -22,12 +22,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
 
+from infinilm.folder import PartName, is_later_part
+
 CHUNK_SIZE = 1 << 20
 
-# "org/name", or one GGUF file of it: "org/name:Q4_K_M", "org/name/file.gguf".
+# "org/name", or one GGUF model of it: "org/name:Q4_K_M", "org/name/file.gguf".
 HUGGING_FACE_ID = re.compile(
     r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(:(?P<quantization>\w+)|/(?P<file>(\w[\w.-]*/)*\w[\w.-]*\.gguf))?"
 )
+
+DIGITS = "[0-9]" * 5  # in the name of a part of a split file
 
 # Weights that are not safetensors may run code when loaded; "consolidated" files are the same weights again.
 WANTED_FILES = ["*.json", "*.safetensors", "*.jinja"]
@@ -272,10 +276,11 @@ def _copy(source: IO[bytes], target: Path) -> str:
 
 def _resolve_hugging_face(repository: str, quantization: str | None, file: str | None) -> Path:
     if file is not None:
-        return _gguf_of(repository, [file])
+        return _gguf_of(repository, [_with_its_parts(repository, file)])
     if quantization is not None:
-        spellings = {quantization, quantization.upper(), quantization.lower()}
-        return _gguf_of(repository, [f"*[-._]{spelling}.gguf" for spelling in sorted(spellings)])
+        spellings = sorted({quantization, quantization.upper(), quantization.lower()})
+        endings = (".gguf", f"-{DIGITS}-of-{DIGITS}.gguf")
+        return _gguf_of(repository, [f"*[-._]{name}{ending}" for name in spellings for ending in endings])
     folder = _snapshot(repository, WANTED_FILES)
     if not any(folder.glob("*.safetensors")):
         raise ModelNotFoundError(
@@ -285,10 +290,25 @@ def _resolve_hugging_face(repository: str, quantization: str | None, file: str |
     return folder
 
 
+def _with_its_parts(repository: str, file: str) -> str:
+    """The pattern of a file, and of all that belong to it if it is the first of a split model"""
+    part = PartName.parse(file)
+    if part is None:
+        return file
+    if part.number != 1:
+        raise ModelNotFoundError(
+            f"{file!r} is part {part.number} of {part.count} of a split model; "
+            f"name the first, '{repository}/{part.of(1)}'"
+        )
+    return f"{part.stem}-{DIGITS}-of-{part.count:05}.gguf"
+
+
 def _gguf_of(repository: str, patterns: list[str]) -> Path:
+    """The file of the one model that matches; of a split one the first, and the others are beside it."""
     folder = _snapshot(repository, patterns)
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*.gguf"))}
-    found = [name for name in files if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+    matching = [name for name in files if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+    found = [name for name in matching if not is_later_part(name)]
     if len(found) != 1:
         raise ModelNotFoundError(
             f"{repository!r} has {len(found)} files that match {patterns[0]!r} {found or ''}; "

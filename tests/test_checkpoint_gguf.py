@@ -41,12 +41,13 @@ from safetensors.torch import save_file
 from infinilm.checkpoint import BlockType, CheckpointError, QuantizedTensor, open_checkpoint
 from infinilm.checkpoint.gguf import GGUFCheckpoint
 from infinilm.checkpoint.gguf_format import read_header
+from infinilm.checkpoint.gguf_parts import Part
 
 PATH = Path("tiny.gguf")
 
 
 def opened(file: GGUFFile) -> GGUFCheckpoint:
-    return GGUFCheckpoint(file.encode(), PATH)
+    return GGUFCheckpoint([Part(file.encode(), PATH)])
 
 
 @pytest.fixture
@@ -573,7 +574,6 @@ BAD_FILES: dict[str, tuple[Change, str]] = {
         extra("blk.0.attn_q.bias", [64], bytes(68), type_id=8),
         "'model.layers.0.self_attn.q_proj.bias' is BlockType.Q8_0",
     ),
-    "one part of many": (value("split.count", u32(2) + struct.pack("<H", 3)), "one part of a split model"),
 }
 
 
@@ -590,7 +590,7 @@ def test_a_key_of_length_minus_one_is_refused():
     raw = llama_file().encode()
     raw[24:32] = u64(-1)
     with pytest.raises(CheckpointError, match=f"^tiny.gguf: the length of metadata key 0 is {2**64 - 1}"):
-        GGUFCheckpoint(raw, PATH)
+        GGUFCheckpoint([Part(raw, PATH)])
 
 
 def test_a_file_cut_at_any_byte_of_its_header_is_refused():
@@ -734,7 +734,7 @@ def mutated_bytes(rng: random.Random, raw: bytearray, header_length: int) -> byt
 def read_all(raw: bytearray) -> bool:
     """Open and touch everything; False if it was refused in the way promised."""
     try:
-        checkpoint = GGUFCheckpoint(raw, PATH)
+        checkpoint = GGUFCheckpoint([Part(raw, PATH)])
     except CheckpointError as error:
         assert str(error).startswith("tiny.gguf: ")
         return False

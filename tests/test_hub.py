@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO
 
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 from infinilm import hub
 from infinilm.hub import ModelNotFoundError, PackagedModel, resolve
@@ -429,6 +430,32 @@ def test_a_gguf_file_is_named_by_its_path(tmp_path, hugging_face, file):
 def test_a_gguf_file_is_named_by_its_quantization(tmp_path, hugging_face, quantization, file):
     hugging_face(file, "m.Q4_K_S.gguf", "m.IQ4_K_M-x.gguf")
     assert resolve(f"org/name:{quantization}") == tmp_path / file
+
+
+PARTS = [f"big/m-Q4_K_M-{number:05}-of-00003.gguf" for number in (1, 2, 3)]
+
+
+def test_a_quantization_takes_all_parts_of_a_split_file(tmp_path, hugging_face):
+    asked = hugging_face(*PARTS, "big/m-Q4_K_S-00001-of-00002.gguf")
+    assert resolve("org/name:Q4_K_M") == tmp_path / PARTS[0]
+    assert set(PARTS) == {name for name in PARTS if matches(name, asked["allow_patterns"])}
+
+
+def test_the_first_part_takes_the_others_with_it_and_no_other_file(tmp_path, hugging_face):
+    asked = hugging_face(*PARTS)
+    assert resolve(f"org/name/{PARTS[0]}") == tmp_path / PARTS[0]
+    others = ["big/m-Q4_K_M-00001-of-00004.gguf", "big/m-Q4_K_M.gguf", "m-Q4_K_M-00001-of-00003.gguf"]
+    assert [name for name in [*PARTS, *others] if matches(name, asked["allow_patterns"])] == PARTS
+
+
+def matches(name: str, patterns: object) -> bool:
+    return list(filter_repo_objects([name], allow_patterns=patterns)) == [name]
+
+
+def test_a_later_part_is_refused_with_the_name_of_the_first(hugging_face):
+    hugging_face(*PARTS)
+    with pytest.raises(ModelNotFoundError, match=f"is part 2 of 3 .*; name the first, 'org/name/{PARTS[0]}'"):
+        resolve(f"org/name/{PARTS[1]}")
 
 
 @pytest.mark.parametrize("files, number", [([], 0), (["a.Q8_0.gguf", "b.Q8_0.gguf"], 2)])

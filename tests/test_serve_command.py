@@ -149,3 +149,9 @@ def test_keys_come_from_the_option_and_the_lines_of_a_file(tmp_path: Path) -> No
 def test_a_model_is_called_by_its_id_or_the_last_part_of_its_path(folder: Path) -> None:
     assert served_name(None) == "SmolLM2-135M-Instruct"
     assert served_name("org/name:Q4_K_M") == "org/name:Q4_K_M" and served_name(str(folder)) == folder.name
+
+
+def test_a_split_model_is_called_by_what_its_parts_share(tmp_path: Path) -> None:
+    first = tmp_path / "tiny-00001-of-00003.gguf"
+    first.touch()
+    assert served_name(str(first)) == "tiny"

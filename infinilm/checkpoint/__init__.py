@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from infinicore.quantization import BlockType, QuantizedTensor, quantize
-from infinilm.folder import Folder
+from infinilm.folder import Folder, is_later_part
 
 __all__ = [
     "BlockType",
@@ -110,7 +110,10 @@ class Checkpoint(ABC):
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Open a Hugging Face folder, a .gguf file, or a folder that holds one; its headers are checked first."""
+    """Open a Hugging Face folder, a .gguf file, or a folder that holds one; its headers are checked first.
+
+    Of a GGUF model in several files, the first opens all.
+    """
     try:
         return _open(Path(path))
     except OSError as error:
@@ -136,12 +139,13 @@ def _open(path: Path) -> Checkpoint:
 
 
 def _only_gguf(folder: Folder) -> Path:
-    found = sorted(entry.name for entry in folder.path.iterdir() if entry.suffix.lower() == ".gguf")
+    names = sorted(entry.name for entry in folder.path.iterdir() if entry.suffix.lower() == ".gguf")
+    found = [name for name in names if not is_later_part(name)] or names[:1]
     if not found:
         raise CheckpointError(f"{folder.path}: holds neither config.json nor a .gguf file")
     if len(found) > 1:
-        names = ", ".join(found[:5])
+        first = ", ".join(found[:5])
         raise CheckpointError(
-            f"{folder.path}: holds {len(found)} .gguf files ({names}); give the path of one"
+            f"{folder.path}: holds {len(found)} .gguf files ({first}); give the path of one"
         )
     return folder.file(found[0])

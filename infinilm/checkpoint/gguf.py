@@ -1,22 +1,19 @@
 """GGUF files as checkpoints: Hugging Face names, order of rows, and config, from what llama.cpp wrote."""
 
-import mmap
 import re
-import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from reprlib import repr as short
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from infinicore.quantization import BlockType, QuantizedTensor
-from infinilm.checkpoint import Checkpoint, CheckpointError, TensorInfo
-from infinilm.checkpoint.gguf_format import read_header
+from infinilm.checkpoint import Checkpoint, TensorInfo
+from infinilm.checkpoint.gguf_fields import Fields
+from infinilm.checkpoint.gguf_parts import Part, open_parts
 
 # Mistral and SmolLM call themselves llama in GGUF.
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -80,68 +77,51 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "residual_scale": (0, 1),
     "use_parallel_residual": (False,),
 }
-MAX_INTEGER = 2**31 - 1
-MAX_FLOAT32 = float(np.finfo(np.float32).max)
-
-# Private: torch may take the memory for its own, and the file still never changes. Linux is told (0x4000,
-# MAP_NORESERVE) to set nothing aside for changes, so that a model may be larger than memory.
-MAP_FLAGS = mmap.MAP_PRIVATE | (0x4000 if sys.platform == "linux" else 0)
-
-Value = TypeVar("Value", int, float, str)
 
 
 def open_gguf(path: Path) -> "GGUFCheckpoint":
-    if not path.stat().st_size:
-        raise CheckpointError(f"{path}: is empty")
-    with path.open("rb") as file:
-        return GGUFCheckpoint(mmap.mmap(file.fileno(), 0, MAP_FLAGS, mmap.PROT_READ | mmap.PROT_WRITE), path)
+    return GGUFCheckpoint(open_parts(path))
 
 
 class GGUFCheckpoint(Checkpoint):
-    """A GGUF file in a writable buffer, usually a mapping of it."""
+    """The tensors of a GGUF file, or of all parts of a split one."""
 
-    def __init__(self, buffer: mmap.mmap | bytearray, path: Path) -> None:
-        header = read_header(buffer, path)
-        fields = _Fields(header.metadata, path)
-        stored = dict(header.tensors)
-        factors = stored.pop(ROPE_FACTORS, None)
-        tensors = {_hugging_face_name(name, fields): info for name, info in stored.items()}
+    def __init__(self, parts: Sequence[Part]) -> None:
+        first = parts[0]
+        fields = _Fields(first.metadata, first.path)
+        homes = {name: part for part in parts for name in part.tensors}
+        factors = homes.pop(ROPE_FACTORS, None)
+        self._homes = {_hugging_face_name(name, fields): part for name, part in homes.items()}
+        tensors = dict(zip(self._homes, (part.tensors[name] for name, part in homes.items()), strict=True))
         config = _config(fields, tensors)
         if factors is not None:
-            config["rope_scaling"] = _rope_factors(fields, config, _stored(buffer, factors))
-        super().__init__(path, config, header.metadata, tensors)
-        self._buffer = buffer
+            divisors = factors.read(factors.tensors[ROPE_FACTORS])
+            config["rope_scaling"] = _rope_factors(fields, config, divisors)
+        super().__init__(first.path, config, first.metadata, tensors)
         self._interleaved_heads = _interleaved_heads(fields, config, tensors)
 
     def _read(self, name: str, info: TensorInfo) -> Tensor | QuantizedTensor:
-        if isinstance(self._buffer, mmap.mmap) and self._buffer.size() != len(self._buffer):
-            raise CheckpointError(f"{self.path}: changed its size while it was open; open it again")
-        tensor = _stored(self._buffer, info)
+        tensor = self._homes[name].read(info)
         num_heads = self._interleaved_heads.get(name)
         return tensor if num_heads is None else _in_halves(tensor, num_heads)
 
     def forget(self, name: str) -> None:
-        if isinstance(self._buffer, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-            info = self._info(name)
-            start = info.offset // mmap.PAGESIZE * mmap.PAGESIZE
-            self._buffer.madvise(mmap.MADV_DONTNEED, start, info.offset + info.num_bytes - start)
+        info = self._info(name)
+        self._homes[name].forget(info)
 
     def _release(self) -> None:
-        del self._buffer
+        del self._homes
 
 
-class _Fields:
-    """The metadata of a model of a known architecture; what is asked for has the right type and range."""
+class _Fields(Fields):
+    """The metadata of a model of a known architecture"""
 
     def __init__(self, metadata: Mapping[str, Any], path: Path) -> None:
-        self.metadata = metadata
-        self.path = path
+        super().__init__(metadata, path)
         self.architecture = self.value("general.architecture", str)
         if self.architecture not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
             raise self.error(f"architecture {short(self.architecture)} is not supported; known are {known}")
-        if self.integer("split.count", 1, minimum=0) > 1:
-            raise self.error("is one part of a split model; join the parts first (llama-gguf-split --merge)")
         self.check_keys()
 
     def check_keys(self) -> None:
@@ -153,36 +133,8 @@ class _Fields:
             if not isinstance(value, bool | int | float) or value not in HARMLESS.get(name, ()):
                 raise self.error(f"metadata key {key!r} is not supported; its value is {short(value)}")
 
-    def error(self, rule: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: {rule}")
-
     def key(self, name: str) -> str:
         return f"{self.architecture}.{name}"
-
-    def value(self, key: str, kind: type[Value], default: Value | None = None) -> Value:
-        found = self.metadata.get(key, default)
-        if found is None:
-            raise self.error(f"metadata key {key!r} is missing")
-        if type(found) is not kind:
-            name = "array" if isinstance(found, list | np.ndarray) else type(found).__name__
-            raise self.error(f"metadata key {key!r} is of type {name}, not {kind.__name__}")
-        return found
-
-    def integer(
-        self, key: str, default: int | None = None, minimum: int = 1, maximum: int = MAX_INTEGER
-    ) -> int:
-        found = self.value(key, int, default)
-        if not minimum <= found <= maximum:
-            raise self.error(f"metadata key {key!r} is {found}, not {minimum} to {maximum}")
-        return found
-
-    def number(self, key: str, default: float | None = None) -> float:
-        found = self.value(key, float, default)
-        if not 0 < found <= MAX_FLOAT32:
-            raise self.error(f"metadata key {key!r} is {found}, not a finite float32 above 0")
-        # A float32 becomes the decimal it was written from: 1e-05, not 9.999999747378752e-06.
-        single = np.float32(found)
-        return float(str(single)) if float(single) == found else found
 
 
 def _hugging_face_name(name: str, fields: _Fields) -> str:
@@ -196,15 +148,6 @@ def _hugging_face_name(name: str, fields: _Fields) -> str:
 
 
 # Tensors
-
-
-def _stored(buffer: mmap.mmap | bytearray, info: TensorInfo) -> Tensor | QuantizedTensor:
-    raw = torch.frombuffer(buffer, dtype=torch.uint8, count=info.num_bytes, offset=info.offset)
-    if info.offset % 8:
-        raw = raw.clone()  # the file's alignment is below the elements' own, and kernels need whole elements
-    if isinstance(info.dtype, BlockType):
-        return QuantizedTensor(raw.view(prod(info.shape[:-1]), -1), info.dtype, info.shape)
-    return raw.view(info.dtype).view(info.shape)
 
 
 def _in_halves(tensor: Tensor | QuantizedTensor, num_heads: int) -> Tensor | QuantizedTensor:

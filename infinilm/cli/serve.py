@@ -130,11 +130,16 @@ def log_level(name: str) -> str:
 
 def served_name(model: str | None) -> str:
     """A Hugging Face id as it is; of a path its last part"""
+    from infinilm.folder import PartName
     from infinilm.hub import DEFAULT_MODEL
 
     if model is None:
         return DEFAULT_MODEL.name
-    return Path(model).name.removesuffix(".gguf") if Path(model).exists() else model
+    if not Path(model).exists():
+        return model
+    name = Path(model).name
+    part = PartName.parse(name)
+    return part.stem if part else name.removesuffix(".gguf")
 
 
 def load_async(options: argparse.Namespace) -> AsyncLLM:
