@@ -21,6 +21,7 @@ namespace infini {
     X(q5_k, 13, 256, 176)     \
     X(q6_k, 14, 256, 210)     \
     X(iq4_nl, 20, 32, 18)     \
+    X(iq4_xs, 23, 256, 136)   \
     X(bf16, 30, 1, 2)
 
 #define X(name, id, elements, bytes) name = id,

@@ -401,6 +401,33 @@ struct Q6_K {
     }
 };
 
+// scale f16 | 2 bytes of the high 2 bits of group scales | 4 bytes of their low 4 bits |
+// 128 bytes of four bits in runs of 16; value = scale * (group scale - 32) * level[q], levels as in IQ4_NL
+struct IQ4_XS {
+    static constexpr int kElements = 256, kBytes = 136, kGroup = 32, kOffset = 0;
+    static constexpr bool kHasMinimum = false, kIsSigned = true;
+    static constexpr int kBits = 0;
+    static constexpr Field kFields[] = {{2, 2}, {2, 1}, {4, 1}, {128, 4}};
+    template <int R>
+    static void fields(int8_t* q, const uint8_t* block) {
+        for (int run = 0; run < 8; ++run) four_bits<16 * R>(q + 32 * R * run, block + (8 + 16 * run) * R);
+        look_up(q, 256 * R, IQ4_NL::kLevels);
+    }
+    template <int R>
+    static void scales(float* scale, float*, const uint8_t* block) {
+        const uint8_t *high = block + 2 * R, *low = block + 4 * R;
+        float d[R];
+        halves<R>(d, block);
+        for (int g = 0; g < 8; ++g) {
+            uint8_t six[R];
+            for (int r = 0; r < R; ++r)
+                six[r] = static_cast<uint8_t>((low[g / 2 * R + r] >> g % 2 * 4 & 15) |
+                                              (high[g / 4 * R + r] >> g % 4 * 2 & 3) << 4);
+            scaled_bytes<R, 32>(scale + g * R, six, d);
+        }
+    }
+};
+
 // A type's struct, whose blocks have the size that is known of the type
 template <BlockType type, class Block>
 constexpr Block struct_of() {
@@ -423,6 +450,7 @@ inline void with_block(BlockType type, Body&& body) {
         case BlockType::q5_k: return body(struct_of<BlockType::q5_k, Q5_K>());
         case BlockType::q6_k: return body(struct_of<BlockType::q6_k, Q6_K>());
         case BlockType::iq4_nl: return body(struct_of<BlockType::iq4_nl, IQ4_NL>());
+        case BlockType::iq4_xs: return body(struct_of<BlockType::iq4_xs, IQ4_XS>());
         default: return;
     }
 }

@@ -32,6 +32,7 @@ class BlockType(Enum):
     Q5_K = (13, 256, 176)
     Q6_K = (14, 256, 210)
     IQ4_NL = (20, 32, 18)
+    IQ4_XS = (23, 256, 136)
 
     def __init__(self, ggml_id: int, elements_per_block: int, bytes_per_block: int) -> None:
         self.ggml_id = ggml_id
@@ -61,6 +62,7 @@ SCALE_BYTES = {
     BlockType.Q5_K: (0, 4),
     BlockType.Q6_K: (208, 210),
     BlockType.IQ4_NL: (0, 2),
+    BlockType.IQ4_XS: (0, 2),
 }
 
 
@@ -360,14 +362,28 @@ def _dequantize_q6_k(blocks: Tensor) -> Tensor:
     return _grouped(_half(scale) * scales.view(torch.int8).float(), fields.float() - 32)
 
 
-IQ4_NL_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+def _levels(fields: Tensor) -> Tensor:
+    """Fields of four bits as the numbers they stand for, sixteen that are closer together near zero"""
+    return torch.tensor(LEVELS, dtype=torch.float32, device=fields.device)[fields.int()]
 
 
 def _dequantize_iq4_nl(blocks: Tensor) -> Tensor:
-    """scale f16 | 16 bytes as in Q4_0; value = scale * level[q], sixteen levels closer together near zero"""
+    """scale f16 | 16 bytes as in Q4_0; value = scale * level[q]"""
     scale, packed = _parts(blocks, 2, 16)
-    levels = torch.tensor(IQ4_NL_LEVELS, dtype=torch.float32, device=blocks.device)
-    return _half(scale) * levels[_fields(packed, 4, 16).int()]
+    return _half(scale) * _levels(_fields(packed, 4, 16))
+
+
+def _dequantize_iq4_xs(blocks: Tensor) -> Tensor:
+    """scale f16 | 2 bytes: high 2 bits of group scales | 4: their low 4 bits | 128 of 4 bits in runs of 16
+
+    value = scale * (group scale - 32) * level[q], groups of 32
+    """
+    scale, high_scales, low_scales, packed = _parts(blocks, 2, 2, 4, 128)
+    group_scales = _fields(low_scales, 4, 1) | _fields(high_scales, 2, 1) << 4
+    return _grouped(_half(scale) * (group_scales.float() - 32), _levels(_fields(packed, 4, 16)))
 
 
 DEQUANTIZERS: dict[BlockType, Callable[[Tensor], Tensor]] = {
@@ -382,6 +398,7 @@ DEQUANTIZERS: dict[BlockType, Callable[[Tensor], Tensor]] = {
     BlockType.Q5_K: _dequantize_q5_k,
     BlockType.Q6_K: _dequantize_q6_k,
     BlockType.IQ4_NL: _dequantize_iq4_nl,
+    BlockType.IQ4_XS: _dequantize_iq4_xs,
 }
 
 
