@@ -3,6 +3,8 @@
 // pack_rows, unpack_rows: blocks to packed blocks and back, byte for byte
 // quantize_rows:       floats to Q8_0 or Q4_0, with ggml's bits; what is not finite leaves such a scale
 #include <algorithm>
+#include <iterator>
+#include <type_traits>
 
 #include "quant.h"
 #include "rows.h"
@@ -12,10 +14,18 @@ namespace {
 
 constexpr int kRows = kPackedRows;
 
+// Bits 0, 4 … 28 of a number, side by side
+uint32_t every_fourth(uint32_t bits) {
+    bits &= 0x11111111u;
+    bits = (bits | bits >> 3) & 0x03030303u;
+    bits = (bits | bits >> 6) & 0x000f000fu;
+    return (bits | bits >> 12) & 0xffu;
+}
+
 // The bits of 32 elements, element 0 lowest, to four bytes: byte i takes those of elements i, i + 4 … i + 28
 uint32_t transposed_bits(uint32_t bits) {
     uint32_t bytes = 0;
-    for (int i = 0; i < 32; ++i) bytes |= (bits >> i & 1) << (i % 4 * 8 + i / 4);
+    for (int i = 0; i < 4; ++i) bytes |= every_fourth(bits >> i) << 8 * i;
     return bytes;
 }
 
@@ -25,49 +35,89 @@ uint32_t restored_bits(uint32_t bytes) {
     return bits;
 }
 
-template <class Change>
-inline void copy_bits(uint8_t* to, const uint8_t* from, Change&& change) {
-    uint32_t bits;
-    memcpy(&bits, from, 4);
-    bits = change(bits);
-    memcpy(to, &bits, 4);
+// A piece as a number; by name, since the size of a memcpy that is not known is a call
+template <int bytes>
+using Piece = std::conditional_t<bytes == 4, uint32_t, std::conditional_t<bytes == 2, uint16_t, uint8_t>>;
+
+template <class Block>
+constexpr int first_byte(int field) {
+    int first = 0;
+    for (int i = 0; i < field; ++i) first += Block::kFields[i].bytes;
+    return first;
 }
 
-// A block into its place r among the 16 of a packed one
+// body(type of its pieces, whether their bits are transposed, where it begins, its pieces) for each field
+template <class Block, class Body>
+INFINI_INLINE inline void for_fields(Body&& body) {
+    unrolled<static_cast<int>(std::size(Block::kFields))>([&](auto i) INFINI_INLINE {
+        constexpr Field field = Block::kFields[i];
+        body(Piece<field.piece>{}, std::bool_constant<field.is_transposed>{}, first_byte<Block>(i),
+             field.bytes / field.piece);
+    });
+}
+
+// A block of each of 16 rows, side by side
 template <class Block>
-void pack_block(uint8_t* packed, const uint8_t* block, int64_t r) {
-    for (const Field& field : Block::kFields) {
-        for (int i = 0; i < field.bytes; i += field.piece) {
-            uint8_t* to = packed + i * kRows + r * field.piece;
-            field.is_transposed ? copy_bits(to, block + i, transposed_bits)
-                                : static_cast<void>(memcpy(to, block + i, field.piece));
+void pack_blocks(uint8_t* __restrict packed, const uint8_t* const* __restrict blocks) {
+    for_fields<Block>([&](auto piece, auto is_transposed, int first, int count) INFINI_INLINE {
+        uint8_t* to = packed + first * kRows;
+        for (int i = 0; i < count; ++i, first += sizeof piece, to += sizeof piece * kRows) {
+            decltype(piece) pieces[kRows];
+            for (int r = 0; r < kRows; ++r) memcpy(&pieces[r], blocks[r] + first, sizeof piece);
+            if constexpr (is_transposed)
+                for (auto& bits : pieces) bits = transposed_bits(bits);
+            memcpy(to, pieces, sizeof pieces);
         }
-        packed += field.bytes * kRows, block += field.bytes;
+    });
+}
+
+// The block at place r among the 16 of a packed one
+template <class Block>
+void unpack_block(uint8_t* __restrict block, const uint8_t* __restrict packed, int64_t r) {
+    for_fields<Block>([&](auto piece, auto is_transposed, int first, int count) INFINI_INLINE {
+        const uint8_t* from = packed + first * kRows + r * sizeof piece;
+        for (int i = 0; i < count; ++i, first += sizeof piece, from += sizeof piece * kRows) {
+            memcpy(&piece, from, sizeof piece);
+            if constexpr (is_transposed) piece = restored_bits(piece);
+            memcpy(block + first, &piece, sizeof piece);
+        }
+    });
+}
+
+// 16 rows, those that are missing as zeros
+template <class Block>
+void pack_panel(uint8_t* packed, const Tensor& blocks, int64_t first_row) {
+    static constexpr uint8_t kNothing[Block::kBytes] = {};
+    const uint8_t* at[kRows];
+    int64_t step[kRows];
+    for (int64_t r = 0; r < kRows; ++r) {
+        const bool is_there = first_row + r < blocks.shape[0];
+        at[r] = is_there ? static_cast<uint8_t*>(blocks.data) + (first_row + r) * blocks.stride[0] : kNothing;
+        step[r] = is_there ? Block::kBytes : 0;
+    }
+    for (int64_t b = 0; b < blocks.shape[1]; b += Block::kBytes) {
+        pack_blocks<Block>(packed + b * kRows, at);
+        for (int r = 0; r < kRows; ++r) at[r] += step[r];
     }
 }
 
 template <class Block>
-void unpack_block(uint8_t* block, const uint8_t* packed, int64_t r) {
-    for (const Field& field : Block::kFields) {
-        for (int i = 0; i < field.bytes; i += field.piece) {
-            const uint8_t* from = packed + i * kRows + r * field.piece;
-            field.is_transposed ? copy_bits(block + i, from, restored_bits)
-                                : static_cast<void>(memcpy(block + i, from, field.piece));
-        }
-        packed += field.bytes * kRows, block += field.bytes;
+void unpack_panel(const Tensor& blocks, const uint8_t* packed, int64_t first_row) {
+    for (int64_t r = 0; r < kRows && first_row + r < blocks.shape[0]; ++r) {
+        uint8_t* row = static_cast<uint8_t*>(blocks.data) + (first_row + r) * blocks.stride[0];
+        for (int64_t b = 0; b < blocks.shape[1]; b += Block::kBytes)
+            unpack_block<Block>(row + b, packed + b * kRows, r);
     }
 }
 
-// body(number of the row, row, panel, row within it), panels in parallel
+// body(panel, number of its first row), panels in parallel
 template <class Body>
-void for_packed_rows(const Pack& a, Body&& body) {
-    const int64_t row_bytes = a.blocks.shape[1];
-    parallel_for(a.packed.shape[0], (4 * kGrainElements) / (kRows * row_bytes + 1) + 1,
+void for_panels(const Pack& a, Body&& body) {
+    const int64_t panel_bytes = kRows * a.blocks.shape[1];
+    parallel_for(a.packed.shape[0], (4 * kGrainElements) / (panel_bytes + 1) + 1,
                  [&](int64_t begin, int64_t end) {
-                     for (int64_t n = begin * kRows; n < end * kRows; ++n)
-                         body(n, static_cast<uint8_t*>(a.blocks.data) + n * a.blocks.stride[0],
-                              static_cast<uint8_t*>(a.packed.data) + n / kRows * kRows * row_bytes,
-                              n % kRows);
+                     for (int64_t i = begin; i < end; ++i)
+                         body(static_cast<uint8_t*>(a.packed.data) + i * panel_bytes, i * kRows);
                  });
 }
 
@@ -89,24 +139,16 @@ int64_t embed(const QuantizedEmbedding& a, int64_t row_length, Look&& look) {
 
 int64_t pack_rows(const Pack& a) {
     with_block(a.type, [&](auto block) {
-        using Block = decltype(block);
-        for_packed_rows(a, [&](int64_t n, const uint8_t* row, uint8_t* panel, int64_t r) {
-            const uint8_t nothing[Block::kBytes] = {};
-            for (int64_t b = 0; b < a.blocks.shape[1]; b += Block::kBytes)
-                pack_block<Block>(panel + b * kRows, n < a.blocks.shape[0] ? row + b : nothing, r);
-        });
+        for_panels(a,
+                   [&](uint8_t* panel, int64_t row) { pack_panel<decltype(block)>(panel, a.blocks, row); });
     });
     return kOk;
 }
 
 int64_t unpack_rows(const Unpack& a) {
     with_block(a.type, [&](auto block) {
-        using Block = decltype(block);
-        for_packed_rows(a, [&](int64_t n, uint8_t* row, const uint8_t* panel, int64_t r) {
-            if (n >= a.blocks.shape[0]) return;
-            for (int64_t b = 0; b < a.blocks.shape[1]; b += Block::kBytes)
-                unpack_block<Block>(row + b, panel + b * kRows, r);
-        });
+        for_panels(a,
+                   [&](uint8_t* panel, int64_t row) { unpack_panel<decltype(block)>(a.blocks, panel, row); });
     });
     return kOk;
 }
