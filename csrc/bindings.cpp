@@ -4,6 +4,10 @@
 #include <nanobind/stl/string.h>
 
 #include <atomic>
+#include <cstdlib>
+#if defined(__GLIBC__)
+#include <malloc.h>
+#endif
 
 #include "binding_calls.h"
 #include "pool.h"
@@ -74,6 +78,23 @@ void quantize_rows(nb::handle blocks, nb::handle x, int type) {
     require(fits, "quantize: expected contiguous uint8 blocks for each row");
     nb::gil_scoped_release release;
     active_level().kernels->quantize_rows(a);
+}
+
+bool has_finite_halves(nb::handle bytes, int64_t step, int64_t begin, int64_t end) {
+    const Halves a{tensor(bytes), step, begin, end};
+    require(a.bytes.dtype == DType::u8 && is_contiguous(a.bytes), "has_finite_halves: expected bytes");
+    const bool fits = 0 <= begin && begin <= end && end <= step && (end - begin) % 2 == 0 && step > 0;
+    require(fits && num_elements(a.bytes) % step == 0,
+            "has_finite_halves: expected whole float16 within steps that fill the bytes");
+    nb::gil_scoped_release release;
+    return active_level().kernels->find_infinite(a) == kOk;
+}
+
+// What was freed in between and is kept for later, back to the system
+void release_memory() {
+#if defined(__GLIBC__)
+    malloc_trim(0);
+#endif
 }
 
 // {ggml's id: (elements, bytes)} of every type in blocks
@@ -161,6 +182,8 @@ NB_MODULE(_native, m) {
         move_rows(&Kernels::unpack_rows, packed, blocks, type);
     });
     m.def("quantize_rows", &quantize_rows);
+    m.def("has_finite_halves", &has_finite_halves);
+    m.def("release_memory", &release_memory);
     m.def("block_sizes", &block_sizes);
     m.attr("PACKED_ROWS") = kPackedRows;
 

@@ -79,6 +79,12 @@ struct Pack {
 };
 struct Unpack : Pack {};
 
+// Of every `step` bytes, those from begin to end are float16
+struct Halves {
+    Tensor bytes;
+    int64_t step, begin, end;
+};
+
 struct Quantize {
     Tensor blocks, x;
     BlockType type;

@@ -38,7 +38,8 @@
 #define INFINI_PREPARATIONS(X) \
     X(pack_rows, Pack)         \
     X(unpack_rows, Unpack)     \
-    X(quantize_rows, Quantize)
+    X(quantize_rows, Quantize) \
+    X(find_infinite, Halves)
 
 namespace infini {
 

@@ -2,7 +2,9 @@
 // packed_embedding:    the same of a weight packed 16 rows side by side (quant.h)
 // pack_rows, unpack_rows: blocks to packed blocks and back, byte for byte
 // quantize_rows:       floats to Q8_0 or Q4_0, with ggml's bits; what is not finite leaves such a scale
+// find_infinite:       whether a float16 among bytes is no number; 0, or kOk if all are
 #include <algorithm>
+#include <atomic>
 #include <iterator>
 #include <type_traits>
 
@@ -166,6 +168,24 @@ int64_t quantize_rows(const Quantize& a) {
             });
     });
     return kOk;
+}
+
+int64_t find_infinite(const Halves& a) {
+    std::atomic<bool> is_found{false};
+    const int64_t count = num_elements(a.bytes) / a.step;
+    parallel_for(count, (4 * kGrainElements) / a.step + 1, [&](int64_t first, int64_t last) {
+        const uint8_t* at = static_cast<const uint8_t*>(a.bytes.data) + first * a.step;
+        constexpr uint16_t kExponent = 0x7c00;  // all of it set: infinity or NaN
+        bool found = false;
+        for (int64_t i = first; i < last; ++i, at += a.step)
+            for (int64_t byte = a.begin; byte < a.end; byte += 2) {
+                uint16_t bits;
+                memcpy(&bits, at + byte, 2);
+                found |= (bits & kExponent) == kExponent;
+            }
+        if (found) is_found = true;
+    });
+    return is_found ? 0 : kOk;
 }
 
 int64_t quantized_embedding(const QuantizedEmbedding& a) {

@@ -123,8 +123,10 @@ class QuantizedTensor:
 
     def has_finite_scales(self) -> bool:
         """Whether every scale and minimum is a number: the codes beside them always are."""
-        blocks = self.blocks.reshape(-1, self.type.bytes_per_block)
         begin, end = SCALE_BYTES[self.type]
+        if self.blocks.is_cpu and self.blocks.is_contiguous():
+            return _native.has_finite_halves(self.blocks, self.type.bytes_per_block, begin, end)
+        blocks = self.blocks.reshape(-1, self.type.bytes_per_block)
         halves = blocks.view(torch.int16)[:, begin // 2 : end // 2]
         return not bool(((halves & FLOAT16_EXPONENT) == FLOAT16_EXPONENT).any())
 
@@ -206,7 +208,8 @@ class PackedTensor(QuantizedTensor):
         return self.unpack().rows(indices).pack(self.activation_bits)
 
     def has_finite_scales(self) -> bool:
-        return self.unpack().has_finite_scales()
+        step, begin, end = (PACKED_ROWS * n for n in (self.type.bytes_per_block, *SCALE_BYTES[self.type]))
+        return _native.has_finite_halves(self.blocks, step, begin, end)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         return self.unpack().dequantize(dtype)

@@ -423,12 +423,16 @@ def test_a_gguf_and_a_safetensors_copy_of_one_model_give_equal_logits(tmp_path: 
 def test_scales_that_are_not_a_number_are_found(block_type: BlockType) -> None:
     blocks = torch.zeros(2, block_type.bytes_per_block, dtype=torch.uint8)
     weight = QuantizedTensor(blocks, block_type, (2, block_type.elements_per_block))
-    assert weight.has_finite_scales()
+    assert weight.has_finite_scales() and weight.pack().has_finite_scales()
     begin, end = SCALE_BYTES[block_type]
     for last in range(begin + 2, end + 1, 2):  # of each scale there is
         blocks[1, last - 1] = 0x7E  # the high byte of a float16 NaN
         assert not weight.has_finite_scales() and not torch.isfinite(weight.dequantize()).all()
+        assert not weight.pack().has_finite_scales()
         blocks[1, last - 1] = 0
+    blocks.fill_(255)
+    blocks[:, begin:end] = 0x7B  # a large number, amid bytes that would be none
+    assert weight.has_finite_scales() and weight.pack().has_finite_scales()
 
 
 def test_a_quantised_scale_that_is_not_a_number_is_refused_by_name(tmp_path: Path) -> None:

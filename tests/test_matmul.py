@@ -443,6 +443,17 @@ def test_quantising_refuses_what_would_leave_a_buffer(blocks: Tensor, x: Tensor,
         _native.quantize_rows(blocks, x, type)
 
 
+@pytest.mark.parametrize(
+    ("step", "begin", "end"), [(0, 0, 0), (34, -2, 0), (34, 33, 35), (34, 2, 1), (33, 0, 2)]
+)
+def test_looking_for_scales_refuses_what_would_leave_a_buffer(step: int, begin: int, end: int) -> None:
+    assert _native.has_finite_halves(torch.zeros(5, 68, dtype=torch.uint8), 34, 32, 34)
+    with pytest.raises(ValueError):
+        _native.has_finite_halves(torch.zeros(5, 68, dtype=torch.uint8), step, begin, end)
+    with pytest.raises(ValueError):
+        _native.has_finite_halves(torch.zeros(5, 34), 34, 0, 2)
+
+
 def test_lookups_and_dense_products_refuse_what_would_leave_a_buffer() -> None:
     with pytest.raises(IndexError):
         _native.packed_embedding(torch.empty(1, 64), IDS + 4, packed())
