@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from infinicore import _native
 from infinilm.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from infinilm.config import EngineConfig
 from infinilm.engine.draft import SpeculativeConfig
@@ -66,6 +67,8 @@ def load(config: EngineConfig, report: Report) -> tuple[LlamaForCausalLM, Tokeni
     with open_checkpoint(path) as checkpoint:
         tokenizer = tokenizer_of(checkpoint, config.chat_template)
         check_vocabulary(checkpoint, tokenizer)
+        checkpoint.metadata.clear()  # the vocabulary, which the tokenizer has in its own way
+        _native.release_memory()
         with told_of_memory("the weights", torch.device(config.device or "cpu")):
             return LlamaForCausalLM.from_checkpoint(checkpoint, config, report), tokenizer
 

@@ -213,3 +213,15 @@ def llama_file(weights: dict[str, Tensor] | None = None, **fields: Any) -> GGUFF
         for name, tensor in weights.items()
     ]
     return GGUFFile(llama_values(), tensors, **fields)
+
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789ABCD"  # as many as the tiny model has embeddings
+
+
+def whole_file() -> GGUFFile:
+    """A model with its tokenizer, which can be loaded and answers"""
+    file = llama_file()
+    file.set("tokenizer.ggml.model", text("gpt2"))
+    file.set("tokenizer.ggml.tokens", strings([*LETTERS[:-1], "ab"]))
+    file.set("tokenizer.ggml.merges", strings(["a b"]))
+    return file

@@ -2,7 +2,9 @@
 
 import copy
 import random
+import re
 import struct
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -111,6 +113,15 @@ def test_metadata_are_plain_values_and_numbers_in_arrays(path):
     assert metadata["tokenizer.ggml.scores"].tolist() == [0.5, -1.0, 2.0]
     assert metadata["tokenizer.ggml.add_bos_token"] is True
     assert metadata["llama.block_count"] == 2
+
+
+def test_texts_of_an_array_are_any_characters_and_may_be_empty():
+    wanted = ["", "é", "日本", "\0", "😀", "", "a" * 300]
+    file = llama_file()
+    file.set("x", gguf_files.strings(wanted))
+    found = read_header(file.encode(), PATH).metadata["x"]
+    assert list(found) == wanted and [found[i] for i in range(-1, 6)] == [wanted[-1], *wanted[:-1]]
+    assert found[2:4] == wanted[2:4] and len(found) == 7
 
 
 def test_a_folder_with_one_gguf_file_is_that_file(path):
@@ -306,6 +317,30 @@ def test_a_file_cut_short_while_open_is_noticed_before_it_is_touched(path):
         checkpoint.tensor("model.norm.weight")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="tells its mappings nowhere else")
+def test_what_was_read_and_forgotten_takes_no_memory(tmp_path):
+    """Also of neighbours, which Linux maps along with what is touched."""
+    file, rows = llama_file(), 1 << 16
+    file.set("llama.vocab_size", integer(rows))
+    file.tensors[0] = TensorEntry("token_embd.weight", [HIDDEN_SIZE, rows], bytes(4 * HIDDEN_SIZE * rows))
+    (tmp_path / "mapped.gguf").write_bytes(file.encode())
+    with open_checkpoint(tmp_path / "mapped.gguf") as checkpoint:
+        for name in random.Random(1).sample(checkpoint.names(), len(checkpoint.names())):
+            assert checkpoint.tensor(name).sum() is not None
+            checkpoint.forget(name)
+        assert resident_bytes("mapped.gguf") == 0
+
+
+def resident_bytes(name: str) -> int:
+    """Of a file that is mapped, those in memory"""
+    mappings = re.split(
+        r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE
+    )
+    found = [mapping for mapping in mappings if mapping.partition("\n")[0].endswith(name)]
+    assert found
+    return sum(1024 * int(re.search(r"^Rss: +([0-9]+)", mapping, re.MULTILINE)[1]) for mapping in found)
+
+
 def test_a_file_larger_than_memory_is_mapped_and_not_read(tmp_path):
     path = tmp_path / "large.gguf"
     file = llama_file()
@@ -407,6 +442,10 @@ BAD_FILES: dict[str, tuple[Change, str]] = {
         "'x': string 0 of 1 runs past",
     ),
     "string of an array not UTF-8": (value("x", array(STRING, 1, string(b"\xc0"))), "'x' is not UTF-8"),
+    "string of an array that ends within a character": (
+        value("x", array(STRING, 3, string("a") + string(b"\xc3") + string(b"\xa9"))),
+        "'x' is not UTF-8: .* of string 1",
+    ),
     "boolean 3 in an array": (value("x", array(BOOL, 2, b"\x01\x03")), "'x' is a boolean with value 3"),
     "array of arrays": (value("x", array(ARRAY, 1, array(UINT8, 0))), "'x' is an array of arrays"),
     "array of an unknown type": (value("x", array(99, 0)), "'x' has unknown value type 99"),

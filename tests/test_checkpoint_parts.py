@@ -25,9 +25,9 @@ from gguf_files import (
     interleaved,
     llama_file,
     llama_weights,
-    strings,
     text,
     u32,
+    whole_file,
 )
 
 from infinilm.checkpoint import Checkpoint, CheckpointError, open_checkpoint
@@ -88,7 +88,7 @@ def test_the_first_part_opens_all_of_the_model(first, tmp_path):
     (tmp_path / "whole.gguf").write_bytes(llama_file().encode())
     with open_checkpoint(first) as found, open_checkpoint(tmp_path / "whole.gguf") as whole:
         assert_same(found, whole)
-        assert found.metadata["tokenizer.ggml.tokens"] == whole.metadata["tokenizer.ggml.tokens"]
+        assert list(found.metadata["tokenizer.ggml.tokens"]) == list(whole.metadata["tokenizer.ggml.tokens"])
 
 
 @pytest.mark.parametrize("is_first_small", [False, True])
@@ -135,14 +135,11 @@ def test_the_frequency_divisors_of_llama_3_may_be_in_any_part(tmp_path):
 
 
 def test_a_split_model_answers_as_the_whole_one(tmp_path):
-    file = llama_file()
-    file.set("tokenizer.ggml.model", text("gpt2"))
-    file.set("tokenizer.ggml.tokens", strings([*"ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789abc", "AB"]))
-    file.set("tokenizer.ggml.merges", strings(["A B"]))
+    file = whole_file()
     (tmp_path / "whole.gguf").write_bytes(file.encode())
     params = SamplingParams(max_tokens=8, temperature=0.0)
     answers = [
-        LLM(path).generate("ABC", params)[0].outputs[0].token_ids
+        LLM(path).generate("abc", params)[0].outputs[0].token_ids
         for path in (tmp_path / "whole.gguf", write(tmp_path, split(file)))
     ]
     assert answers[0] == answers[1]

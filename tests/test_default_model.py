@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import at_level
+from gguf_files import whole_file
 from torch import Tensor
 
 from infinicore import _native, nn
@@ -174,18 +175,19 @@ def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(fast: LLM
 
 MEASURE = """
 import resource, sys
-import torch
-import infinicore
-from infinilm.checkpoint import open_checkpoint
 import infinilm.llm
+infinilm.llm.load_model(sys.argv[2], device="cpu")
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-model, tokenizer = infinilm.llm.load_model(sys.argv[1])
+model, tokenizer = infinilm.llm.load_model(sys.argv[1], device="cpu")
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
-def test_loading_takes_little_memory_beyond_the_file(default_model_path: Path) -> None:
-    """Peak resident memory of weights, tokenizer and all stays within the file and the tokenizer's share."""
-    command = [sys.executable, "-c", MEASURE, str(default_model_path)]
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems count memory in other ways")
+def test_loading_takes_little_memory_beyond_the_file(default_model_path: Path, tmp_path: Path) -> None:
+    """Peak memory of weights, tokenizer and all; a tiny model goes first, so that it is not torch's code."""
+    tiny = tmp_path / "tiny.gguf"
+    tiny.write_bytes(whole_file().encode())
+    command = [sys.executable, "-c", MEASURE, str(default_model_path), str(tiny)]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert int(result.stdout) * 1024 < 1.15 * default_model_path.stat().st_size + 60e6
+    assert int(result.stdout) * 1024 < 1.25 * default_model_path.stat().st_size

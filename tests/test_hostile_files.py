@@ -26,7 +26,22 @@ import gguf_files
 import pytest
 import tokenizers
 import torch
-from gguf_files import BOOL, CONFIG, FLOAT32, STRING, array, integer, real, string, strings, text, u32, u64
+from gguf_files import (
+    BOOL,
+    CONFIG,
+    FLOAT32,
+    LETTERS,
+    STRING,
+    array,
+    integer,
+    real,
+    string,
+    strings,
+    text,
+    u32,
+    u64,
+    whole_file,
+)
 from tokenizers import decoders, models
 
 from infinilm.checkpoint import CheckpointError
@@ -35,7 +50,6 @@ from infinilm.llm import LLM, load_model
 from infinilm.sampling import SamplingParams
 from infinilm.tokenizer import TokenizerError
 
-LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789ABCD"  # as many as the tiny model has embeddings
 INDEX = "model.safetensors.index.json"
 NAME = "model.layers.0." + "a_module_with_a_long_name." * 6 + "weight"
 UINT16, UINT8 = 2, 0
@@ -74,14 +88,6 @@ def good_folder(folder: Path) -> Path:
     return folder
 
 
-def good_gguf() -> gguf_files.GGUFFile:
-    file = gguf_files.llama_file()
-    file.set("tokenizer.ggml.model", text("gpt2"))
-    file.set("tokenizer.ggml.tokens", strings([*LETTERS[:-1], "ab"]))
-    file.set("tokenizer.ggml.merges", strings(["a b"]))
-    return file
-
-
 # Ways to change them
 
 
@@ -110,7 +116,7 @@ def tokenizer(**changes: Any) -> Callable[[Path], None]:
 
 def gguf_value(key: str, make: Callable[[], bytes]) -> Callable[[Path], Path]:
     def change(folder: Path) -> Path:
-        file = good_gguf()
+        file = whole_file()
         file.set(key, make())
         (folder / "tiny.gguf").write_bytes(file.encode())
         return folder / "tiny.gguf"
@@ -119,7 +125,7 @@ def gguf_value(key: str, make: Callable[[], bytes]) -> Callable[[Path], Path]:
 
 
 def as_qwen(folder: Path) -> Path:
-    file = good_gguf()
+    file = whole_file()
     for key, value in list(file.values):
         if str(key).startswith("llama."):
             file.values.remove((key, value))

@@ -82,7 +82,10 @@ class Checkpoint(ABC):
         return sum(info.num_bytes for info in self._tensors.values())
 
     def forget(self, name: str) -> None:
-        """Give the memory of a tensor's pages back, once it has been copied; it can be read again."""
+        """Give the memory of a tensor's pages back, and of those beside it, once what was read is copied.
+
+        All can be read again, as the file has it.
+        """
         self._info(name)
 
     def close(self) -> None:

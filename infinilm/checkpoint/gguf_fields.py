@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from infinilm.checkpoint import CheckpointError
+from infinilm.checkpoint.gguf_format import Strings
 
 MAX_INTEGER = 2**31 - 1
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
@@ -29,7 +30,7 @@ class Fields:
         if found is None:
             raise self.error(f"metadata key {key!r} is missing")
         if type(found) is not kind:
-            name = "array" if isinstance(found, list | np.ndarray) else type(found).__name__
+            name = "array" if isinstance(found, Strings | np.ndarray) else type(found).__name__
             raise self.error(f"metadata key {key!r} is of type {name}, not {kind.__name__}")
         return found
 

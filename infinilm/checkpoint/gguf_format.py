@@ -6,11 +6,14 @@ anything is read, looped over or allocated for it. The layout is that of ggml's 
     magic | version | tensor count | value count | values | tensor infos | padding | tensor data
 """
 
+import codecs
 import struct
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from mmap import mmap
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -24,6 +27,7 @@ VERSIONS = (2, 3)
 MAX_HEADER_BYTES = 1 << 26
 MAX_STRINGS = 1 << 21
 MAX_TEXT_BYTES = 1 << 24
+CHECKED_BYTES = 1 << 20  # at a time, since text may take four times as many
 MAX_TENSORS = 65_536
 MAX_VALUES = 65_536
 MAX_KEY_BYTES = 65_535
@@ -47,11 +51,34 @@ ELEMENT_TYPES: dict[int, torch.dtype | BlockType] = {
 class Header:
     """Metadata by key and tensors by GGUF name, their offsets from the start of the file.
 
-    Arrays of strings are lists, those of numbers numpy's: as Python's they would take 20 times the memory.
+    Arrays are Strings and numpy's: as Python's they would take many times the memory.
     """
 
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
+
+
+class Strings(Sequence[str]):
+    """Texts in one piece of memory, each made when it is asked for; string i ends before byte ends[i]."""
+
+    def __init__(self, raw: bytes, starts: Sequence[int], ends: Sequence[int]) -> None:
+        self._raw, self._starts, self._ends = raw, starts, ends
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        return self._raw[self._starts[index] : self._ends[index]].decode("utf-8")
+
+    def __iter__(self) -> Iterator[str]:
+        raw = self._raw
+        return (raw[start:end].decode("utf-8") for start, end in zip(self._starts, self._ends, strict=True))
 
 
 def read_header(buffer: bytes | bytearray | mmap, source: object) -> Header:
@@ -152,7 +179,7 @@ def _read_value(cursor: _Cursor, value_type: int, what: str) -> Any:
     return _read_scalars(cursor, value_type, 1, what).item()
 
 
-def _read_array(cursor: _Cursor, what: str) -> "list[str] | np.ndarray[Any, Any]":
+def _read_array(cursor: _Cursor, what: str) -> "Strings | np.ndarray[Any, Any]":
     element_type = cursor.number("I", f"the element type of {what}")
     count = cursor.number("Q", f"the length of {what}")
     if element_type == ARRAY:
@@ -174,23 +201,56 @@ def _read_scalars(cursor: _Cursor, value_type: int, count: int, what: str) -> "n
     return values == 1 if value_type == BOOL else values.copy()
 
 
-def _read_strings(cursor: _Cursor, count: int, what: str) -> list[str]:
-    """The strings of an array. A vocabulary has 100,000, so this loop spells out what `text` does."""
+def _read_strings(cursor: _Cursor, count: int, what: str) -> Strings:
     if count * 8 > cursor.end - cursor.position:
         raise cursor.error(f"{what} claims {count} strings, more than the file has bytes for")
     cursor.num_strings += count
     if cursor.num_strings > MAX_STRINGS:
         raise cursor.error(f"{what} makes it {cursor.num_strings} strings, more than {MAX_STRINGS}")
+    first = cursor.position
+    starts = _string_starts(cursor, count, what) - first
+    blanked = np.frombuffer(cursor.view[first : cursor.position], np.uint8).copy()
+    for byte in range(1, 9):
+        blanked[starts - byte] = 0  # a length between two strings, which no character may reach across
+    raw = blanked.tobytes()
+    ends = np.append(starts[1:] - 8, len(raw))[:count]
+    strings = Strings(raw, starts.data, ends.data)
+    _check_text(cursor, strings, raw, what)
+    return strings
+
+
+def _string_starts(cursor: _Cursor, count: int, what: str) -> "np.ndarray[Any, Any]":
+    """Where each string begins. A vocabulary has 100,000, so this loop spells out what `text` does."""
     view, end, unpack = cursor.view, cursor.end, struct.Struct("<Q").unpack_from
-    position, strings = cursor.position, []
+    position, starts = cursor.position, array("q")
     for index in range(count):
         start = position + 8
+        starts.append(start)
         position = start + unpack(view, position)[0] if start <= end else start
         if position > end:
             raise cursor.error(f"{what}: string {index} of {count} runs past the end of the header")
-        strings.append(cursor.decode(start, position, what))
     cursor.position = position
-    return strings
+    return np.array(starts, np.int64)
+
+
+def _check_text(cursor: _Cursor, strings: Strings, raw: bytes, what: str) -> None:
+    """All at once, piece by piece; only where that fails is it asked which string it is."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        for begin in range(0, len(raw), CHECKED_BYTES):
+            decoder.decode(raw[begin : begin + CHECKED_BYTES], final=begin + CHECKED_BYTES >= len(raw))
+    except UnicodeDecodeError:
+        for index in range(len(strings)):
+            _check_string(cursor, strings, index, what)
+
+
+def _check_string(cursor: _Cursor, strings: Strings, index: int, what: str) -> None:
+    try:
+        strings[index]
+    except UnicodeDecodeError as error:
+        raise cursor.error(
+            f"{what} is not UTF-8: {error.reason} at byte {error.start} of string {index}"
+        ) from error
 
 
 def _read_tensors(cursor: _Cursor, num_tensors: int, alignment: int) -> dict[str, TensorInfo]:

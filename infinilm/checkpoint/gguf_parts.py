@@ -29,6 +29,9 @@ MAX_PARTS = 1024
 # MAP_NORESERVE) to set nothing aside for changes, so that a model may be larger than memory.
 MAP_FLAGS = mmap.MAP_PRIVATE | (0x4000 if sys.platform == "linux" else 0)
 
+# Who touches a page is given those around it as well, as far as Linux keeps them in one piece.
+MAPPED_AROUND = 2 << 20
+
 
 class Part:
     """A GGUF file in a writable buffer, usually a mapping of it; its header has been checked."""
@@ -39,6 +42,7 @@ class Part:
         self.metadata = header.metadata
         self.tensors = header.tensors
         self._buffer = buffer
+        self._drop(0, len(buffer))  # the header has been copied
 
     def read(self, info: TensorInfo) -> Tensor | QuantizedTensor:
         if isinstance(self._buffer, mmap.mmap) and self._buffer.size() != len(self._buffer):
@@ -51,9 +55,14 @@ class Part:
         return raw.view(info.dtype).view(info.shape)
 
     def forget(self, info: TensorInfo) -> None:
+        end = info.offset + info.num_bytes
+        self._drop(max(info.offset - MAPPED_AROUND, 0), min(end + MAPPED_AROUND, len(self._buffer)))
+
+    def _drop(self, begin: int, end: int) -> None:
+        """Give the pages of these bytes back; they are read from the file again where they are touched."""
         if isinstance(self._buffer, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-            start = info.offset // mmap.PAGESIZE * mmap.PAGESIZE
-            self._buffer.madvise(mmap.MADV_DONTNEED, start, info.offset + info.num_bytes - start)
+            begin = begin // mmap.PAGESIZE * mmap.PAGESIZE
+            self._buffer.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -105,14 +106,18 @@ def load(options: argparse.Namespace) -> LLM:
     from infinilm.hub import resolve
 
     path = resolve(options.model)
-    from infinilm.checkpoint import open_checkpoint
     from infinilm.llm import LLM
 
-    with open_checkpoint(path) as checkpoint:
-        num_bytes = checkpoint.num_bytes
-    with progress("loading", num_bytes) as report:
+    with progress("loading", stored_bytes(path)) as report:
         llm: LLM = LLM(path, **engine_options(options), report=report)
     return llm
+
+
+def stored_bytes(path: Path) -> int:
+    from infinilm.checkpoint import open_checkpoint
+
+    with open_checkpoint(path) as checkpoint:
+        return checkpoint.num_bytes
 
 
 @contextmanager

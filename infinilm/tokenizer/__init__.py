@@ -235,18 +235,25 @@ def _try_out(library: tokenizers.Tokenizer, source: str) -> None:
     library.no_padding()
     with _errors_of(source):
         found = library.encode("try out").ids
-    size = _vocab_size(library)
-    if any(token_id >= size for token_id in found):  # a post-processor names its ids itself
-        raise TokenizerError(
-            f"{source}: encodes to token id {max(found)}, but its vocabulary ends at {size - 1}"
-        )
+    if any(library.id_to_token(token_id) is None for token_id in found):  # a frame names its ids itself
+        end = _vocab_size(library) - 1
+        raise TokenizerError(f"{source}: encodes to token id {max(found)}, but its vocabulary ends at {end}")
 
 
 def _vocab_size(library: tokenizers.Tokenizer) -> int:
-    size = max(library.get_vocab().values(), default=-1) + 1
+    size = max([_model_size(library), *(i + 1 for i in library.get_added_tokens_decoder())])
     if size > MAX_VOCAB_SIZE:
         raise TokenizerError(f"vocabulary: token id {size - 1} found, but ids must be below {MAX_VOCAB_SIZE}")
     return size
+
+
+def _model_size(library: tokenizers.Tokenizer) -> int:
+    """One more than the last id of the model's own tokens"""
+    model, count = library.model, library.get_vocab_size(with_added_tokens=False)
+    # As many ids as tokens, from 0 on: none is left for a larger one. The table itself would be copied.
+    if all(model.id_to_token(token_id) is not None for token_id in range(count)):
+        return count
+    return max(library.get_vocab(with_added_tokens=False).values(), default=-1) + 1
 
 
 def _with_special_tokens_as_text(library: tokenizers.Tokenizer) -> tokenizers.Tokenizer:

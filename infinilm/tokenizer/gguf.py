@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from reprlib import repr as short
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import tokenizers
@@ -130,12 +130,12 @@ class GgufVocabulary:
         return added
 
     def _merges(self) -> list[tuple[str, str]]:
-        pairs = []
+        pairs, ids = [], self._ids
         for index, merge in enumerate(self._array("ggml.merges", lambda v: isinstance(v, str), "a string")):
             left, _, right = merge.partition(" ")
-            for token in (left, right, left + right):
-                if token not in self._ids:
-                    raise TokenizerError(f"tokenizer.ggml.merges[{index}] = {merge!r}: {token!r} is no token")
+            if left not in ids or right not in ids or left + right not in ids:
+                token = next(token for token in (left, right, left + right) if token not in ids)
+                raise TokenizerError(f"tokenizer.ggml.merges[{index}] = {merge!r}: {token!r} is no token")
             pairs.append((left, right))
         return pairs
 
@@ -200,14 +200,12 @@ class GgufVocabulary:
 
     def _per_token(self, name: str, is_valid: Callable[[Any], object], rule: str) -> list[Any]:
         found, size = self._metadata.get(f"tokenizer.{name}"), len(self._tokens)
-        if isinstance(found, list | tuple | np.ndarray) and len(found) != size:  # before it is made a list
+        if _is_array(found) and len(found) != size:  # before it is made a list
             raise TokenizerError(f"tokenizer.{name} has {len(found)} entries for {size} tokens")
         return self._array(name, is_valid, rule)
 
     def _array(self, name: str, is_valid: Callable[[Any], object], rule: str) -> list[Any]:
-        found = self._entry(
-            name, lambda v: isinstance(v, list | tuple | np.ndarray) and len(v), "a non-empty array"
-        )
+        found = self._entry(name, lambda v: _is_array(v) and len(v), "a non-empty array")
         values = found.tolist() if isinstance(found, np.ndarray) else list(found)
         for index, value in enumerate(values):
             if not is_valid(value):
@@ -219,3 +217,7 @@ class GgufVocabulary:
         if not is_valid(value):
             raise TokenizerError(f"tokenizer.{name} is {short(value)}, but must be {rule}")
         return value
+
+
+def _is_array(value: object) -> TypeGuard[Sequence[Any] | np.ndarray]:
+    return isinstance(value, Sequence | np.ndarray) and not isinstance(value, str | bytes)
