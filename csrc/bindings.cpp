@@ -137,6 +137,12 @@ uint64_t read_all(nb::handle buffer, int64_t ahead) {
     return total;
 }
 
+int64_t count_products(int64_t rounds) {
+    require(rounds >= 0 && rounds <= 1 << 30, "count_products: expected 0 to 2^30 rounds");
+    nb::gil_scoped_release release;
+    return active_level().kernels->count_products({rounds});
+}
+
 nb::list level_names() {
     nb::list names;
     for (int i = 0; i < kNumLevels; ++i)
@@ -192,6 +198,7 @@ NB_MODULE(_native, m) {
         nb::arg().none());
     m.def("use_torch", &use_torch);
     m.def("read_all", &read_all);
+    m.def("count_products", &count_products);
     m.def("num_threads", &num_threads);
     m.def("set_num_threads", [](int count) {
         require(count >= 1 && count <= 1024, "set_num_threads: expected 1 to 1024");

@@ -90,4 +90,6 @@ struct Quantize {
     BlockType type;
 };
 
+struct CountProducts { int64_t rounds; };
+
 }  // namespace infini

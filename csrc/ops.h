@@ -34,12 +34,13 @@
     X(quantized_embedding, QuantizedEmbedding) \
     X(packed_embedding, PackedEmbedding)
 
-// What makes weights ready; no ops, since they do not run in a model
+// What makes weights ready, and tells what a CPU can; no ops, since they do not run in a model
 #define INFINI_PREPARATIONS(X) \
     X(pack_rows, Pack)         \
     X(unpack_rows, Unpack)     \
     X(quantize_rows, Quantize) \
-    X(find_infinite, Halves)
+    X(find_infinite, Halves)   \
+    X(count_products, CountProducts)
 
 namespace infini {
 

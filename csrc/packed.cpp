@@ -5,12 +5,15 @@
 // the integer dot product of q with the weight's fields (dots.h, amx_packed.h). Integers are exact in any
 // order and the float32 sum runs over the groups from first to last, so a row has the same bits alone and
 // among others, whatever the tiles and threads.
+// count_products: `rounds` of what such products stand on, on every thread (limits.h); returns how many products
+//                 those were.
 #include "dots.h"
 
 #if defined(__AMX_INT8__)
 #define INFINI_AMX
 #include "amx_packed.h"
 #endif
+#include "limits.h"
 
 namespace infini::INFINI_LEVEL {
 namespace {
@@ -147,6 +150,13 @@ int64_t packed_linear(const PackedLinear& a) {
                 own.run(own.strip(i), m, smaller(kPackedBandRows, x.num_rows - m));
     });
     return kOk;
+}
+
+int64_t count_products(const CountProducts& a) {
+    parallel_for(num_threads(), 1, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) multiply_at_hand(a.rounds);
+    });
+    return a.rounds * num_threads() * kProductsOfRound;
 }
 
 }  // namespace infini::INFINI_LEVEL

@@ -281,6 +281,14 @@ def read_bandwidth() -> float:
     return BANDWIDTH_BYTES / min(timed(partial(read, buffer, ahead)) for ahead in (0, 512, 4096, 8192))
 
 
+def product_rate() -> float:
+    """Products of bytes a second, each added to a sum, that the threads of the native core do with all at hand"""
+    rounds = 1 << 16
+    return infinicore.ops.native.count_products(rounds) / timed(
+        partial(infinicore.ops.native.count_products, rounds)
+    )
+
+
 def timed(call: Callable[[], object]) -> float:
     call()
     start = time.perf_counter()

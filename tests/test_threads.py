@@ -17,6 +17,7 @@ import infinicore
 from infinicore import ops
 from infinicore.graph import Graph
 from infinicore.nn import functional as F
+from infinicore.ops.native import count_products
 from infinicore.quantization import BlockType, quantize
 from infinilm import LLM, SamplingParams
 from infinilm.config import LlamaConfig
@@ -148,3 +149,13 @@ def test_a_thread_that_goes_on_to_the_next_region_begins_it_anew(keep_threads: N
     graph = Graph.record(products)
     for _ in range(1000):
         assert all(map(torch.equal, graph.replay(), wanted))
+
+
+def test_products_are_counted_by_rounds_and_threads(level: str, keep_threads: None) -> None:
+    infinicore.set_num_threads(1)
+    one = count_products(1)
+    assert one > 0 and count_products(7) == 7 * one and count_products(0) == 0
+    infinicore.set_num_threads(3)
+    assert count_products(7) == 21 * one
+    with pytest.raises(ValueError, match="expected 0 to 2\\^30 rounds"):
+        count_products(-1)

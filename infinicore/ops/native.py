@@ -85,3 +85,8 @@ def read_all(buffer: Tensor, ahead: int = 0) -> int:
     Bytes are asked for `ahead` of their use; how far is best differs from CPU to CPU.
     """
     return _native.read_all(buffer, ahead)
+
+
+def count_products(rounds: int) -> int:
+    """Multiply bytes for as many rounds on all threads, with all operands at hand: how many products it were."""
+    return _native.count_products(rounds)

@@ -1,0 +1,41 @@
+// What the CPU allows: products of bytes, each added to a sum of 32 bits, by the instruction that packed products
+// stand on, with all operands at hand.
+#pragma once
+#include "dots.h"
+
+namespace infini::INFINI_LEVEL {
+namespace {
+
+#if defined(INFINI_AMX)
+constexpr int64_t kProductsOfRound = 4 * 16 * 16 * 64;
+
+void multiply_at_hand(int64_t rounds) {
+    configure_tiles(TileConfig(16, 64));
+    for (int64_t i = 0; i < rounds; ++i)
+        asm volatile(
+            "tdpbssd %%tmm6, %%tmm4, %%tmm0\n tdpbssd %%tmm6, %%tmm5, %%tmm1\n"
+            "tdpbssd %%tmm7, %%tmm4, %%tmm2\n tdpbssd %%tmm7, %%tmm5, %%tmm3" ::);
+    release_tiles();
+}
+#else
+constexpr int kSumsAtOnce = kVectorRegisters / 2 / kParts;
+constexpr int64_t kProductsOfRound = kSumsAtOnce * 16 * kRows;
+
+void multiply_at_hand(int64_t rounds) {
+    alignas(64) uint8_t w[16 * kRows] = {1};
+    alignas(64) int8_t x[16] = {1};
+    Dots sums[kSumsAtOnce];
+    for (Dots& sum : sums) sum.start(0);
+    for (int64_t i = 0; i < rounds; ++i) {
+        asm volatile("" ::"r"(w), "r"(x) : "memory");  // as if they were others each time
+        unrolled<4>([&](auto quad) INFINI_INLINE {
+            const Quad fields(w + 4 * kRows * quad);
+            unrolled<kSumsAtOnce>([&](auto n) INFINI_INLINE { sums[n].add(quad, fields, Sixteen(x)); });
+        });
+    }
+    asm volatile("" ::"r"(sums) : "memory");
+}
+#endif
+
+}  // namespace
+}  // namespace infini::INFINI_LEVEL
