@@ -282,11 +282,9 @@ def read_bandwidth() -> float:
 
 
 def product_rate() -> float:
-    """Products of bytes a second, each added to a sum, that the threads of the native core do with all at hand"""
-    rounds = 1 << 16
-    return infinicore.ops.native.count_products(rounds) / timed(
-        partial(infinicore.ops.native.count_products, rounds)
-    )
+    """Products of bytes a second, each added to a sum, that the native core's threads do with all at hand"""
+    rounds, multiply = 1 << 16, infinicore.ops.native.count_products
+    return multiply(rounds) / timed(partial(multiply, rounds))
 
 
 def timed(call: Callable[[], object]) -> float:

@@ -88,5 +88,5 @@ def read_all(buffer: Tensor, ahead: int = 0) -> int:
 
 
 def count_products(rounds: int) -> int:
-    """Multiply bytes for as many rounds on all threads, with all operands at hand: how many products it were."""
+    """Multiply bytes, all operands at hand, for some rounds on all threads: how many products that were."""
     return _native.count_products(rounds)
