@@ -150,9 +150,9 @@ void add_blocks(float* total, int64_t band, const uint8_t* packed, int num_panel
     const int64_t panel_bytes = x.num_groups * kGroup / Block::kElements * Block::kBytes * kRows;
     for (int i = 0; i < num_panels;
          i += together, total += together * band * kRows, packed += together * panel_bytes)
-        if (Block::kBits == 4 && P == 2 && x.radix == 16)
-            add_blocks<Block, P, R, Block::kBits == 4 && P == 2 ? 2 : 1>(total, band, packed, together, x,
-                                                                         first_row, num_rows);
+        if (kIsFourBits<Block> && P == 2 && x.radix == 16)
+            add_blocks<Block, P, R, kIsFourBits<Block> && P == 2 ? 2 : 1>(total, band, packed, together, x,
+                                                                          first_row, num_rows);
         else
             add_blocks<Block, P, R, 1>(total, band, packed, together, x, first_row, num_rows);
 }

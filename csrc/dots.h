@@ -30,15 +30,34 @@ struct Quad {
         for (int i = 0; i < kParts; ++i) memcpy(&part[i], p + i * sizeof(vb), sizeof(vb));
     }
 
-    INFINI_INLINE Quad low_nibbles() const {
+    // `bits` of each byte, from bit `shift` on
+    template <int bits, int shift>
+    INFINI_INLINE Quad field() const {
+        constexpr uint8_t kMask = (1 << bits) - 1;
         Quad q = *this;
-        for (int i = 0; i < kParts; ++i) q.part[i] &= 15;
+        for (int i = 0; i < kParts; ++i) {
+            if constexpr (shift > 0) q.part[i] >>= shift;
+            if constexpr (bits + shift < 8) q.part[i] &= kMask;
+        }
         return q;
     }
-    INFINI_INLINE Quad high_nibbles() const {
-        Quad q = *this;
-        for (int i = 0; i < kParts; ++i) q.part[i] >>= 4;
-        return q;
+
+    // The level that each byte numbers, moved up
+    INFINI_INLINE void look_up(const int8_t (&levels)[16], uint8_t moved) {
+        alignas(16) uint8_t table[16];
+        for (int i = 0; i < 16; ++i) table[i] = static_cast<uint8_t>(levels[i] + moved);
+#if defined(INFINI_NEON)
+        for (int i = 0; i < kParts; ++i) part[i] = vqtbl1q_u8(vld1q_u8(table), part[i]);
+#elif defined(INFINI_AVX512)
+        const __m512i entries = _mm512_broadcast_i32x4(*reinterpret_cast<const __m128i*>(table));
+        part[0] = (vb)_mm512_shuffle_epi8(entries, (__m512i)part[0]);
+#elif defined(INFINI_AVX2)
+        const __m256i entries = _mm256_broadcastsi128_si256(*reinterpret_cast<const __m128i*>(table));
+        for (int i = 0; i < kParts; ++i) part[i] = (vb)_mm256_shuffle_epi8(entries, (__m256i)part[i]);
+#else
+        for (int i = 0; i < kParts; ++i)
+            for (size_t j = 0; j < sizeof(vb); ++j) part[i][j] = table[part[i][j]];
+#endif
     }
 
     // Each byte shifted so that its bit `from` becomes bit `to`
@@ -200,7 +219,7 @@ inline void prefetch(const uint8_t* packed) {
 // The fields of a block of each of the 16 rows, moved up
 template <class Block, int moved>
 void read_fields(int8_t* q, const uint8_t* packed) {
-    if constexpr (Block::kBits == 4) {
+    if constexpr (kIsFourBits<Block>) {
         constexpr int kHalf = Block::kRun / 2 * kRows;
         packed += Block::kData * kRows;
         for (int i = 0; i < Block::kElements / Block::kRun; ++i)
@@ -321,7 +340,7 @@ void add_rows(float* total, const uint8_t* packed, const Activations& x, int64_t
     });
 }
 
-// ---- few rows of x, against fields of four bits and more straight from memory -----------------------------
+// ---- few rows of x, against fields straight from memory ----------------------------------------------------
 
 // What the fields of a type stand above the integers they mean, as Dots::add takes them
 template <class Block>
@@ -330,18 +349,17 @@ constexpr int kOffset = kBias && Block::kIsSigned ? kBias : Block::kOffset;
 // Four of the 16 elements `sixteenth` of a block
 template <class Block, int sixteenth, int quad>
 INFINI_INLINE inline Quad fields_at(const uint8_t* packed) {
-    constexpr Place place = Block::place(sixteenth);
-    Quad w(packed + (place.bytes + 4 * quad) * kRows);
-    if constexpr (Block::kBits == 8) {
-        if constexpr (kBias && Block::kIsSigned)
-            for (int i = 0; i < kParts; ++i) w.part[i] ^= kBias;
-        return w;
+    constexpr Place place = Block::place(sixteenth, quad);
+    constexpr int kLow = Block::kLowBits;
+    Quad w = Quad(packed + place.bytes * kRows).template field<kLow, place.shift>();
+    if constexpr (Block::kBits > kLow) {
+        const Quad upper(packed + place.upper * kRows);
+        w.put_above(upper.template moved<place.bit, kLow>(), (1 << Block::kBits) - (1 << kLow));
     }
-    w = place.shift ? w.high_nibbles() : w.low_nibbles();
-    if constexpr (Block::kBits > 4) {
-        const Quad upper(packed + (place.upper + 4 * quad) * kRows);
-        w.put_above(upper.template moved<place.bit, 4>(), (1 << Block::kBits) - 16);
-    }
+    if constexpr (kHasLevels<Block>)
+        w.look_up(IQ4_NL::kLevels, kBias);
+    else if constexpr (kBias && Block::kIsSigned)
+        for (int i = 0; i < kParts; ++i) w.part[i] ^= kBias;
     return w;
 }
 

@@ -5,7 +5,7 @@
 // the integer dot product of q with the weight's fields (dots.h, amx_packed.h). Integers are exact in any
 // order and the float32 sum runs over the groups from first to last, so a row has the same bits alone and
 // among others, whatever the tiles and threads.
-// count_products: `rounds` of what such products stand on, on every thread (limits.h); returns how many products
+// count_products: `rounds` of what such products stand on, on every thread (peak.h); returns how many products
 //                 those were.
 #include "dots.h"
 
@@ -13,7 +13,7 @@
 #define INFINI_AMX
 #include "amx_packed.h"
 #endif
-#include "limits.h"
+#include "peak.h"
 
 namespace infini::INFINI_LEVEL {
 namespace {
@@ -22,7 +22,7 @@ namespace {
 template <class Block, int P>
 void add_products(float* total, const uint8_t* packed, int num_panels, const Activations& x, int64_t row,
                   int64_t num_rows) {
-    const bool are_few = Block::kBits != 0 && num_rows <= kPackedFewRows;
+    const bool are_few = num_rows <= kPackedFewRows;
 #if defined(INFINI_AMX)
     const int block = are_few ? 1 : 1 << x.log_rows;
     if (block == kRowBlock)
@@ -33,12 +33,10 @@ void add_products(float* total, const uint8_t* packed, int num_panels, const Act
 #endif
     const int64_t panel_bytes = x.num_groups * kGroup / Block::kElements * Block::kBytes * kRows;
     for (int i = 0; i < num_panels; ++i, total += kPackedBandRows * kRows, packed += panel_bytes) {
-        if constexpr (Block::kBits != 0)
-            if (are_few) {
-                add_few_rows<Block, P, kPackedFewTileRows>(total, packed, x, row, num_rows);
-                continue;
-            }
-        add_rows<Block, P>(total, packed, x, row, num_rows);
+        if (are_few)
+            add_few_rows<Block, P, kPackedFewTileRows>(total, packed, x, row, num_rows);
+        else
+            add_rows<Block, P>(total, packed, x, row, num_rows);
     }
 }
 

@@ -18,9 +18,9 @@ struct Field {
     bool is_transposed = false;
 };
 
-// Where 16 elements of a block are, for kernels that take them straight from memory: their bytes, and by how
-// much a field of four bits is shifted up; then, of five or six bits, the bytes with the upper ones, and the
-// lowest of these.
+// Where four elements of a block are, the quad of sixteen, for kernels that take them straight from memory: the
+// bytes with their low bits, and by how much these are shifted up; then, where fields have more bits than those,
+// the bytes with the upper ones, and the lowest of these.
 struct Place { int bytes, shift = 0, upper = 0, bit = 0; };
 
 inline float half(const uint8_t* p) {
@@ -153,9 +153,9 @@ inline void look_up(int8_t* q, int count, const int8_t (&table)[16]) {
 struct Q4_0 {  // scale f16 | 16 bytes of four bits; value = scale * (q - 8)
     static constexpr int kElements = 32, kBytes = 18, kGroup = 32, kOffset = 8;
     static constexpr bool kHasMinimum = false, kIsSigned = false;
-    static constexpr int kData = 2, kBits = 4, kRun = 32;
+    static constexpr int kData = 2, kBits = 4, kLowBits = 4, kRun = 32;
     static constexpr Field kFields[] = {{2, 2}, {16, 4}};
-    static constexpr Place place(int sixteenth) { return {2, 4 * sixteenth}; }
+    static constexpr Place place(int s, int quad) { return {2 + 4 * quad, 4 * s}; }
     template <int R>
     static void fields(int8_t* q, const uint8_t* block) {
         four_bits<16 * R>(q, block + 2 * R);
@@ -169,9 +169,9 @@ struct Q4_0 {  // scale f16 | 16 bytes of four bits; value = scale * (q - 8)
 struct Q4_1 {  // scale f16 | minimum f16 | 16 bytes of four bits; value = scale * q + minimum
     static constexpr int kElements = 32, kBytes = 20, kGroup = 32, kOffset = 0;
     static constexpr bool kHasMinimum = true, kIsSigned = false;
-    static constexpr int kData = 4, kBits = 4, kRun = 32;
+    static constexpr int kData = 4, kBits = 4, kLowBits = 4, kRun = 32;
     static constexpr Field kFields[] = {{2, 2}, {2, 2}, {16, 4}};
-    static constexpr Place place(int sixteenth) { return {4, 4 * sixteenth}; }
+    static constexpr Place place(int s, int quad) { return {4 + 4 * quad, 4 * s}; }
     template <int R>
     static void fields(int8_t* q, const uint8_t* block) {
         four_bits<16 * R>(q, block + 4 * R);
@@ -186,8 +186,9 @@ struct Q4_1 {  // scale f16 | minimum f16 | 16 bytes of four bits; value = scale
 struct Q5_0 {  // scale f16 | 4 bytes of fifth bits | 16 bytes of four bits; value = scale * (q - 16)
     static constexpr int kElements = 32, kBytes = 22, kGroup = 32, kOffset = 16;
     static constexpr bool kHasMinimum = false, kIsSigned = false;
-    static constexpr int kBits = 0;
+    static constexpr int kBits = 5, kLowBits = 4;
     static constexpr Field kFields[] = {{2, 2}, {4, 4, true}, {16, 4}};
+    static constexpr Place place(int s, int quad) { return {6 + 4 * quad, 4 * s, 2, 4 * s + quad}; }
     template <int R>
     static void fields(int8_t* q, const uint8_t* block) {
         five_bits_of_32<R>(q, block + 6 * R, block + 2 * R);
@@ -202,8 +203,9 @@ struct Q5_0 {  // scale f16 | 4 bytes of fifth bits | 16 bytes of four bits; val
 struct Q5_1 {
     static constexpr int kElements = 32, kBytes = 24, kGroup = 32, kOffset = 0;
     static constexpr bool kHasMinimum = true, kIsSigned = false;
-    static constexpr int kBits = 0;
+    static constexpr int kBits = 5, kLowBits = 4;
     static constexpr Field kFields[] = {{2, 2}, {2, 2}, {4, 4, true}, {16, 4}};
+    static constexpr Place place(int s, int quad) { return {8 + 4 * quad, 4 * s, 4, 4 * s + quad}; }
     template <int R>
     static void fields(int8_t* q, const uint8_t* block) {
         five_bits_of_32<R>(q, block + 8 * R, block + 4 * R);
@@ -217,9 +219,9 @@ struct Q5_1 {
 struct Q8_0 {  // scale f16 | 32 signed bytes; value = scale * q
     static constexpr int kElements = 32, kBytes = 34, kGroup = 32, kOffset = 0;
     static constexpr bool kHasMinimum = false, kIsSigned = true;
-    static constexpr int kBits = 8;
+    static constexpr int kBits = 8, kLowBits = 8;
     static constexpr Field kFields[] = {{2, 2}, {32, 4}};
-    static constexpr Place place(int sixteenth) { return {2 + 16 * sixteenth}; }
+    static constexpr Place place(int s, int quad) { return {2 + 16 * s + 4 * quad}; }
     template <int R>
     static void fields(int8_t* q, const uint8_t* block) {
         memcpy(q, block + 2 * R, 32 * R);
@@ -233,8 +235,9 @@ struct Q8_0 {  // scale f16 | 32 signed bytes; value = scale * q
 struct IQ4_NL {  // scale f16 | 16 bytes of four bits; value = scale * level[q]
     static constexpr int kElements = 32, kBytes = 18, kGroup = 32, kOffset = 0;
     static constexpr bool kHasMinimum = false, kIsSigned = true;
-    static constexpr int kBits = 0;
+    static constexpr int kBits = 4, kLowBits = 4;
     static constexpr Field kFields[] = {{2, 2}, {16, 4}};
+    static constexpr Place place(int s, int quad) { return {2 + 4 * quad, 4 * s}; }
     static constexpr int8_t kLevels[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
                                            1,    13,   25,  38,  53,  69,  89,  113};
     template <int R>
@@ -255,7 +258,10 @@ struct IQ4_NL {  // scale f16 | 16 bytes of four bits; value = scale * level[q]
 struct Q2_K {
     static constexpr int kElements = 256, kBytes = 84, kGroup = 16, kOffset = 0;
     static constexpr bool kHasMinimum = true, kIsSigned = false;
-    static constexpr int kBits = 0;
+    static constexpr int kBits = 2, kLowBits = 2;
+    static constexpr Place place(int s, int quad) {
+        return {16 + s / 8 * 32 + s % 2 * 16 + 4 * quad, s / 2 % 4 * 2};
+    }
     static constexpr Field kFields[] = {{16, 1}, {64, 4}, {2, 2}, {2, 2}};
     template <int R>
     static void fields(int8_t* q, const uint8_t* block) {
@@ -280,7 +286,10 @@ struct Q3_K {  // 32 bytes of third bits | 64 bytes of two bits in runs of 32 |
     // value = scale * (group scale - 32) * (q - 4)
     static constexpr int kElements = 256, kBytes = 110, kGroup = 16, kOffset = 4;
     static constexpr bool kHasMinimum = false, kIsSigned = false;
-    static constexpr int kBits = 0;
+    static constexpr int kBits = 3, kLowBits = 2;
+    static constexpr Place place(int s, int quad) {
+        return {32 + s / 8 * 32 + s % 2 * 16 + 4 * quad, s / 2 % 4 * 2, s % 2 * 16 + 4 * quad, s / 2};
+    }
     static constexpr Field kFields[] = {{32, 4}, {64, 4}, {12, 1}, {2, 2}};
     template <int R>
     static void fields(int8_t* __restrict q, const uint8_t* __restrict block) {
@@ -298,13 +307,13 @@ struct Q3_K {  // 32 bytes of third bits | 64 bytes of two bits in runs of 32 |
         const uint8_t *low = block + 96 * R, *high = block + 104 * R;
         float d[R];
         halves<R>(d, block + 108 * R);
-        for (int g = 0; g < 16; ++g) {
+        unrolled<16>([&](auto g) INFINI_INLINE {
             uint8_t six[R];
             for (int r = 0; r < R; ++r)
                 six[r] = static_cast<uint8_t>((low[g % 8 * R + r] >> g / 8 * 4 & 15) |
                                               (high[g % 4 * R + r] >> g / 4 * 2 & 3) << 4);
             scaled_bytes<R, 32>(scale + g * R, six, d);
-        }
+        });
     }
 };
 
@@ -315,9 +324,11 @@ struct Q3_K {  // 32 bytes of third bits | 64 bytes of two bits in runs of 32 |
 struct Q4_K {
     static constexpr int kElements = 256, kBytes = 144, kGroup = 32, kOffset = 0;
     static constexpr bool kHasMinimum = true, kIsSigned = false;
-    static constexpr int kData = 16, kBits = 4, kRun = 64;
+    static constexpr int kData = 16, kBits = 4, kLowBits = 4, kRun = 64;
     static constexpr Field kFields[] = {{2, 2}, {2, 2}, {12, 1}, {128, 4}};
-    static constexpr Place place(int s) { return {16 + s / 4 * 32 + s % 2 * 16, s / 2 % 2 * 4}; }
+    static constexpr Place place(int s, int quad) {
+        return {16 + s / 4 * 32 + s % 2 * 16 + 4 * quad, s / 2 % 2 * 4};
+    }
     template <int R>
     static void fields(int8_t* q, const uint8_t* block) {
         for (int run = 0; run < 4; ++run) four_bits<32 * R>(q + 64 * R * run, block + (16 + 32 * run) * R);
@@ -346,10 +357,10 @@ struct Q4_K {
 struct Q5_K {  // as Q4_K, with 32 bytes of fifth bits before the 128
     static constexpr int kElements = 256, kBytes = 176, kGroup = 32, kOffset = 0;
     static constexpr bool kHasMinimum = true, kIsSigned = false;
-    static constexpr int kBits = 5;
+    static constexpr int kBits = 5, kLowBits = 4;
     static constexpr Field kFields[] = {{2, 2}, {2, 2}, {12, 1}, {32, 4}, {128, 4}};
-    static constexpr Place place(int s) {
-        return {48 + s / 4 * 32 + s % 2 * 16, s / 2 % 2 * 4, 16 + s % 2 * 16, s / 2};
+    static constexpr Place place(int s, int quad) {
+        return {48 + s / 4 * 32 + s % 2 * 16 + 4 * quad, s / 2 % 2 * 4, 16 + s % 2 * 16 + 4 * quad, s / 2};
     }
     template <int R>
     static void fields(int8_t* q, const uint8_t* block) {
@@ -370,12 +381,12 @@ struct Q5_K {  // as Q4_K, with 32 bytes of fifth bits before the 128
 struct Q6_K {
     static constexpr int kElements = 256, kBytes = 210, kGroup = 16, kOffset = 32;
     static constexpr bool kHasMinimum = false, kIsSigned = false;
-    static constexpr int kBits = 6;
+    static constexpr int kBits = 6, kLowBits = 4;
     static constexpr Field kFields[] = {{128, 4}, {64, 4}, {16, 1}, {2, 2}};
-    static constexpr Place place(int s) {
+    static constexpr Place place(int s, int quad) {
         const int run = s / 8, quarter = s / 2 % 4, half = s % 2;
-        return {64 * run + quarter % 2 * 32 + half * 16, quarter / 2 * 4, 128 + 32 * run + half * 16,
-                2 * quarter};
+        return {64 * run + quarter % 2 * 32 + half * 16 + 4 * quad, quarter / 2 * 4,
+                128 + 32 * run + half * 16 + 4 * quad, 2 * quarter};
     }
     template <int R>
     static void fields(int8_t* __restrict q, const uint8_t* __restrict block) {
@@ -406,7 +417,8 @@ struct Q6_K {
 struct IQ4_XS {
     static constexpr int kElements = 256, kBytes = 136, kGroup = 32, kOffset = 0;
     static constexpr bool kHasMinimum = false, kIsSigned = true;
-    static constexpr int kBits = 0;
+    static constexpr int kBits = 4, kLowBits = 4;
+    static constexpr Place place(int s, int quad) { return {8 + s / 2 * 16 + 4 * quad, s % 2 * 4}; }
     static constexpr Field kFields[] = {{2, 2}, {2, 1}, {4, 1}, {128, 4}};
     template <int R>
     static void fields(int8_t* q, const uint8_t* block) {
@@ -418,13 +430,13 @@ struct IQ4_XS {
         const uint8_t *high = block + 2 * R, *low = block + 4 * R;
         float d[R];
         halves<R>(d, block);
-        for (int g = 0; g < 8; ++g) {
+        unrolled<8>([&](auto g) INFINI_INLINE {
             uint8_t six[R];
             for (int r = 0; r < R; ++r)
                 six[r] = static_cast<uint8_t>((low[g / 2 * R + r] >> g % 2 * 4 & 15) |
                                               (high[g / 4 * R + r] >> g % 4 * 2 & 3) << 4);
             scaled_bytes<R, 32>(scale + g * R, six, d);
-        }
+        });
     }
 };
 
@@ -434,6 +446,12 @@ constexpr Block struct_of() {
     static_assert(Block::kElements == block_size(type).elements && Block::kBytes == block_size(type).bytes);
     return {};
 }
+
+// Whether fields of four bits are integers themselves, or number the levels of a table
+template <class Block>
+constexpr bool kHasLevels = Block::kBits == 4 && Block::kIsSigned;
+template <class Block>
+constexpr bool kIsFourBits = Block::kBits == 4 && !Block::kIsSigned;
 
 // Calls body with a value of the type's struct
 template <class Body>
