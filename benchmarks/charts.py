@@ -102,6 +102,7 @@ def draw_lines(
     ):
         for contender, curve in curves.items():
             rates = [point.median for point in curve.values()]
+            panel.set_xticks(list(curve))
             panel.plot(list(curve), rates, "o-", color=COLORS[contender], label=contender)
         panel.set(xlim=0, ylim=0, xlabel=by, ylabel="tokens a second")
         panel.set_title(name, loc="left", fontsize=10)

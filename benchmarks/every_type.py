@@ -1,7 +1,7 @@
 """Every type of weights that GGUF files have, infinilm beside llama.cpp: `python -m benchmarks.every_type`.
 
-A model of 0.3 billion random weights for each, made in build/ when it is first asked for; rounds alternate as
-in benchmarks.side_by_side. A type that infinilm does not know is left out. Writes to this CPU's folder in
+Two layers of the 1B shape with random weights, made in build/ once; rounds alternate as in
+benchmarks.side_by_side. A type that infinilm does not know is left out. Writes to this CPU's folder in
 benchmarks/results/.
 """
 
@@ -33,7 +33,7 @@ def known(types: Sequence[str]) -> list[str]:
 def type_table(models: Sequence[ModelResult]) -> str:
     """Tokens a second of both, and how many times as fast infinilm is"""
     rows = [[model.name, *(cell(model, task.name) for task in PLAN)] for model in models]
-    return report.table([f"0.3B, {OURS} / {PEER}", *(task.name for task in PLAN)], rows)
+    return report.table([f"0.2B, tokens a second of {OURS} / {PEER}", *(task.name for task in PLAN)], rows)
 
 
 def cell(model: ModelResult, task: str) -> str:
@@ -50,7 +50,7 @@ def write_results(models: Sequence[ModelResult], facts: dict[str, str], stem: Pa
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--type", action="append", choices=TYPES, help="again for more; all if left out")
-    parser.add_argument("--rounds", type=int, default=3, help="at most; long tasks have fewer")
+    parser.add_argument("--rounds", type=int, default=2)
     options = parser.parse_args()
     infinicore.set_num_threads(options.threads)
     facts, models, effort = machine(options.threads), [], Effort(options.rounds, options.threads)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,8 +21,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.charts import has_matplotlib, new_figure
 from benchmarks.gpu_peers import PEERS
 from benchmarks.machine import RESULTS, short, write
+from benchmarks.report import OURS, table
 from infinicore import nn
 from infinicore.quantization import QuantizedTensor
 from infinilm.batch import Stream
@@ -47,7 +48,6 @@ PROMPTS = (512, 2048, 8192)
 CONTEXTS = (1024, 4096, 16384, 65536, 131072 - 64)
 KINDS = ("bfloat16", "fp8", "q8_0", "q4_0")  # of weights
 NUM_STEPS = 24
-OURS = "infinilm"
 
 
 @dataclass
@@ -306,11 +306,6 @@ def empty_cache() -> None:
 # ---- what is told of it ------------------------------------------------------------------------------------
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
-
-
 def markdown(results: Results) -> str:
     batches = sorted({batch for steps in results.steps.values() for batch in steps})
     rates = [[name, *(step_cell(results, name, batch) for batch in batches)] for name in results.steps]
@@ -349,13 +344,9 @@ def prompt_cell(results: Results, length: int, seconds: float | None) -> str:
 
 def draw(results: Results, path: Path) -> None:
     """Tokens a second by batch, and milliseconds of a step by context and by batch"""
-    if not importlib.util.find_spec("matplotlib"):
-        print("no chart: matplotlib is not installed")
+    if not has_matplotlib():
         return
-    from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
-
-    figure = Figure(figsize=(14, 3.8), layout="constrained")
-    figure.suptitle(f"8B Llama, context {CONTEXT}, on {results.device}", fontsize=9)
+    figure = new_figure((14, 3.8), f"8B Llama, context {CONTEXT}, on {results.device}")
     rates, steps, contexts = figure.subplots(1, 3)
     for name, seconds in results.steps.items():
         rates.plot(list(seconds), [batch / s for batch, s in seconds.items()], "o-", label=name)

@@ -74,7 +74,7 @@ class Size:
         }
 
 
-ONE_BILLION, SMALL = Size(), Size(num_layers=4)
+ONE_BILLION, SMALL = Size(), Size(num_layers=2)
 
 
 def cached_model(type_name: str, size: Size = ONE_BILLION) -> Path:

@@ -28,7 +28,6 @@ from benchmarks.side_by_side import (
     rounds,
     run_round,
     start_workers,
-    warm_up,
 )
 from infinilm.bench import Measured
 
@@ -89,9 +88,8 @@ def busy_core() -> Iterator[None]:
 
 def beside_a_busy_core(workers: dict[str, Worker], num_rounds: int, found: Found) -> None:
     alone, beside = [], []
-    warm_up(workers, decode())
-    for _ in range(num_rounds):
-        alone.append(run_round(workers, decode()))
+    for rates in rounds(workers, decode(), num_rounds):
+        alone.append(rates)
         with busy_core():
             beside.append(run_round(workers, decode()))
     found.alone, found.beside = by_contender(alone), by_contender(beside)
@@ -116,26 +114,28 @@ def run(path: Path, counts: Sequence[int], num_rounds: int) -> tuple[Found, dict
 
 def checks(found: Found) -> Iterator[Check]:
     for task, curves in found.curves.items():
-        for count in curves[OURS]:
+        for count in (count for count in curves[OURS] if count > 1):
             ours, theirs = (found.speed_up(task, name, count) for name in (OURS, PEER))
-            if ours is not None and count > 1:
-                yield check(f"{task}, {MODEL}, {count} threads", ours / count, ours, theirs)
+            if ours is not None:
+                yield check(f"{task}, {count} threads", count, ours, theirs)
 
 
-def check(what: str, share: float, ours: float, theirs: float | None) -> Check:
+def check(what: str, count: int, ours: float, theirs: float | None) -> Check:
     """Of linear, where there are few enough threads, and of what llama.cpp makes of them"""
-    is_few = round(ours / share) <= MOST_LINEAR
-    wanted = [f"≥ {LEAST_LINEAR:.0%} of linear"] if is_few else []
-    wanted += [f"ahead of {PEER}'s speed-up"] if theirs is not None else []
-    told = f"{ours:.2f}x ({share:.0%})" + (f", {PEER} {theirs:.2f}x" if theirs is not None else "")
-    is_met = (share >= LEAST_LINEAR or not is_few) and (theirs is None or ours > theirs)
+    wanted, told, is_met = [], f"{ours:.2f}x ({ours / count:.0%})", True
+    if count <= MOST_LINEAR:
+        wanted.append(f"≥ {LEAST_LINEAR:.0%} of linear")
+        is_met = ours / count >= LEAST_LINEAR
+    if theirs is not None:
+        wanted.append(f"ahead of {PEER}'s speed-up")
+        told, is_met = f"{told}, {PEER} {theirs:.2f}x", is_met and ours > theirs
     return Check(what, ", ".join(wanted), told, is_met)
 
 
 def thread_table(found: Found, task: str) -> str:
     names, counts = list(found.curves[task]), sorted(found.curves[task][OURS])
     rows = [[f"{count}", *(thread_cell(found, task, name, count) for name in names)] for count in counts]
-    return report.table([f"{MODEL}, {task}, tokens a second by threads", *names], rows)
+    return report.table([f"{task}, tokens a second by threads", *names], rows)
 
 
 def thread_cell(found: Found, task: str, name: str, count: int) -> str:
@@ -148,15 +148,12 @@ def thread_cell(found: Found, task: str, name: str, count: int) -> str:
 
 
 def busy_table(found: Found) -> str:
+    pairs = {name: (found.alone[name].median, rate.median) for name, rate in found.beside.items()}
     rows = [
-        [name, f"{found.alone[name].median:.1f}", f"{rate.median:.1f}", f"{lost(found, name):.0%}"]
-        for name, rate in found.beside.items()
+        [name, f"{alone:.1f}", f"{rate:.1f}", f"{1 - rate / alone:.0%}"]
+        for name, (alone, rate) in pairs.items()
     ]
-    return report.table([f"{MODEL}, decode, tokens a second", "alone", "beside a busy core", "lost"], rows)
-
-
-def lost(found: Found, name: str) -> float:
-    return 1 - found.beside[name].median / found.alone[name].median
+    return report.table(["decode, tokens a second", "alone", "beside a busy core", "lost"], rows)
 
 
 def write_results(found: Found, facts: dict[str, str], stem: Path) -> None:
@@ -166,15 +163,19 @@ def write_results(found: Found, facts: dict[str, str], stem: Path) -> None:
     tables += [busy_table(found)] if found.beside else []
     content = {"machine": facts, **asdict(found), "targets": [asdict(check) for check in checked]}
     write(stem, content, "\n".join([report.head(facts), *tables, report.target_table(checked)]))
-    charts.draw_lines(found.curves, "threads", f"{MODEL} on {facts['CPU']}", stem.with_suffix(".png"))
+    title = f"{facts['model']} on {facts['CPU']}"
+    charts.draw_lines(found.curves, "threads", title, stem.with_suffix(".png"))
 
 
 def main() -> None:
     parser = arguments(__doc__)
+    parser.add_argument("--model", default=MODEL, help="a GGUF file; %(default)s if left out")
     parser.add_argument("--rounds", type=int, default=5, help="at most; long tasks have fewer")
     options = parser.parse_args()
-    found, notes = run(path_of(MODEL), counts_up_to(options.threads), options.rounds)
-    write_results(found, machine(options.threads) | notes, folder(options.threads) / "threads")
+    found, notes = run(path_of(options.model), counts_up_to(options.threads), options.rounds)
+    facts = machine(options.threads) | {"model": options.model} | notes
+    stem = "threads" if options.model == MODEL else "partial_threads"
+    write_results(found, facts, folder(options.threads) / stem)
 
 
 if __name__ == "__main__":

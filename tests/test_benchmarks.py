@@ -250,7 +250,7 @@ def test_threads_and_a_busy_core_are_measured_in_processes(
     monkeypatch.setattr(threads, "PAIR", ("infinilm",))
     monkeypatch.setattr(threads, "TASKS", (threads.prefill(40),))
     found, notes = threads.run(tiny, [1, 2], num_rounds=2)
-    threads.write_results(found, {"CPU": "a CPU", **notes}, tmp_path / "threads")
+    threads.write_results(found, {"CPU": "a CPU", "model": "tiny", **notes}, tmp_path / "threads")
     written = json.loads((tmp_path / "threads.json").read_text())
     assert list(written["curves"]["prefill 40"]["infinilm"]) == ["1", "2"]
     assert "| infinilm |" in (tmp_path / "threads.md").read_text().partition("beside a busy core")[2]
