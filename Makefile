@@ -128,10 +128,12 @@ build/peers/.servers: .venv/.peers
 	echo $(CURDIR)/.venv/lib/python*/site-packages >$$(echo build/peers/lib/python*/site-packages)/llama_cpp.pth
 	touch $@
 
-# About half an hour on two cores; benchmarks/results/ gets the tables and charts.
+# About three quarters of an hour on two cores; this CPU's folder in benchmarks/results/ gets tables and charts.
 bench: setup .venv/.peers build/peers/.servers
 	$(BIN)/python -m benchmarks.ops
 	$(BIN)/python -m benchmarks.side_by_side
+	$(BIN)/python -m benchmarks.every_type
+	$(BIN)/python -m benchmarks.threads
 	$(BIN)/python -m benchmarks.throughput
 	$(BIN)/python -m benchmarks.waiting
 	$(BIN)/python -m benchmarks.serving

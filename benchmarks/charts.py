@@ -8,13 +8,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import OURS, ModelResult
+from benchmarks.report import OURS, PEER, ModelResult
 from infinilm.bench import Measured
 
-PEER = "llama.cpp"
-COLORS = {OURS: "#1b6ca8", "infinilm int8": "#7fb8e0", PEER: "#e08a3c", "transformers": "#a9a9a9"}
+COLORS = {
+    OURS: "#1b6ca8",
+    "infinilm int16": "#4a90c4",
+    "infinilm int8": "#7fb8e0",
+    PEER: "#e08a3c",
+    "transformers": "#a9a9a9",
+}
 SERVERS = {OURS: COLORS[OURS], "llama-cpp-python": COLORS[PEER], "xllamacpp": "#5a9e6f"}
-BAR = 0.2  # the height of a bar, where tasks are 1 apart
+BAR = 0.17  # the height of a bar, where tasks are 1 apart
 
 
 def has_matplotlib() -> bool:
@@ -85,20 +90,21 @@ def draw_curve(panel: Any, name: str, curve: Mapping[int, Measured]) -> None:
     panel.grid(alpha=0.3)
 
 
-def draw_throughput(
-    models: Mapping[str, Mapping[str, Mapping[int, Measured]]], title: str, path: Path
+def draw_lines(
+    panels: Mapping[str, Mapping[str, Mapping[int, Measured]]], by: str, title: str, path: Path
 ) -> None:
-    """A panel a model: tokens a second by the streams that run at once, a line a contender."""
+    """Tokens a second by a number of something, a line a contender."""
     if not has_matplotlib():
         return
-    figure = new_figure((5 * len(models), 3.8), title)
+    figure = new_figure((5 * len(panels), 3.8), title)
     for panel, (name, curves) in zip(
-        figure.subplots(1, len(models), squeeze=False).flat, models.items(), strict=True
+        figure.subplots(1, len(panels), squeeze=False).flat, panels.items(), strict=True
     ):
         for contender, curve in curves.items():
             rates = [point.median for point in curve.values()]
+            panel.set_xticks(list(curve))
             panel.plot(list(curve), rates, "o-", color=COLORS[contender], label=contender)
-        panel.set(xlim=0, ylim=0, xlabel="streams at once", ylabel="tokens a second, prompts included")
+        panel.set(xlim=0, ylim=0, xlabel=by, ylabel="tokens a second")
         panel.set_title(name, loc="left", fontsize=10)
         panel.grid(alpha=0.3)
         panel.legend(frameon=False, fontsize=8)

@@ -5,7 +5,7 @@ Nothing heavy is imported before a contender is known, so that its memory is its
 A contender opens a task (room for its streams), fills it (reads the prompts), rewinds (forgets all but the
 prompts and decodes one token) and decodes. What a task times is `fill` or `decode` alone, or, if it is
 served, prompts and answers with the time of every token. Prompts are random token ids, and end-of-text is
-ignored.
+ignored. A contender also tells its logits after every token of a text.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-NUM_THREADS = 2
 CHUNK = 512  # tokens of a prompt that llama.cpp is given at once
 
 
@@ -78,17 +78,22 @@ class Contender(Protocol):
     def serve(self) -> Times:
         """The task as a whole"""
 
+    def logits(self, token_ids: list[int]) -> Any:
+        """After each token: float32 [tokens, vocabulary], in numpy"""
+
 
 class Infinilm:
-    def __init__(self, path: str, activations: str | None = None) -> None:
+    def __init__(
+        self, path: str, num_threads: int, activations: str | None = None, dtype: str | None = None
+    ) -> None:
         import torch
 
         import infinicore
         from infinilm.llm import load_model
 
-        infinicore.set_num_threads(NUM_THREADS)
-        torch.set_num_threads(NUM_THREADS)
-        self.model, self.tokenizer = load_model(path, activations=activations)
+        infinicore.set_num_threads(num_threads)
+        torch.set_num_threads(num_threads)
+        self.model, self.tokenizer = load_model(path, activations=activations, dtype=dtype)
         self.note = f"level {infinicore._native.isa()}, activations {activations or 'by default'}"
         self.engine: Any = None
         self.seed = 0
@@ -127,14 +132,25 @@ class Infinilm:
         requests = Requests(task.num_streams, task.prompt, task.num_tokens, task.num_streams)
         return Times(**vars(serve(self.engine, requests, self.seed)))
 
+    def logits(self, token_ids: list[int]) -> Any:
+        import torch
+
+        from infinilm.cache import DynamicCache
+
+        with torch.inference_mode():
+            held = DynamicCache(dtype=self.model.cache_dtype)
+            found = self.model(torch.tensor([token_ids]), past_key_values=held, logits_to_keep=0)
+            return found[0].float().numpy()
+
 
 class LlamaCpp:
     """llama.cpp through its C interface, which alone decodes several streams at once."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, num_threads: int) -> None:
         import llama_cpp  # type: ignore[import-not-found,unused-ignore]
 
         self.api: Any = llama_cpp
+        self.num_threads = num_threads
         self.api.llama_backend_init()
         self.model = self.api.llama_model_load_from_file(path.encode(), self.api.llama_model_default_params())
         features = self.api.llama_print_system_info().decode().strip(" |")
@@ -149,18 +165,20 @@ class LlamaCpp:
             self.api.llama_free(self.context)
         params = self.api.llama_context_default_params()
         params.n_ctx, params.n_batch = task.num_streams * (task.prompt + task.num_tokens + 32), CHUNK
-        params.n_threads = params.n_threads_batch = NUM_THREADS
+        params.n_threads = params.n_threads_batch = self.num_threads
         params.n_seq_max, params.kv_unified = task.num_streams, True
         self.task, self.context = task, self.api.llama_init_from_model(self.model, params)
         self.batch = self.api.llama_batch_init(CHUNK, 0, task.num_streams)
 
-    def run(self, places: list[tuple[int, int]]) -> None:
-        """A random token at each (stream, position); the logits of the last in each stream are computed."""
-        batch, last = self.batch, dict(places)
+    def run(self, places: list[tuple[int, int]], token_ids: list[int] | None = None) -> None:
+        """A token at each (stream, position), and its logits; a random one, if none are given, of which the
+        last in each stream has logits."""
+        batch, last, is_random = self.batch, dict(places), token_ids is None
         batch.n_tokens = len(places)
+        drawn = token_ids or [self.rng.randrange(32000) for _ in places]
         for i, (stream, position) in enumerate(places):
-            batch.token[i], batch.pos[i], batch.n_seq_id[i] = self.rng.randrange(32000), position, 1
-            batch.seq_id[i][0], batch.logits[i] = stream, last[stream] == position
+            batch.token[i], batch.pos[i], batch.n_seq_id[i] = drawn[i], position, 1
+            batch.seq_id[i][0], batch.logits[i] = stream, last[stream] == position or not is_random
         if self.api.llama_decode(self.context, batch) != 0:
             raise RuntimeError("llama_decode failed")
         self.api.llama_synchronize(self.context)
@@ -202,16 +220,29 @@ class LlamaCpp:
             last = dict.fromkeys(last, now)
         return Times(now, list(first.values()), gaps)
 
+    def logits(self, token_ids: list[int]) -> Any:
+        import numpy as np
+
+        self.open(Task("logits", len(token_ids)))
+        vocab_size, parts = self.api.llama_vocab_n_tokens(self.api.llama_model_get_vocab(self.model)), []
+        for begin in range(0, len(token_ids), CHUNK):
+            part = token_ids[begin : begin + CHUNK]
+            self.run([(0, begin + i) for i in range(len(part))], part)
+            found = self.api.llama_get_logits(self.context)
+            parts.append(np.ctypeslib.as_array(found, (len(part), vocab_size)).copy())
+        return np.concatenate(parts)
+
 
 class Transformers:
     """The file's weights made dense, in the dtype that the CPU is faster at."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, num_threads: int) -> None:
         import torch
         import transformers
 
-        torch.set_num_threads(NUM_THREADS)
-        torch.inference_mode(True).__enter__()  # of this whole process
+        torch.set_num_threads(num_threads)
+        self.mode = torch.inference_mode()  # of this whole process, as long as it is held
+        self.mode.__enter__()
         dtype = torch.bfloat16 if has_bfloat16() else torch.float32
         file = Path(path)
         load = transformers.AutoModelForCausalLM.from_pretrained
@@ -244,6 +275,11 @@ class Transformers:
     def serve(self) -> Times:
         raise NotImplementedError("transformers is not asked to serve")
 
+    def logits(self, token_ids: list[int]) -> Any:
+        import torch
+
+        return self.model(torch.tensor([token_ids])).logits[0].float().numpy()
+
 
 def has_bfloat16() -> bool:
     """Whether the CPU multiplies bfloat16 itself; without, transformers is faster in float32."""
@@ -252,9 +288,12 @@ def has_bfloat16() -> bool:
 
 
 # By name: the module whose import is not counted as loading, and how a model is loaded.
-CONTENDERS: dict[str, tuple[str, Callable[[str], Contender]]] = {
+EXACT = "infinilm float32"
+CONTENDERS: dict[str, tuple[str, Callable[[str, int], Contender]]] = {
     "infinilm": ("infinilm.llm", Infinilm),
-    "infinilm int8": ("infinilm.llm", lambda path: Infinilm(path, "int8")),
+    "infinilm int16": ("infinilm.llm", partial(Infinilm, activations="int16")),
+    "infinilm int8": ("infinilm.llm", partial(Infinilm, activations="int8")),
+    EXACT: ("infinilm.llm", partial(Infinilm, dtype="float32")),
     "llama.cpp": ("llama_cpp", LlamaCpp),
     "transformers": ("transformers.models.llama.modeling_llama", Transformers),
 }
@@ -267,22 +306,33 @@ def is_installed(name: str) -> bool:
 # ---- the process of a contender, and the other end of its pipe ----
 
 
-def serve(name: str, path: str) -> None:
+def serve(name: str, path: str, num_threads: int) -> None:
     """Load a model, then answer tasks from standard input until it ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print must not mix with the answers
     module, load = CONTENDERS[name]
     importlib.import_module(module)
     imported, start = peak_memory(os.getpid()), time.perf_counter()
-    contender = load(path)
+    contender = load(path, num_threads)
     hello = {"load": time.perf_counter() - start, "imported": imported, "note": contender.note}
     print(json.dumps(hello), file=answers, flush=True)
     opened = None
     for line in sys.stdin:
-        task = Task(**json.loads(line))
-        is_open = task == opened and not task.is_prefill
-        print(json.dumps(answer(contender, task, is_open)), file=answers, flush=True)
+        asked = json.loads(line)
+        if "token_ids" in asked:
+            save_logits(contender, **asked)
+            task, told = None, {}
+        else:
+            task = Task(**asked)
+            told = answer(contender, task, is_open=task == opened and not task.is_prefill)
+        print(json.dumps(told), file=answers, flush=True)
         opened = task
+
+
+def save_logits(contender: Contender, token_ids: list[int], path: str) -> None:
+    import numpy as np
+
+    np.save(path, contender.logits(token_ids))
 
 
 def answer(contender: Contender, task: Task, is_open: bool) -> dict[str, Any]:
@@ -324,11 +374,11 @@ class WorkerError(RuntimeError):
 class Worker:
     """A contender in its process: its load time, its memory and its times for tasks."""
 
-    def __init__(self, name: str, path: str) -> None:
+    def __init__(self, name: str, path: str, num_threads: int) -> None:
         self.name = name
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  it lives as long as the process
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.contenders", name, path],
+            [sys.executable, "-m", "benchmarks.contenders", name, path, str(num_threads)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log,
@@ -350,14 +400,17 @@ class Worker:
         return (self.log.read().strip().splitlines() or ["it said nothing"])[-1]
 
     def seconds(self, task: Task) -> float:
-        return float(self.ask(task)["seconds"])
+        return float(self.ask(asdict(task))["seconds"])
 
     def times(self, task: Task) -> Times:
-        return Times(**self.ask(task))
+        return Times(**self.ask(asdict(task)))
 
-    def ask(self, task: Task) -> dict[str, Any]:
+    def save_logits(self, token_ids: list[int], path: Path) -> None:
+        self.ask({"token_ids": token_ids, "path": str(path)})
+
+    def ask(self, asked: dict[str, Any]) -> dict[str, Any]:
         with suppress(BrokenPipeError):  # read says what became of the process
-            print(json.dumps(asdict(task)), file=self.process.stdin, flush=True)
+            print(json.dumps(asked), file=self.process.stdin, flush=True)
         return self.read()
 
     def peak_memory(self) -> float:
@@ -375,8 +428,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="One contender's process, for benchmarks.side_by_side.")
     parser.add_argument("name", choices=CONTENDERS)
     parser.add_argument("path")
+    parser.add_argument("threads", type=int)
     options = parser.parse_args()
-    serve(options.name, options.path)
+    serve(options.name, options.path, options.threads)
 
 
 if __name__ == "__main__":

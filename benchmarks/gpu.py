@@ -3,15 +3,14 @@
 Weights are random, and made on the device. Decoding is measured against the memory wall: the bytes of weights
 and keys that a step must read, at the speed of a copy measured in the same run. Prompts are measured against
 the largest product that cuBLAS makes. Steps go through the runner as the engine drives it, a step ahead, with
-the draw of tokens by temperature and top_p. Results are printed and written to benchmarks/results/.
+the draw of tokens by temperature and top_p. Results are printed and written to this GPU's folder in
+benchmarks/results/.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import importlib.util
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.charts import has_matplotlib, new_figure
 from benchmarks.gpu_peers import PEERS
+from benchmarks.machine import RESULTS, short, write
+from benchmarks.report import OURS, table
 from infinicore import nn
 from infinicore.quantization import QuantizedTensor
 from infinilm.batch import Stream
@@ -33,7 +35,6 @@ from infinilm.models.weights import Placement
 from infinilm.runner import RECORDED_AT, Pending, Runner, Work
 from infinilm.sampling import SamplingParams
 
-RESULTS = Path(__file__).parent / "results"
 CONFIG = LlamaConfig(
     vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
     num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=1 << 18, rope_theta=500000.0,
@@ -47,7 +48,6 @@ PROMPTS = (512, 2048, 8192)
 CONTEXTS = (1024, 4096, 16384, 65536, 131072 - 64)
 KINDS = ("bfloat16", "fp8", "q8_0", "q4_0")  # of weights
 NUM_STEPS = 24
-OURS = "infinilm"
 
 
 @dataclass
@@ -238,11 +238,11 @@ def measure(device: torch.device, batches: Sequence[int], is_quick: bool, stem: 
     for kind in KINDS[: 1 if is_quick else None]:
         with left_out(results, kind):
             measure_kind(results, device, kind, batches, is_quick)
-        write(results, stem)
+        write_results(results, stem)
     for name in PEERS:
         with left_out(results, name):
             measure_peer(results, device, name, batches)
-        write(results, stem)
+        write_results(results, stem)
     return results
 
 
@@ -306,11 +306,6 @@ def empty_cache() -> None:
 # ---- what is told of it ------------------------------------------------------------------------------------
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
-
-
 def markdown(results: Results) -> str:
     batches = sorted({batch for steps in results.steps.values() for batch in steps})
     rates = [[name, *(step_cell(results, name, batch) for batch in batches)] for name in results.steps]
@@ -349,13 +344,9 @@ def prompt_cell(results: Results, length: int, seconds: float | None) -> str:
 
 def draw(results: Results, path: Path) -> None:
     """Tokens a second by batch, and milliseconds of a step by context and by batch"""
-    if not importlib.util.find_spec("matplotlib"):
-        print("no chart: matplotlib is not installed")
+    if not has_matplotlib():
         return
-    from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
-
-    figure = Figure(figsize=(14, 3.8), layout="constrained")
-    figure.suptitle(f"8B Llama, context {CONTEXT}, on {results.device}", fontsize=9)
+    figure = new_figure((14, 3.8), f"8B Llama, context {CONTEXT}, on {results.device}")
     rates, steps, contexts = figure.subplots(1, 3)
     for name, seconds in results.steps.items():
         rates.plot(list(seconds), [batch / s for batch, s in seconds.items()], "o-", label=name)
@@ -373,11 +364,10 @@ def finish_panel(panel: Any, x_name: str, y_name: str) -> None:
     panel.grid(alpha=0.3)
 
 
-def write(results: Results, stem: str) -> None:
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{stem}.json").write_text(json.dumps(asdict(results), indent=1) + "\n")
-    (RESULTS / f"{stem}.md").write_text(markdown(results))
-    draw(results, RESULTS / f"{stem}.png")
+def write_results(results: Results, stem: str) -> None:
+    path = RESULTS / short(results.device) / stem
+    write(path, asdict(results), markdown(results))
+    draw(results, path.with_suffix(".png"))
 
 
 def main() -> None:

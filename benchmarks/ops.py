@@ -1,13 +1,11 @@
 """Every native op against the torch op that does the same work, in one run: `python -m benchmarks.ops`.
 
 A row times a resolved call (buffers fixed, as a model runs it) and the plain function of
-`infinicore.nn.functional`, both against torch. A ratio above 1 means we are faster. Inputs are random, and
-both sides use two threads.
+`infinicore.nn.functional`, both against torch. A ratio above 1 means we are faster. Inputs are random.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +15,7 @@ import torch
 from torch import Tensor
 
 import infinicore
+from benchmarks.machine import arguments
 from benchmarks.timing import race
 from infinicore import _native, ops
 from infinicore.nn import functional as F
@@ -197,13 +196,14 @@ def report_call_overhead(num_rounds: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--ops", default="", help="only ops whose name contains this")
     options = parser.parse_args()
-    infinicore.set_num_threads(2)
-    torch.set_num_threads(2)
-    print(f"level {_native.isa()}, 2 threads, torch {torch.__version__}; microseconds, median and spread\n")
+    infinicore.set_num_threads(options.threads)
+    torch.set_num_threads(options.threads)
+    threads = f"level {_native.isa()}, {options.threads} threads"
+    print(f"{threads}, torch {torch.__version__}; microseconds, median and spread\n")
     columns = f"{'resolved':>15} {'function':>15} {'torch':>15} {'ratio':>8} {'(function)':>10}"
     print(f"{'shape':17} {'dtype':9} {'op':20}{columns}")
     with torch.inference_mode():

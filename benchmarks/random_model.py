@@ -18,12 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infinicore.quantization import BlockType, quantize
+from infinicore.quantization import SCALE_BYTES, BlockType, QuantizedTensor
 from infinilm.hub import resolve
 
 FOLDER = Path(__file__).parent.parent / "build" / "models"
-TYPES = ("Q4_0", "Q8_0", "BF16")
-CHUNK_ROWS = 4096  # drawn at once, which bounds the memory a large matrix takes
+MIX = "Q4_K_M"  # what most files are: Q4_K, and Q6_K where more bits are worth most
+TYPES = (*BlockType.__members__, MIX, "BF16")
+SPREAD = 0.02  # of the weights
 VOCAB_SIZE = 49152  # the built-in tokenizer's
 
 
@@ -73,31 +74,38 @@ class Size:
         }
 
 
-def cached_model(type_name: str) -> Path:
-    """The 1B model of this type in the build folder, made when it is not there yet."""
-    path = FOLDER / f"random-1B.{type_name}.gguf"
+ONE_BILLION, SMALL = Size(), Size(num_layers=2)
+
+
+def cached_model(type_name: str, size: Size = ONE_BILLION) -> Path:
+    """The model of this type and size in the build folder, made when it is not there yet."""
+    billions = sum(int(np.prod(shape)) for shape in size.shapes().values()) / 1e9
+    path = FOLDER / f"random-{billions:.1g}B.{type_name}.gguf"
     if not path.exists():
         print(f"making {path.name}, once", flush=True)
-        write_model(path, type_name)
+        write_model(path, type_name, size)
     return path
 
 
-def write_model(path: Path, type_name: str, size: Size | None = None) -> None:
+def write_model(path: Path, type_name: str, size: Size = ONE_BILLION) -> None:
     """Written beside its place and renamed, so that nobody meets half a file."""
-    size = size or Size()
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".part")
     writer = gguf.GGUFWriter(partial, "llama")
     add_metadata(writer, size)
-    for name, shape in size.shapes().items():
-        add_tensor(writer, name, shape, type_name)
+    tensors = {
+        name: (shape, kind_of(name, shape, type_name, size.num_layers))
+        for name, shape in size.shapes().items()
+    }
+    for name, (shape, kind) in tensors.items():
+        add_tensor(writer, name, shape, kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     # Matrices of one shape are equal: drawing takes far longer than writing, and no speed depends on values.
-    drawn = {shape: random_bytes(shape, type_name) for shape in set(size.shapes().values())}
-    for shape in size.shapes().values():
-        writer.write_tensor_data(drawn[shape])
+    drawn = {tensor: random_bytes(*tensor) for tensor in set(tensors.values())}
+    for tensor in tensors.values():
+        writer.write_tensor_data(drawn[tensor])
     writer.close()
     os.replace(partial, path)
 
@@ -120,31 +128,70 @@ def built_in_fields() -> list[tuple[str, Any, list[gguf.GGUFValueType]]]:
     ]
 
 
-def type_of(shape: tuple[int, ...], type_name: str) -> gguf.GGMLQuantizationType:
+def kind_of(name: str, shape: tuple[int, ...], type_name: str, num_layers: int) -> str:
     """Vectors stay in float32, as in every quantised file."""
-    return gguf.GGMLQuantizationType["F32" if len(shape) == 1 else type_name]
-
-
-def add_tensor(writer: gguf.GGUFWriter, name: str, shape: tuple[int, ...], type_name: str) -> None:
-    kind = type_of(shape, type_name)
-    in_bytes = gguf.quant_shape_to_byte_shape(shape, kind)
-    writer.add_tensor_info(name, in_bytes, np.dtype(np.uint8), int(np.prod(in_bytes)), kind)
-
-
-def random_bytes(shape: tuple[int, ...], type_name: str) -> np.ndarray[Any, Any]:
-    """Norms are ones: with random ones the noise would grow from layer to layer until it is no number."""
     if len(shape) == 1:
-        return torch.ones(shape).view(torch.uint8).numpy()
-    sizes = [min(CHUNK_ROWS, shape[0] - start) for start in range(0, shape[0], CHUNK_ROWS)]
+        return "F32"
+    if type_name != MIX:
+        return type_name
+    is_output = name == "token_embd.weight"
+    return "Q6_K" if is_output or has_more_bits(name, num_layers) else "Q4_K"
+
+
+def has_more_bits(name: str, num_layers: int) -> bool:
+    """llama.cpp's choice: the first and last layers, and every third between them"""
+    if not name.endswith(("ffn_down.weight", "attn_v.weight")):
+        return False
+    layer, eighth = int(name.split(".")[1]), num_layers // 8
+    return layer < eighth or layer >= 7 * num_layers // 8 or (layer - eighth) % 3 == 2
+
+
+def add_tensor(writer: gguf.GGUFWriter, name: str, shape: tuple[int, ...], kind: str) -> None:
+    ggml_type = gguf.GGMLQuantizationType[kind]
+    in_bytes = gguf.quant_shape_to_byte_shape(shape, ggml_type)
+    writer.add_tensor_info(name, in_bytes, np.dtype(np.uint8), int(np.prod(in_bytes)), ggml_type)
+
+
+def random_bytes(shape: tuple[int, ...], kind: str) -> np.ndarray[Any, Any]:
+    """Norms are ones: with random ones the noise would grow from layer to layer until it is no number."""
     generator = torch.Generator().manual_seed(0)
-    rows = (torch.randn(size, shape[1], generator=generator) * 0.02 for size in sizes)
-    return torch.cat([encoded(chunk, type_name) for chunk in rows]).numpy()
+    if kind == "F32":
+        return torch.ones(shape).view(torch.uint8).numpy()
+    if kind == "BF16":
+        rows = torch.empty(shape, dtype=torch.bfloat16).normal_(0, SPREAD, generator=generator)
+        return rows.view(torch.uint8).numpy()
+    return random_blocks(shape, BlockType[kind], generator).numpy()
 
 
-def encoded(rows: Tensor, type_name: str) -> Tensor:
-    if type_name == "BF16":
-        return rows.to(torch.bfloat16).view(torch.uint8)
-    return quantize(rows, BlockType[type_name]).blocks
+def random_blocks(shape: tuple[int, ...], type: BlockType, generator: torch.Generator) -> Tensor:
+    """Bytes at random, with the scales that make weights of them"""
+    size = (shape[0], type.bytes_per_row(shape[1]))
+    blocks = torch.randint(256, size, dtype=torch.uint8, generator=generator)
+    set_scales(blocks, type, scales_of(type))
+    return blocks
+
+
+def scales_of(type: BlockType) -> list[float]:
+    """A scale, and a minimum if blocks have one, for weights around 0"""
+    blocks = torch.randint(
+        256, (64, type.bytes_per_block), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
+    scaled = weights_of(blocks, type, [1.0, 0.0])
+    scale, minimum = SPREAD / float(scaled.std()), float(weights_of(blocks, type, [0.0, 1.0]).mean())
+    return [scale, -scale * float(scaled.mean()) / minimum if minimum else 0.0]
+
+
+def weights_of(blocks: Tensor, type: BlockType, scales: list[float]) -> Tensor:
+    blocks = blocks.clone()
+    set_scales(blocks, type, scales)
+    return QuantizedTensor(blocks, type, (len(blocks), type.elements_per_block)).dequantize()
+
+
+def set_scales(blocks: Tensor, type: BlockType, scales: list[float]) -> None:
+    """As many of them as a block of this type has"""
+    first, end = SCALE_BYTES[type]
+    halves = torch.tensor(scales[: (end - first) // 2], dtype=torch.float16)
+    blocks.view(-1, type.bytes_per_block)[:, first:end] = halves.view(torch.uint8)
 
 
 def main() -> None:

@@ -1,18 +1,18 @@
 """What work costs infinilm as it grows: `python -m benchmarks.scaling [--model FILE]`.
 
 Seconds of a prompt by its length, and milliseconds of a decoded token by its context and by the streams that
-are decoded together. Writes benchmarks/results/.
+are decoded together. Writes to this CPU's folder in benchmarks/results/.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 from dataclasses import asdict
+from pathlib import Path
 
-from benchmarks import charts
+from benchmarks import charts, report
 from benchmarks.contenders import Infinilm, Task, seconds_of
-from benchmarks.side_by_side import NUM_DECODED, RESULTS, SHORT_PROMPT, machine
+from benchmarks.machine import arguments, folder, machine, write
+from benchmarks.side_by_side import NUM_DECODED, SHORT_PROMPT
 from benchmarks.timing import rounds_within
 from infinilm.bench import Measured
 from infinilm.hub import resolve
@@ -80,24 +80,26 @@ def run(contender: Infinilm, num_rounds: int, num_sizes: int | None) -> dict[str
     }
 
 
-def write_results(curves: dict[str, Curve], stem: str) -> None:
-    RESULTS.mkdir(exist_ok=True)
-    facts = machine()
+def write_results(curves: dict[str, Curve], facts: dict[str, str], stem: Path) -> None:
     points = {name: {x: asdict(point) for x, point in curve.items()} for name, curve in curves.items()}
-    (RESULTS / f"{stem}.json").write_text(json.dumps({"machine": facts, "curves": points}, indent=1) + "\n")
-    charts.draw_curves(curves, f"infinilm on {facts['CPU']}", RESULTS / f"{stem}.png")
+    tables = [
+        report.table(name.split(" by ")[::-1], [[f"{x}", show(point)] for x, point in curve.items()])
+        for name, curve in curves.items()
+    ]
+    write(stem, {"machine": facts, "curves": points}, "\n".join([report.head(facts), *tables]))
+    charts.draw_curves(curves, f"infinilm on {facts['CPU']}", stem.with_suffix(".png"))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__)
     parser.add_argument("--model", help="a GGUF file; the built-in model if left out")
     parser.add_argument("--rounds", type=int, default=3, help="at most; long prompts have fewer")
     parser.add_argument("--quick", action="store_true", help="small sizes only")
     options = parser.parse_args()
-    curves = run(Infinilm(str(resolve(options.model))), options.rounds, 3 if options.quick else None)
-    write_results(curves, "partial_scaling" if options.quick or options.model else "scaling")
+    contender = Infinilm(str(resolve(options.model)), options.threads)
+    curves = run(contender, options.rounds, 3 if options.quick else None)
+    stem = "partial_scaling" if options.quick or options.model else "scaling"
+    write_results(curves, machine(options.threads), folder(options.threads) / stem)
 
 
 if __name__ == "__main__":

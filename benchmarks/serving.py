@@ -1,21 +1,19 @@
 """Servers with the same model and the same load: `python -m benchmarks.serving`.
 
-infinilm's, llama-cpp-python's and xllamacpp's, each in its own process with two threads, all asked by
+infinilm's, llama-cpp-python's and xllamacpp's, each in its own process with its threads, all asked by
 `infinilm bench serve`'s load generator. Clients that each wait for their answer (a closed loop), then
 requests at random that wait for nobody (an open loop), in turn; prompts are random words, never the same
 twice, and end-of-text is ignored. While infinilm has the most clients its /health is asked for, again and
 again. Then what HTTP adds to the engine's own time a token: the same prompts from coroutines of the engine's
 process and through the server. Clients have the same cores as the server.
 
-The peers run in build/peers, which `make bench` makes; one that is missing is left out. Writes
-benchmarks/results/ as JSON, Markdown and a chart.
+The peers run in build/peers, which `make bench` makes; one that is missing is left out. Writes to this CPU's
+folder in benchmarks/results/ as JSON, Markdown and a chart.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import os
 import socket
 import statistics
@@ -30,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import charts, report
-from benchmarks.contenders import NUM_THREADS
-from benchmarks.side_by_side import RESULTS, machine, path_of
+from benchmarks.machine import arguments, folder, machine, write
+from benchmarks.side_by_side import BUILT_IN, path_of
 from benchmarks.timing import rounds_within
 from infinilm import load
 from infinilm.bench import Measured, random_prompts
@@ -39,7 +37,7 @@ from infinilm.checkpoint import open_checkpoint
 from infinilm.load import Answer, Load, Pace, Question, Target
 from infinilm.load.wire import Address, request
 
-MODEL = "135M Q4_1"
+MODEL = BUILT_IN
 PEERS = Path("build/peers/bin/python")
 PROMPT, NUM_NEW = 128, 64
 CLIENTS = {1: 8, 4: 16, 16: 32, 64: 64}  # with so many requests
@@ -61,7 +59,7 @@ params = xllamacpp.CommonParams()
 params.model.path, params.port = sys.argv[1], int(sys.argv[2])
 params.n_parallel, params.kv_unified = {max(CLIENTS)}, True
 params.n_ctx = {max(CLIENTS) * 2 * (PROMPT + NUM_NEW)}
-params.cpuparams.n_threads = params.cpuparams_batch.n_threads = {NUM_THREADS}
+params.cpuparams.n_threads = params.cpuparams_batch.n_threads = int(sys.argv[3])
 server = xllamacpp.Server(params)
 sys.stdin.read()
 """
@@ -72,9 +70,10 @@ sys.stdin.read()
 
 @dataclass(frozen=True)
 class Contender:
-    """How a server is started on a port, what shows that it is installed, and what its bodies need."""
+    """How a server is started on a port with some threads, what shows that it is installed, and what its
+    bodies need."""
 
-    command: Callable[[str, int], list[str]]
+    command: Callable[[str, int, int], list[str]]
     python: Path = Path(sys.executable)
     module: str = "infinilm"
     extra: Callable[[Path], dict[str, Any]] = lambda path: {"ignore_eos": True}
@@ -95,32 +94,36 @@ def without_control_tokens(path: Path) -> dict[str, Any]:
     return {"logit_bias": {str(token): -100 for token, kind in enumerate(types) if kind == CONTROL}}
 
 
-def infinilm_command(path: str, port: int) -> list[str]:
-    options = ["--port", str(port), "--threads", str(NUM_THREADS), "--log-level", "warning"]
+def infinilm_command(path: str, port: int, num_threads: int) -> list[str]:
+    options = ["--port", str(port), "--threads", str(num_threads), "--log-level", "warning"]
     return ["-m", "infinilm", "serve", path, *options]
 
 
-def llama_command(path: str, port: int) -> list[str]:
-    options = {"model": path, "port": port, "n_threads": NUM_THREADS, "n_threads_batch": NUM_THREADS}
+def llama_command(path: str, port: int, num_threads: int) -> list[str]:
+    options = {"model": path, "port": port, "n_threads": num_threads, "n_threads_batch": num_threads}
     options |= {"n_ctx": 2 * (PROMPT + NUM_NEW), "interrupt_requests": False, "verbose": False}
     given = [text for name, value in options.items() for text in (f"--{name}", str(value))]
     return ["-m", "llama_cpp.server", *given]
 
 
+def xllamacpp_command(path: str, port: int, num_threads: int) -> list[str]:
+    return ["-c", XLLAMACPP, path, str(port), str(num_threads)]
+
+
 CONTENDERS = {
     report.OURS: Contender(infinilm_command),
     "llama-cpp-python": Contender(llama_command, PEERS, "llama_cpp.server.app", without_control_tokens),
-    "xllamacpp": Contender(lambda path, port: ["-c", XLLAMACPP, path, str(port)], PEERS, "xllamacpp"),
+    "xllamacpp": Contender(xllamacpp_command, PEERS, "xllamacpp"),
 }
 
 
 @contextmanager
-def running(name: str, path: Path) -> Iterator[Target]:
+def running(name: str, path: Path, num_threads: int) -> Iterator[Target]:
     """A server that answers; RuntimeError with its last words if it does not."""
     contender, port = CONTENDERS[name], free_port()
-    environment = os.environ | {"OMP_NUM_THREADS": str(NUM_THREADS)}
+    environment = os.environ | {"OMP_NUM_THREADS": str(num_threads)}
     with tempfile.TemporaryFile("w+") as log:
-        command = [str(contender.python), *contender.command(str(path), port)]
+        command = [str(contender.python), *contender.command(str(path), port, num_threads)]
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, text=True
         )
@@ -155,14 +158,14 @@ def wait_for(address: Address, process: subprocess.Popen[str]) -> str | None:
     return None
 
 
-def start(stack: ExitStack, path: Path) -> dict[str, Target]:
+def start(stack: ExitStack, path: Path, num_threads: int) -> dict[str, Target]:
     targets = {}
     for name, contender in CONTENDERS.items():
         if not contender.is_installed:
             print(f"{name} is left out: `make bench` brings it", flush=True)
             continue
         try:
-            targets[name] = stack.enter_context(running(name, path))
+            targets[name] = stack.enter_context(running(name, path, num_threads))
         except RuntimeError as error:
             if name == report.OURS:
                 raise
@@ -265,12 +268,12 @@ def open_loop(targets: dict[str, Target], rates: Sequence[float], runs: Runs, fo
                 del left[name]
 
 
-def added_time(target: Target, path: Path, num_rounds: int, found: Found) -> None:
+def added_time(target: Target, path: Path, num_threads: int, num_rounds: int, found: Found) -> None:
     """The same prompts in the engine's own process and through HTTP; a first round of each is not counted."""
     with open_checkpoint(path) as checkpoint:
         vocab_size = checkpoint.config["vocab_size"]
     asked = [Question(prompt, NUM_NEW) for prompt in random_prompts(vocab_size, PROMPT, CLIENTS[AT], seed=1)]
-    with engine_alone(path) as alone:
+    with engine_alone(path, num_threads) as alone:
         for number in range(-1, num_rounds):
             engine, served = alone(number), through_server(target, asked, number)
             print(
@@ -292,13 +295,13 @@ def through_server(target: Target, asked: Sequence[Question], number: int) -> fl
 
 
 @contextmanager
-def engine_alone(path: Path) -> Iterator[Callable[[int], float]]:
+def engine_alone(path: Path, num_threads: int) -> Iterator[Callable[[int], float]]:
     """A process with an engine and no server: what a round takes it, in seconds a token"""
     count = CLIENTS[AT]
     sizes = {"prompt": PROMPT, "num-new": NUM_NEW, "num-prompts": count, "clients": AT}
     given = [text for name, value in sizes.items() for text in (f"--{name}", str(value))]
     command = [sys.executable, "-m", "benchmarks.asked", str(path), *given]
-    threads = {name: str(NUM_THREADS) for name in ("INFINICORE_NUM_THREADS", "OMP_NUM_THREADS")}
+    threads = {name: str(num_threads) for name in ("INFINICORE_NUM_THREADS", "OMP_NUM_THREADS")}
     with subprocess.Popen(
         command, env=os.environ | threads, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -386,40 +389,35 @@ def open_cell(points: Sequence[dict[str, Any]], rate: float) -> str:
 
 
 def markdown(found: Found, checked: list[report.Check], facts: dict[str, str]) -> str:
-    parts = ["".join(f"{name}: {value}  \n" for name, value in facts.items())]
-    parts += [*client_tables(found), rate_table(found), report.target_table(checked)]
-    return "\n".join(parts)
+    tables = [*client_tables(found), rate_table(found), report.target_table(checked)]
+    return "\n".join([report.head(facts), *tables])
 
 
-def write_results(found: Found, facts: dict[str, str], stem: str) -> None:
+def write_results(found: Found, facts: dict[str, str], stem: Path) -> None:
     checked = checks(found)
     print("", *checked, sep="\n")
-    RESULTS.mkdir(exist_ok=True)
     content = {"machine": facts, **asdict(found), "targets": [asdict(check) for check in checked]}
-    (RESULTS / f"{stem}.json").write_text(json.dumps(content, indent=1) + "\n")
-    (RESULTS / f"{stem}.md").write_text(markdown(found, checked, facts))
-    charts.draw_serving(found.clients, found.rates, facts["CPU"], RESULTS / f"{stem}.png")
+    write(stem, content, markdown(found, checked, facts))
+    charts.draw_serving(found.clients, found.rates, facts["CPU"], stem.with_suffix(".png"))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__)
     parser.add_argument("--model", default=MODEL, help="a GGUF file, or the built-in one")
     parser.add_argument("--clients", type=int, action="append", help="how many at once; again for more")
     parser.add_argument("--rate", type=float, action="append", help="requests a second; again for more")
     parser.add_argument("--rounds", type=int, default=3, help="at most; long tasks have fewer")
     options = parser.parse_args()
     path, found, runs = path_of(options.model), Found(), Runs()
-    load_told = f"prompts of {PROMPT} words, answers of {NUM_NEW} tokens, {NUM_THREADS} threads each"
-    facts = machine() | {"model": options.model, "load": load_told}
+    load_told = f"prompts of {PROMPT} words, answers of {NUM_NEW} tokens, {options.threads} threads each"
+    facts = machine(options.threads) | {"model": options.model, "load": load_told}
     with ExitStack() as stack:
-        targets = start(stack, path)
+        targets = start(stack, path, options.threads)
         closed_loop(targets, options.clients or list(CLIENTS), options.rounds, runs, found)
         open_loop(targets, options.rate or RATES, runs, found)
-        added_time(targets[report.OURS], path, NUM_PAIRS, found)
+        added_time(targets[report.OURS], path, options.threads, NUM_PAIRS, found)
     is_partial = options.clients or options.rate or options.model != MODEL
-    write_results(found, facts, "partial_serving" if is_partial else "serving")
+    write_results(found, facts, folder(options.threads) / ("partial_serving" if is_partial else "serving"))
 
 
 if __name__ == "__main__":

@@ -1,35 +1,34 @@
 """infinilm, llama.cpp and transformers on the same GGUF files, in turn: `python -m benchmarks.side_by_side`.
 
 Rounds alternate, so that all contenders meet the same machine; a first one is not counted. A ratio in
-brackets says how many times as fast infinilm is; `infinilm int8` is `--activations int8`. llama-cpp-python
-and transformers are optional: what is missing, or would take minutes, is left out. Results are printed, and
-written to benchmarks/results/ as JSON, Markdown and a chart.
+brackets says how many times as fast infinilm is; `infinilm int8` is `--activations int8`. Of the built-in
+model, whose weights are real, the logits of every position of a text are compared with the exact model's.
+llama-cpp-python and transformers are optional: what is missing, or would take minutes, is left out. Results
+are printed, and written to this CPU's folder in benchmarks/results/ as JSON, Markdown and a chart.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import os
-import platform
 import subprocess
 import sys
 import time
-from dataclasses import asdict, replace
-from importlib.metadata import version
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import infinicore
-from benchmarks import charts, report
-from benchmarks.contenders import CONTENDERS, NUM_THREADS, Task, Worker, WorkerError, is_installed
+from benchmarks import accuracy, charts, report
+from benchmarks.contenders import CONTENDERS, Task, Worker, WorkerError, is_installed
+from benchmarks.machine import arguments, folder, machine, write
 from benchmarks.report import ModelResult
 from benchmarks.timing import REST, rounds_within
 from infinilm.bench import Measured, read_bandwidth
 from infinilm.checkpoint import open_checkpoint
 from infinilm.hub import resolve
 
-RESULTS = Path(__file__).parent / "results"
+BUILT_IN = "135M Q4_1"
 NUM_DECODED = 32
 SHORT_PROMPT = 16
 MIN_ROUNDS = 2
@@ -54,28 +53,46 @@ def decode(context: int = 0, num_streams: int = 1) -> Task:
 
 # Memory is read after the first task of each. Where transformers is not named it would take minutes, and a
 # dense model has no int8 activations.
-ALL = tuple(CONTENDERS)
+PAIR = ("infinilm", "llama.cpp")
 FAST = ("infinilm", "infinilm int8", "llama.cpp")
-DENSE = ("infinilm", "llama.cpp")
-QUICK: Plan = {prefill(512): ALL, decode(): ALL, decode(0, 8): ALL}
+ALL = (*FAST, "transformers")
+MODES = ("infinilm", "infinilm int16", "infinilm int8", "llama.cpp")
+EVERY = (*MODES, "transformers")
+STREAMS: Plan = {decode(0, 8): FAST, decode(0, 16): FAST}
 PLANS: dict[str, Plan] = {
-    "135M Q4_1": {
-        **QUICK,
+    BUILT_IN: {
+        prefill(512): EVERY,
+        decode(): EVERY,
+        decode(0, 8): ALL,
         decode(0, 16): FAST,
         prefill(128): ALL,
         prefill(2048): ALL,
         decode(2048): ALL,
         decode(8192): FAST,
     },
-    "1B Q4_0": {prefill(512): ALL, decode(): ALL, decode(0, 8): FAST, decode(0, 16): FAST},
+    "1B Q4_0": {prefill(512): ALL, decode(): ALL, **STREAMS},
+    "1B Q4_K_M": {prefill(512): FAST, decode(): FAST, **STREAMS},
     "1B Q8_0": {prefill(512): ALL, decode(): ALL},
-    "1B BF16": {prefill(512): DENSE, decode(): DENSE},
+    "1B BF16": {prefill(512): PAIR, decode(): PAIR},
 }
+QUICK: dict[str, Plan] = {
+    BUILT_IN: {prefill(512): MODES, decode(): MODES},
+    "1B Q4_0": {prefill(512): FAST, decode(): FAST, decode(0, 8): FAST},
+}
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How many rounds, with how many threads, and the tokens whose logits are compared"""
+
+    num_rounds: int
+    num_threads: int
+    num_compared: int = accuracy.NUM_TOKENS
 
 
 def path_of(model: str) -> Path:
     """A file as it is; a model of the plans is found, or made."""
-    if model == "135M Q4_1":
+    if model == BUILT_IN:
         return resolve(None)
     if model not in PLANS:
         return Path(model)
@@ -87,28 +104,30 @@ def path_of(model: str) -> Path:
 # ---- one model ----
 
 
-def run_model(name: str, plan: Plan, num_rounds: int) -> tuple[ModelResult, dict[str, str]]:
+def run_model(name: str, path: Path, plan: Plan, effort: Effort) -> tuple[ModelResult, dict[str, str]]:
     """What was measured, and what the contenders say of themselves."""
-    path, asked = path_of(name), {contender for names in plan.values() for contender in names}
-    workers = start_workers([contender for contender in CONTENDERS if contender in asked], path)
+    asked = {contender for names in plan.values() for contender in names}
+    workers = start_workers([name for name in CONTENDERS if name in asked], path, effort.num_threads)
     result = new_result(name, path, workers)
-    print(f"\n{name}, {NUM_THREADS} threads, tokens a second", flush=True)
+    print(f"\n{name}, {effort.num_threads} threads, tokens a second", flush=True)
     for task, names in plan.items():
-        measure(result, task, {name: workers[name] for name in names if name in workers}, num_rounds)
+        measure(result, task, {name: workers[name] for name in names if name in workers}, effort.num_rounds)
         print(report.line(result, task.name), flush=True)
         if not result.peak_bytes:
             result.peak_bytes = {name: worker.peak_memory() for name, worker in workers.items()}
+    if name == BUILT_IN:
+        compare(result, path, workers, effort)
     for worker in workers.values():
         worker.close()
     print(report.resources(result), flush=True)
     return result, {name: worker.note for name, worker in workers.items()}
 
 
-def start_workers(names: list[str], path: Path) -> dict[str, Worker]:
+def start_workers(names: Sequence[str], path: Path, num_threads: int) -> dict[str, Worker]:
     workers = {}
     for name in filter(is_installed, names):
         try:
-            workers[name] = Worker(name, str(path))
+            workers[name] = Worker(name, str(path), num_threads)
         except WorkerError as error:
             leave_out(name, error)
     return workers
@@ -137,15 +156,24 @@ def new_result(name: str, path: Path, workers: dict[str, Worker]) -> ModelResult
 
 def measure(result: ModelResult, task: Task, workers: dict[str, Worker], num_rounds: int) -> None:
     """Also of the memory's read speed, in the same rounds."""
-    runs: dict[str, list[float]] = {name: [] for name in workers}
-    bandwidth = []
+    found, bandwidth = [], []
+    for rates in rounds(workers, task, num_rounds):
+        bandwidth.append(read_bandwidth())
+        found.append(rates)
+    result.rates[task.name] = by_contender(found)
+    result.bandwidth[task.name] = Measured(tuple(bandwidth))
+
+
+def rounds(workers: dict[str, Worker], task: Task, num_rounds: int) -> Iterator[dict[str, float]]:
+    """Tokens a second of each, in turn; whoever fails is out of `workers`."""
     warm_up(workers, task)
     for _ in rounds_within(num_rounds, MIN_ROUNDS, ROUND_BUDGET):
-        bandwidth.append(read_bandwidth())
-        for name, seconds in run_round(workers, task).items():
-            runs[name].append(task.num_counted / seconds)
-    result.rates[task.name] = {name: Measured(tuple(runs[name])) for name in workers}
-    result.bandwidth[task.name] = Measured(tuple(bandwidth))
+        yield run_round(workers, task)
+
+
+def by_contender(found: Sequence[dict[str, float]]) -> dict[str, Measured]:
+    """Of those that took part to the end"""
+    return {name: Measured(tuple(rates[name] for rates in found)) for name in found[-1]}
 
 
 def warm_up(workers: dict[str, Worker], task: Task) -> None:
@@ -153,24 +181,38 @@ def warm_up(workers: dict[str, Worker], task: Task) -> None:
     if not task.is_prefill:
         run_round(workers, task)
         return
-    for name, seconds in run_round(workers, replace(task, prompt=WARM_UP_PROMPT)).items():
-        expected = seconds * task.prompt / WARM_UP_PROMPT
+    for key, rate in run_round(workers, replace(task, prompt=WARM_UP_PROMPT)).items():
+        name, expected = workers[key].name, task.prompt / rate
         if expected > PATIENCE and name != report.OURS:
             print(f"{name} is left out of {task.name}: it would take {expected:.0f} s", flush=True)
-            del workers[name]
+            del workers[key]
 
 
 def run_round(workers: dict[str, Worker], task: Task) -> dict[str, float]:
-    """Seconds of each; one that fails takes no further part in the task."""
-    seconds = {}
-    for name, worker in list(workers.items()):
+    """Tokens a second of each; one that fails takes no further part in the task."""
+    rates = {}
+    for key, worker in list(workers.items()):
         time.sleep(REST)
         try:
-            seconds[name] = worker.seconds(task)
+            rates[key] = task.num_counted / worker.seconds(task)
+        except WorkerError as error:
+            leave_out(worker.name, error)
+            del workers[key]
+    return rates
+
+
+def compare(result: ModelResult, path: Path, workers: dict[str, Worker], effort: Effort) -> None:
+    """Each one's logits with the exact model's"""
+    token_ids = accuracy.text_ids(path)[: effort.num_compared]
+    wanted = accuracy.exact_logits(path, token_ids, effort.num_threads)
+    for name, worker in workers.items():
+        try:
+            result.accuracy[name] = accuracy.accuracy(wanted, accuracy.logits_of(worker, token_ids))
         except WorkerError as error:
             leave_out(name, error)
-            del workers[name]
-    return seconds
+    for row in report.accuracy_rows(result, list(workers)):
+        told = "  ".join(f"{name} {cell}" for name, cell in zip(workers, row[1:], strict=True))
+        print(f"{row[0]:22}  {told}", flush=True)
 
 
 # ---- the command, as a user types it ----
@@ -179,16 +221,19 @@ GENERATE = "from infinilm.cli import main; main(['generate', 'Why is the sky blu
 IMPORT = "import torch; print(torch)"
 
 
-def first_token_seconds(num_rounds: int) -> float:
+def first_token_seconds(effort: Effort) -> float:
     """From `infinilm generate` to its first letter, less what `import torch` takes."""
-    rounds = [(seconds_to_output(GENERATE), seconds_to_output(IMPORT)) for _ in range(num_rounds + 1)][1:]
-    generate, torch = (Measured(runs).median for runs in zip(*rounds, strict=True))
+    pairs = [
+        [seconds_to_output(code, effort.num_threads) for code in (GENERATE, IMPORT)]
+        for _ in range(effort.num_rounds + 1)
+    ][1:]
+    generate, torch = (Measured(runs).median for runs in zip(*pairs, strict=True))
     print(f"\nfirst token after {generate:.2f} s, of which `import torch` {torch:.2f} s", flush=True)
     return generate - torch
 
 
-def seconds_to_output(code: str) -> float:
-    environment = os.environ | {"INFINICORE_NUM_THREADS": str(NUM_THREADS)}
+def seconds_to_output(code: str, num_threads: int) -> float:
+    environment = os.environ | {"INFINICORE_NUM_THREADS": str(num_threads)}
     start = time.perf_counter()
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment)
     first = process.stdout.read(1) if process.stdout else b""
@@ -202,62 +247,48 @@ def seconds_to_output(code: str) -> float:
 # ---- the run ----
 
 
-def machine() -> dict[str, str]:
-    return {
-        "CPU": f"{cpu_name()}, {os.cpu_count()} cores, {NUM_THREADS} threads each",
-        "versions": ", ".join(f"{package} {version(package)}" for package in ("infinilm", "torch")),
-    }
-
-
-def cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    known = subprocess.run(["lscpu"], capture_output=True, text=True).stdout if info.exists() else ""
-    names = [line.partition(":")[2].strip() for line in known.splitlines() if line.startswith("Model name:")]
-    return f"{names[0] if names else platform.processor()} ({platform.machine()})"
-
-
-def run_all(plans: dict[str, Plan], num_rounds: int, stem: str) -> None:
-    facts, models = machine(), []
+def run_all(plans: dict[str, Plan], effort: Effort, stem: str) -> None:
+    facts, models = machine(effort.num_threads), []
     print("\n".join(f"{name}: {value}" for name, value in facts.items()))
-    for name in CONTENDERS:
+    for name in EVERY:
         if not is_installed(name):
             print(f"{name} is left out: `make bench` or `pip install '.[bench]'` brings it")
     for name, plan in plans.items():
-        result, notes = run_model(name, plan, num_rounds)
+        result, notes = run_model(name, path_of(name), plan, effort)
         models.append(result)
         facts |= notes
-    checked = list(report.checks(models, first_token_seconds(num_rounds)))
+    has_amx = infinicore._native.isa() == "amx"
+    checked = list(report.checks(models, first_token_seconds(effort), has_amx))
     print("", *checked, sep="\n")
-    write_results(models, checked, facts, stem)
+    write_results(models, checked, facts, folder(effort.num_threads) / stem)
 
 
 def write_results(
-    models: list[ModelResult], checked: list[report.Check], facts: dict[str, str], stem: str
+    models: list[ModelResult], checked: list[report.Check], facts: dict[str, str], stem: Path
 ) -> None:
-    RESULTS.mkdir(exist_ok=True)
     content = {
         "machine": facts,
         "models": [asdict(model) for model in models],
         "targets": [asdict(check) for check in checked],
     }
-    (RESULTS / f"{stem}.json").write_text(json.dumps(content, indent=1) + "\n")
-    (RESULTS / f"{stem}.md").write_text(report.markdown(models, checked, facts))
-    charts.draw_rates(models, facts["CPU"], RESULTS / f"{stem}.png")
+    write(stem, content, report.markdown(models, checked, facts))
+    charts.draw_rates(models, facts["CPU"], stem.with_suffix(".png"))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__)
     known = ", ".join(map(repr, PLANS))
     parser.add_argument("--model", action="append", help=f"a GGUF file or one of {known}; again for more")
     parser.add_argument("--rounds", type=int, default=3, help="at most; long tasks have fewer")
-    parser.add_argument("--quick", action="store_true", help="the built-in model and few tasks")
+    parser.add_argument("--quick", action="store_true", help="two models, few tasks, two rounds: minutes")
     options = parser.parse_args()
-    infinicore.set_num_threads(NUM_THREADS)
-    names = options.model or (["135M Q4_1"] if options.quick else list(PLANS))
-    plans = {name: QUICK if options.quick else PLANS.get(name, QUICK) for name in names}
-    run_all(plans, options.rounds, "side_by_side" if plans == PLANS else "partial")
+    infinicore.set_num_threads(options.threads)
+    known_plans = QUICK if options.quick else PLANS
+    plans = {name: known_plans.get(name, QUICK["1B Q4_0"]) for name in options.model or known_plans}
+    effort = Effort(options.rounds, options.threads)
+    if options.quick:
+        effort = Effort(MIN_ROUNDS, options.threads, accuracy.FEW_TOKENS)
+    run_all(plans, effort, "side_by_side" if plans == PLANS else "partial")
 
 
 if __name__ == "__main__":

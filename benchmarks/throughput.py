@@ -3,27 +3,25 @@
 Each stream has a prompt of 128 random tokens and gets 64 more, all from the same moment on: infinilm by its
 engine, llama.cpp by its own batch. Rounds alternate; a short one before them is not counted. Told are tokens
 a second, prompts included, and the times to the first token and between tokens that half of them (p50) and
-all but a hundredth (p99) do not exceed. Writes benchmarks/results/ as JSON, Markdown and a chart.
+all but a hundredth (p99) do not exceed. Writes to this CPU's folder in benchmarks/results/.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-import infinicore
 from benchmarks import charts, report
-from benchmarks.contenders import NUM_THREADS, Task, Times, Worker, WorkerError
-from benchmarks.side_by_side import FAST, RESULTS, leave_out, machine, path_of, start_workers
+from benchmarks.contenders import Task, Times, Worker, WorkerError
+from benchmarks.machine import arguments, folder, machine, write
+from benchmarks.side_by_side import BUILT_IN, FAST, Effort, leave_out, path_of, start_workers
 from benchmarks.timing import REST, rounds_within
 from infinilm.bench import Measured
 from infinilm.load import spread_of
 
-MODELS = ("135M Q4_1", "1B Q4_0")
+MODELS = (BUILT_IN, "1B Q4_0")
 STREAMS = (1, 8, 16, 32, 64)
 PROMPT, NUM_NEW = 128, 64
 WARM_UP = 16, 4
@@ -60,14 +58,12 @@ def task_of(num_streams: int) -> Task:
     return Task(f"{num_streams} streams", PROMPT, num_streams, NUM_NEW, is_served=True)
 
 
-def run_model(
-    name: str, path: Path, streams: Sequence[int], num_rounds: int
-) -> tuple[Served, dict[str, str]]:
-    workers = start_workers(list(FAST), path)
+def run_model(name: str, path: Path, streams: Sequence[int], effort: Effort) -> tuple[Served, dict[str, str]]:
+    workers = start_workers(FAST, path, effort.num_threads)
     served = Served(name, {contender: {} for contender in workers})
-    print(f"\n{name}, {NUM_THREADS} threads, tokens a second", flush=True)
+    print(f"\n{name}, {effort.num_threads} threads, tokens a second", flush=True)
     for num_streams in streams:
-        for contender, point in measure(task_of(num_streams), dict(workers), num_rounds).items():
+        for contender, point in measure(task_of(num_streams), dict(workers), effort.num_rounds).items():
             served.points[contender][num_streams] = point
         print(line(served, num_streams), flush=True)
     for worker in workers.values():
@@ -122,9 +118,7 @@ def seconds_cell(seconds: dict[str, float]) -> str:
 
 
 def markdown(models: Sequence[Served], facts: dict[str, str]) -> str:
-    parts = ["".join(f"{name}: {value}  \n" for name, value in facts.items())]
-    parts += [table for served in models for table in tables(served)]
-    return "\n".join(parts)
+    return "\n".join([report.head(facts), *(table for served in models for table in tables(served))])
 
 
 def tables(served: Served) -> list[str]:
@@ -146,11 +140,9 @@ def times_cell(served: Served, name: str, num_streams: int, title: str) -> str:
     return "–" if point is None else seconds_cell(getattr(point, title))
 
 
-def write_results(models: Sequence[Served], facts: dict[str, str], stem: str) -> None:
-    RESULTS.mkdir(exist_ok=True)
+def write_results(models: Sequence[Served], facts: dict[str, str], stem: Path) -> None:
     content = {"machine": facts, "models": [asdict(served) for served in models]}
-    (RESULTS / f"{stem}.json").write_text(json.dumps(content, indent=1) + "\n")
-    (RESULTS / f"{stem}.md").write_text(markdown(models, facts))
+    write(stem, content, markdown(models, facts))
     curves = {
         served.name: {
             name: {count: point.rates for count, point in points.items()}
@@ -158,25 +150,23 @@ def write_results(models: Sequence[Served], facts: dict[str, str], stem: str) ->
         }
         for served in models
     }
-    charts.draw_throughput(curves, facts["CPU"], RESULTS / f"{stem}.png")
+    charts.draw_lines(curves, "streams at once, prompts included", facts["CPU"], stem.with_suffix(".png"))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__)
     known = ", ".join(map(repr, MODELS))
     parser.add_argument("--model", action="append", help=f"a GGUF file or one of {known}; again for more")
     parser.add_argument("--streams", type=int, action="append", help="how many at once; again for more")
     parser.add_argument("--rounds", type=int, default=3, help="at most; long tasks have fewer")
     options = parser.parse_args()
-    infinicore.set_num_threads(NUM_THREADS)
-    facts, models = machine(), []
+    facts, models, effort = machine(options.threads), [], Effort(options.rounds, options.threads)
     for name in options.model or MODELS:
-        served, notes = run_model(name, path_of(name), options.streams or STREAMS, options.rounds)
+        served, notes = run_model(name, path_of(name), options.streams or STREAMS, effort)
         models.append(served)
         facts |= notes
-    write_results(models, facts, "partial_throughput" if options.model or options.streams else "throughput")
+    stem = "partial_throughput" if options.model or options.streams else "throughput"
+    write_results(models, facts, folder(options.threads) / stem)
 
 
 if __name__ == "__main__":

@@ -5,13 +5,12 @@
 - The steps of running streams while a prompt of 4,000 tokens is read beside them, in their usual steps.
 - A text that repeats itself, and one that does not, with guesses taken from the text before.
 
-One process, the engine's own steps, medians of several rounds. Writes benchmarks/results/.
+One process, the engine's own steps, medians of several rounds. Writes to this CPU's folder in
+benchmarks/results/.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
 import time
@@ -22,8 +21,7 @@ from typing import Any
 
 import infinicore
 from benchmarks import report
-from benchmarks.contenders import NUM_THREADS
-from benchmarks.side_by_side import RESULTS, machine
+from benchmarks.machine import arguments, folder, machine, write
 from infinilm import LLM, SamplingParams
 from infinilm.bench import Measured
 from infinilm.engine.engine import Engine
@@ -199,22 +197,17 @@ def run(model: str | None, num_rounds: int) -> list[Found]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__)
     parser.add_argument("--model", help="a GGUF file; the built-in model, which is to guess too, if left out")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    infinicore.set_num_threads(NUM_THREADS)
-    found, facts = run(options.model, options.rounds), machine()
+    infinicore.set_num_threads(options.threads)
+    found, facts = run(options.model, options.rounds), machine(options.threads)
     text = report.table(["", "wanted", "found"], [[one.what, one.wanted, one.found] for one in found])
     print(text)
-    RESULTS.mkdir(exist_ok=True)
-    stem = "partial_waiting" if options.model else "waiting"
+    stem = folder(options.threads) / ("partial_waiting" if options.model else "waiting")
     content = {"machine": facts, "found": [asdict(one) for one in found]}
-    (RESULTS / f"{stem}.json").write_text(json.dumps(content, indent=1) + "\n")
-    head = "".join(f"{name}: {value}  \n" for name, value in facts.items())
-    (RESULTS / f"{stem}.md").write_text(f"{head}\n{text}")
+    write(stem, content, f"{report.head(facts)}\n{text}")
 
 
 if __name__ == "__main__":
