@@ -71,6 +71,13 @@ def bar_of_rounding(kind: str, level: str, length: int) -> float:
     return 3e-11 if (kind, level) == ("bfloat16", "amx") and length % 32 == 0 else 1e-13
 
 
+@KINDS
+def test_no_rows_make_no_products(kind: str, level: str) -> None:
+    """A part of a prompt may want no logits."""
+    assert F.linear(torch.empty(0, 768), weight_of(kind, 100)).shape == (0, 100)
+    assert F.linear(torch.empty(2, 0, 768), weight_of(kind, 100)).shape == (2, 0, 100)
+
+
 @pytest.mark.parametrize("kind", EXACT)
 def test_product_is_that_of_float64_but_for_float32_rounding(kind: str, level: str) -> None:
     weight = weight_of(kind, 100)
