@@ -95,6 +95,7 @@ def measure_latency(
     gaps = [run.gap for run in rounds if run.gap is not None]
     memory = peak_memory(llama.device)  # before the bandwidth's own buffer
     bandwidth = [memory_bandwidth(llama.device) for _ in range(workload.num_rounds)]
+    products = [product_rate() for _ in range(workload.num_rounds) if llama.device.type == "cpu"]
     num_prompt = workload.batch_size * workload.prompt_length
     num_decoded = workload.batch_size * (workload.output_length - 1)
     return {
@@ -104,6 +105,7 @@ def measure_latency(
         "load_seconds": Measured((load_seconds,)),
         "peak_memory_bytes": Measured((memory,)),
         "read_bandwidth_bytes_per_second": Measured(tuple(bandwidth)),
+        **({"byte_products_per_second": Measured(tuple(products))} if products else {}),
     }
 
 

@@ -120,6 +120,7 @@ def test_bench_latency_prints_every_quantity_with_its_spread(default_model_path:
         "load_seconds",
         "peak_memory_bytes",
         "read_bandwidth_bytes_per_second",
+        "byte_products_per_second",
     ):
         assert result[name] > 0 and result[f"{name}_spread"] >= 0
 
