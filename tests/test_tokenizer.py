@@ -343,7 +343,7 @@ def test_vocabulary_reaches_to_the_highest_id(both):
     assert (ours.bos_token_id, ours.eos_token_ids) == (theirs.bos_token_id, (theirs.eos_token_id,))
 
 
-@pytest.mark.parametrize("ids", [{"a": 0, "b": 7}, {"a": 7, "b": 7}, {"b": 3}])
+@pytest.mark.parametrize("ids", [{"a": 0, "b": 7}, {"b": 3, "a": 9}, {"b": 3}])
 def test_ids_of_a_vocabulary_may_have_holes(tmp_path, ids):
     tokenizers.Tokenizer(models.WordLevel(ids, unk_token="b")).save(str(tmp_path / "tokenizer.json"))
     assert Tokenizer.from_folder(tmp_path).vocab_size == max(ids.values()) + 1
