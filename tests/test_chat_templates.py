@@ -90,7 +90,8 @@ WRONG = {
 def _parent_stays_small():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     yield
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10  # KB: far below 256 MB
+    # KB: five copies of the largest conversation here and some, far below the 256 MB of the child
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 160 << 10
 
 
 def error_of(renderer: Renderer, variables: dict[str, Any] = VARIABLES) -> str:
