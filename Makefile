@@ -128,7 +128,7 @@ build/peers/.servers: .venv/.peers
 	echo $(CURDIR)/.venv/lib/python*/site-packages >$$(echo build/peers/lib/python*/site-packages)/llama_cpp.pth
 	touch $@
 
-# About three quarters of an hour on two cores; this CPU's folder in benchmarks/results/ gets tables and charts.
+# An hour or two on two cores; this CPU's folder in benchmarks/results/ gets tables and charts.
 bench: setup .venv/.peers build/peers/.servers
 	$(BIN)/python -m benchmarks.ops
 	$(BIN)/python -m benchmarks.side_by_side

@@ -5,8 +5,8 @@
 // the integer dot product of q with the weight's fields (dots.h, amx_packed.h). Integers are exact in any
 // order and the float32 sum runs over the groups from first to last, so a row has the same bits alone and
 // among others, whatever the tiles and threads.
-// count_products: `rounds` of what such products stand on, on every thread (peak.h); returns how many products
-//                 those were.
+// count_products: `rounds` of what such products stand on, on every thread (peak.h); returns how many
+//                 products those were.
 #include "dots.h"
 
 #if defined(__AMX_INT8__)

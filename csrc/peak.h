@@ -1,5 +1,5 @@
-// What the CPU allows: products of bytes, each added to a sum of 32 bits, by the instruction that packed products
-// stand on, with all operands at hand.
+// What the CPU allows: products of bytes, each added to a sum of 32 bits, by the instruction that packed
+// products stand on, with all operands at hand.
 #pragma once
 #include "dots.h"
 
@@ -10,7 +10,13 @@ namespace {
 constexpr int64_t kProductsOfRound = 4 * 16 * 16 * 64;
 
 void multiply_at_hand(int64_t rounds) {
+    alignas(64) int8_t ones[16 * 64];
+    memset(ones, 1, sizeof ones);
     configure_tiles(TileConfig(16, 64));
+    INFINI_LOAD(4, ones);
+    INFINI_LOAD(5, ones);
+    INFINI_LOAD(6, ones);
+    INFINI_LOAD(7, ones);
     for (int64_t i = 0; i < rounds; ++i)
         asm volatile(
             "tdpbssd %%tmm6, %%tmm4, %%tmm0\n tdpbssd %%tmm6, %%tmm5, %%tmm1\n"
@@ -22,8 +28,9 @@ constexpr int kSumsAtOnce = kVectorRegisters / 2 / kParts;
 constexpr int64_t kProductsOfRound = kSumsAtOnce * 16 * kRows;
 
 void multiply_at_hand(int64_t rounds) {
-    alignas(64) uint8_t w[16 * kRows] = {1};
-    alignas(64) int8_t x[16] = {1};
+    alignas(64) uint8_t w[16 * kRows];
+    alignas(64) int8_t x[16];
+    memset(w, 1, sizeof w), memset(x, 1, sizeof x);
     Dots sums[kSumsAtOnce];
     for (Dots& sum : sums) sum.start(0);
     for (int64_t i = 0; i < rounds; ++i) {

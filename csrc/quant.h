@@ -18,9 +18,9 @@ struct Field {
     bool is_transposed = false;
 };
 
-// Where four elements of a block are, the quad of sixteen, for kernels that take them straight from memory: the
-// bytes with their low bits, and by how much these are shifted up; then, where fields have more bits than those,
-// the bytes with the upper ones, and the lowest of these.
+// Where four elements of a block are, the quad of sixteen, for kernels that take them straight from memory:
+// the bytes with their low bits, and by how much these are shifted up; then, where fields have more bits than
+// those, the bytes with the upper ones, and the lowest of these.
 struct Place { int bytes, shift = 0, upper = 0, bit = 0; };
 
 inline float half(const uint8_t* p) {
