@@ -1,6 +1,6 @@
-"""LlamaConfig: what a checkpoint is; its fields are the keys of config.json. EngineConfig: how to run it.
+"""LlamaConfig: what a model is; its fields are the keys of config.json. EngineConfig: how to run it.
 
-Both are checked once and frozen.
+Both are checked once and frozen. Other models' configs stand in their own files, on what LlamaConfig has.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, fields
 from pathlib import Path
 from reprlib import repr as short
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -28,14 +28,6 @@ from infinilm.rope import (
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# What an architecture means where its config.json does not say it.
-QWEN: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
-ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {},
-    "qwen2": {**QWEN, "attention_bias": True, "attention_output_bias": False},
-    "qwen3": {**QWEN, "has_qk_norm": True},
-}
 # Far above any model there is, and small enough that what is sized by them takes no time and little memory.
 LIMITS = {
     "vocab_size": 1 << 24,
@@ -47,18 +39,11 @@ LIMITS = {
     "head_dim": 1 << 12,
     "max_position_embeddings": MAX_POSITION,
 }
-FLAGS = (
-    "attention_bias",
-    "attention_output_bias",
-    "mlp_bias",
-    "has_qk_norm",
-    "tie_word_embeddings",
-    "use_cache",
-)
 LAYER_TYPES = ("full_attention", "sliding_attention")
 MAX_TOKEN_ID = (1 << 31) - 1
 
-# Keys of config.json that would change the computation in ways unknown here, and their harmless values.
+# Keys of config.json that would change the computation in ways unknown here, and their harmless values;
+# a model that knows one has it as a field.
 OFF = (None, False)
 ONE = (None, 1)
 NONE = (None, 0)
@@ -118,8 +103,10 @@ def parse_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """Llama, Mistral, Qwen2, Qwen3 and SmolLM2 as values of one set of fields."""
+    """Llama, Llama 2 and 3, SmolLM2; what other models have beside or instead, their own classes say."""
 
+    model_types: ClassVar[tuple[str, ...]] = ("llama",)  # the first where config.json has none
+    activations: ClassVar[tuple[str, ...]] = ("silu",)
     base_model_tp_plan: ClassVar[dict[str, str]] = {
         "layers.*.self_attn.q_proj": "colwise",
         "layers.*.self_attn.k_proj": "colwise",
@@ -135,7 +122,7 @@ class LlamaConfig:
         "norm": (["hidden_states"], ["hidden_states"]),
     }
 
-    model_type: str = "llama"
+    model_type: str = None  # type: ignore[assignment]  # the first of model_types
     vocab_size: int = 32000
     hidden_size: int = 4096
     intermediate_size: int = 11008
@@ -149,9 +136,7 @@ class LlamaConfig:
     rope_theta: float = 10000.0
     rope_scaling: Mapping[str, Any] | None = None
     attention_bias: bool = False
-    attention_output_bias: bool = None  # type: ignore[assignment]  # as attention_bias
     mlp_bias: bool = False
-    has_qk_norm: bool = False
     sliding_window: int | None = None
     layer_types: tuple[str, ...] | None = None  # "full_attention" or "sliding_attention" for each layer
     tie_word_embeddings: bool = False
@@ -168,32 +153,43 @@ class LlamaConfig:
         self._set(dtype=parse_dtype(self.dtype if self.dtype is not None else torch_dtype))
         self._fill_in()
         self._check()
-        scaling = checked_scaling(self.rope_scaling, self.head_dim)
-        self._set(rope=RopeParameters(self.head_dim, self.rope_theta, self.max_position_embeddings, scaling))
-        check_frequencies(self.rope)
+        self._set(rope=self.rope_of(self.rope_theta, self.rope_scaling))
 
     @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> LlamaConfig:
+    def from_dict(cls, content: Mapping[str, Any]) -> Self:
         """The config that the content of a config.json describes; what this model cannot do is refused."""
-        model_type = content.get("model_type", "llama")
-        if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
-            known = sorted(ARCHITECTURES)
-            raise ValueError(f"model_type {short(model_type)} is unknown; expected one of {known}")
+        content = cls.adapted({**scaling_part(content), **content})
+        names = {f.name: f.type for f in fields(cls) if f.init}
         for key, harmless in UNSUPPORTED.items():
-            if content.get(key) not in harmless:
+            if key not in names and content.get(key) not in harmless:
                 raise ValueError(f"{key} = {short(content[key])} is not supported")
-        known_keys = {f.name for f in fields(cls) if f.init} | {"torch_dtype"}
-        # null means "the default", except for the special tokens, which a model may not have
+        # null means "the default", except where a model may have none
         given = {
             key: value
             for key, value in content.items()
-            if key in known_keys and (value is not None or key.endswith("_token_id"))
+            if key in names and (value is not None or "None" in str(names[key]))
         }
-        return cls(**{**ARCHITECTURES[model_type], **given, **rope_keys(content), **window_keys(content)})
+        given["torch_dtype"] = content.get("torch_dtype")
+        return cls(**{**given, **rope_keys(content)})
+
+    @classmethod
+    def adapted(cls, content: Mapping[str, Any]) -> Mapping[str, Any]:
+        """config.json with a field's name for each key that the family spells in its own way"""
+        return content
 
     @property
     def num_key_value_groups(self) -> int:
         return self.num_attention_heads // self.num_key_value_heads
+
+    @property
+    def rotary_dim(self) -> int:
+        """How much of a head is rotated"""
+        return self.head_dim
+
+    @property
+    def has_output_bias(self) -> bool:
+        """Whether what leaves attention has a bias"""
+        return self.attention_bias
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -206,12 +202,21 @@ class LlamaConfig:
             return None
         return self.sliding_window
 
+    def rope_of(self, theta: float, scaling: Mapping[str, Any] | None) -> RopeParameters:
+        """What rotates, with frequencies that have been seen to exist"""
+        checked = checked_scaling(scaling, self.rotary_dim)
+        rope = RopeParameters(self.head_dim, theta, self.max_position_embeddings, checked, self.rotary_dim)
+        check_frequencies(rope)
+        return rope
+
     def _set(self, **values: Any) -> None:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
     def _fill_in(self) -> None:
         self._check_sizes("hidden_size", "num_attention_heads")
+        if self.model_type is None:
+            self._set(model_type=self.model_types[0])
         if self.num_key_value_heads is None:
             self._set(num_key_value_heads=self.num_attention_heads)
         if self.head_dim is None:
@@ -219,10 +224,10 @@ class LlamaConfig:
                 sizes = f"hidden_size {self.hidden_size}, num_attention_heads {self.num_attention_heads}"
                 raise ValueError(f"{sizes}: the first must be a multiple of the second, or head_dim be given")
             self._set(head_dim=self.hidden_size // self.num_attention_heads)
-        if self.attention_output_bias is None:
-            self._set(attention_output_bias=self.attention_bias)
 
     def _check(self) -> None:
+        if self.model_type not in self.model_types:
+            raise ValueError(f"model_type {short(self.model_type)} is not one of {self.model_types}")
         self._check_sizes(*LIMITS)
         if self.num_attention_heads % self.num_key_value_heads:
             heads = f"num_attention_heads {self.num_attention_heads}"
@@ -231,10 +236,12 @@ class LlamaConfig:
             raise ValueError(f"head_dim must be even, but is {self.head_dim}")
         self._set(rope_theta=check_number("rope_theta", self.rope_theta, MAX_THETA))
         self._set(rms_norm_eps=check_number("rms_norm_eps", self.rms_norm_eps, 1.0, 1e-30))
-        for name in FLAGS:
-            check_flag(name, getattr(self, name))
-        if self.hidden_act != "silu":
-            raise ValueError(f"hidden_act {short(self.hidden_act)} is not supported; expected 'silu'")
+        for flag in fields(self):
+            if flag.type == "bool":
+                check_flag(flag.name, getattr(self, flag.name))
+        if self.hidden_act not in self.activations:
+            wanted = " or ".join(map(repr, self.activations))
+            raise ValueError(f"hidden_act {short(self.hidden_act)} is not supported; expected {wanted}")
         self._check_windows()
         for name in ("bos_token_id", "pad_token_id"):
             self._set(**{name: token_id(name, getattr(self, name))})
@@ -277,7 +284,7 @@ def rope_keys(content: Mapping[str, Any]) -> dict[str, Any]:
     A length of training that stands outside is the one to take (Phi 3 writes it there).
     """
     theta, trained = content.get("rope_theta"), content.get("original_max_position_embeddings")
-    scaling = rope_mapping(content, "rope_scaling") or rope_mapping(content, "rope_parameters")
+    scaling = scaling_of(content)
     if scaling.get("rope_theta") is not None:
         theta = scaling["rope_theta"]
     if trained is not None and scaling and rope_type_of(scaling) in ("llama3", "longrope", "yarn"):
@@ -285,33 +292,21 @@ def rope_keys(content: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_scaling": scaling or None, **({} if theta is None else {"rope_theta": theta})}
 
 
+def scaling_part(content: Mapping[str, Any]) -> dict[str, Any]:
+    """What newer files have among rope_parameters, and older ones beside them"""
+    found = scaling_of(content).get("partial_rotary_factor")
+    return {} if found is None else {"partial_rotary_factor": found}
+
+
+def scaling_of(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    return rope_mapping(content, "rope_scaling") or rope_mapping(content, "rope_parameters")
+
+
 def rope_mapping(content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     found = content.get(key)
     if found is not None and not isinstance(found, Mapping):
         raise ValueError(f"{key} must be a mapping, but is {short(found)}")
     return found or {}
-
-
-def window_keys(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Sliding windows, which Qwen configs give a size even where they are switched off"""
-    model_type, types = content.get("model_type", "llama"), content.get("layer_types")
-    window = content.get("sliding_window", None if model_type == "llama" else 4096)
-    if window is not None:  # also where it is switched off
-        check_whole("sliding_window", window, 1, MAX_POSITION)
-    if model_type in ("qwen2", "qwen3"):
-        flag = content.get("use_sliding_window")
-        is_on = flag is not None and check_flag("use_sliding_window", flag)
-        window = window if is_on else None
-        types = qwen_layer_types(content) if is_on and window is not None and types is None else types
-    return {"sliding_window": window, "layer_types": types}
-
-
-def qwen_layer_types(content: Mapping[str, Any]) -> list[str]:
-    """All but the first layers look through the window."""
-    first = check_whole("max_window_layers", content.get("max_window_layers", 28), 0, MAX_POSITION)
-    limit = LIMITS["num_hidden_layers"]
-    count = check_whole("num_hidden_layers", content.get("num_hidden_layers", 32), 1, limit)
-    return ["full_attention" if i < first else "sliding_attention" for i in range(count)]
 
 
 # ---- how to run a model ------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from infinilm.engine.request import EmbeddingRequestOutput, Request, RequestErro
 from infinilm.engine.text import Text
 from infinilm.hub import resolve
 from infinilm.models.llama import LlamaForCausalLM
-from infinilm.models.weights import read_config
+from infinilm.models.registry import read_config
 from infinilm.sampling import SamplingParams
 from infinilm.tokenizer import Tokenizer, TokenizerError
 
@@ -67,7 +67,7 @@ def load(config: EngineConfig, report: Report) -> tuple[LlamaForCausalLM, Tokeni
     with open_checkpoint(path) as checkpoint:
         tokenizer = tokenizer_of(checkpoint, config.chat_template)
         check_vocabulary(checkpoint, tokenizer)
-        checkpoint.metadata.clear()  # the vocabulary, which the tokenizer has in its own way
+        checkpoint.forget_vocabulary()  # which the tokenizer has in its own way
         _native.release_memory()
         with told_of_memory("the weights", torch.device(config.device or "cpu")):
             return LlamaForCausalLM.from_checkpoint(checkpoint, config, report), tokenizer
@@ -99,7 +99,7 @@ def check_arguments(config: EngineConfig) -> None:
 def tokenizer_of(checkpoint: Checkpoint, chat_template: str | None = None) -> Tokenizer:
     found = (
         Tokenizer.from_gguf(checkpoint.metadata)
-        if checkpoint.metadata
+        if checkpoint.is_gguf
         else Tokenizer.from_folder(checkpoint.path)
     )
     if chat_template is not None:

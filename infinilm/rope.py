@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from infinicore import nn
 from infinicore.nn.functional import RopeAlgo
@@ -57,6 +58,7 @@ class RopeParameters:
     theta: float
     max_position: int
     scaling: Mapping[str, Any]
+    rotary_dim: int  # of a head that are rotated; its pairs lie half a head apart, and come first
 
     @property
     def original_max_position(self) -> int:
@@ -77,14 +79,15 @@ class RopeParameters:
         return 0
 
     def frequencies(self, length: int) -> tuple[Tensor, float]:
-        """(radians a position [D/2], factor of sin and cos) for a sequence of this length"""
+        """(radians a position for each pair, factor of sin and cos) for a sequence of this length"""
         return FREQUENCIES[self.scaling["rope_type"]](self, length)
 
     def tables(self, length: int, positions: Tensor) -> tuple[Tensor, Tensor]:
         """sin and cos [N, D/2] of positions [N] with the frequencies of a sequence of this length"""
         frequency, factor = self.frequencies(length)
         angle = torch.outer(positions.to("cpu", torch.float32), frequency)
-        return angle.sin() * factor, angle.cos() * factor
+        unmoved = (0, (self.head_dim - self.rotary_dim) // 2)
+        return pad(angle.sin() * factor, unmoved), pad(angle.cos() * factor, unmoved, value=1.0)
 
 
 class LlamaRoPE(nn.RoPE):
@@ -98,6 +101,10 @@ class LlamaRoPE(nn.RoPE):
         super().__init__(parameters.head_dim, 1, parameters.theta, RopeAlgo.GPT_NEOX)
         self.rope_parameters = parameters
         self.num_positions = 0
+
+    def anew(self) -> LlamaRoPE:
+        """One of this kind, without tables"""
+        return LlamaRoPE(self.rope_parameters)
 
     def reaching(self, num_positions: int, like: Tensor) -> LlamaRoPE:
         """This one, or one for positions below num_positions, with the dtype and device of `like`."""
@@ -124,7 +131,7 @@ class LlamaRoPE(nn.RoPE):
         """With rows for the positions of each part, at the frequencies of its length"""
         tables = [self.rope_parameters.tables(length, positions) for length, positions in parts]
         sin, cos = (torch.cat(part) for part in zip(*tables, strict=True))
-        rope = LlamaRoPE(self.rope_parameters)
+        rope = self.anew()
         rope.set_tables(sin, cos, like.dtype, like.device)
         rope.max_seq_len, rope.num_positions = len(sin), num_positions
         return rope
@@ -133,22 +140,22 @@ class LlamaRoPE(nn.RoPE):
 # ---- frequencies, as the models were trained with them: float32 throughout ----
 
 
-def powers(theta: float, head_dim: int) -> Tensor:
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+def powers(theta: float, rotary_dim: int) -> Tensor:
+    exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cpu") / rotary_dim
     return theta**exponent
 
 
 def default_frequencies(rope: RopeParameters, _: int) -> tuple[Tensor, float]:
-    return 1.0 / powers(rope.theta, rope.head_dim), 1.0
+    return 1.0 / powers(rope.theta, rope.rotary_dim), 1.0
 
 
 def linear_frequencies(rope: RopeParameters, _: int) -> tuple[Tensor, float]:
-    return 1.0 / powers(rope.theta, rope.head_dim) / rope.scaling["factor"], 1.0
+    return 1.0 / powers(rope.theta, rope.rotary_dim) / rope.scaling["factor"], 1.0
 
 
 def dynamic_frequencies(rope: RopeParameters, length: int) -> tuple[Tensor, float]:
     """NTK scaling: the base grows with the sequence, once it is longer than the model was trained for."""
-    factor, dim = rope.scaling["factor"], rope.head_dim
+    factor, dim = rope.scaling["factor"], rope.rotary_dim
     stretch = factor * max(length, rope.max_position) / rope.max_position - (factor - 1)
     return 1.0 / powers(rope.theta * stretch ** (dim / (dim - 2)), dim), 1.0
 
@@ -156,9 +163,9 @@ def dynamic_frequencies(rope: RopeParameters, length: int) -> tuple[Tensor, floa
 def yarn_frequencies(rope: RopeParameters, _: int) -> tuple[Tensor, float]:
     """Fast rotations stay, slow ones are stretched by factor, a ramp lies between (Peng et al., 2023)."""
     factor = rope.scaling["factor"]
-    spread = powers(rope.theta, rope.head_dim)
+    spread = powers(rope.theta, rope.rotary_dim)
     low, high = yarn_ramp(rope)
-    ramp = (torch.arange(rope.head_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)
+    ramp = (torch.arange(rope.rotary_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)
     stretched = ramp.clamp(0, 1)
     frequency = 1.0 / (factor * spread) * stretched + 1.0 / spread * (1 - stretched)
     return frequency, yarn_attention_factor(rope.scaling)
@@ -169,13 +176,13 @@ def yarn_ramp(rope: RopeParameters) -> tuple[float, float]:
 
     def pair_of(num_turns: float) -> float:
         ratio = rope.original_max_position / (num_turns * 2 * math.pi)
-        return rope.head_dim * math.log(ratio) / (2 * math.log(rope.theta))
+        return rope.rotary_dim * math.log(ratio) / (2 * math.log(rope.theta))
 
     low = pair_of(rope.scaling.get("beta_fast") or 32)
     high = pair_of(rope.scaling.get("beta_slow") or 1)
     if rope.scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, rope.head_dim - 1)
+    low, high = max(low, 0), min(high, rope.rotary_dim - 1)
     return low, high + 0.001 if low == high else high
 
 
@@ -194,7 +201,7 @@ def longrope_frequencies(rope: RopeParameters, length: int) -> tuple[Tensor, flo
     """A factor for each pair: one list up to the trained length, another beyond it."""
     name = "long_factor" if length > rope.original_max_position else "short_factor"
     factors = torch.tensor(rope.scaling[name], dtype=torch.float32, device="cpu")
-    return 1.0 / (factors * powers(rope.theta, rope.head_dim)), longrope_attention_factor(rope)
+    return 1.0 / (factors * powers(rope.theta, rope.rotary_dim)), longrope_attention_factor(rope)
 
 
 def longrope_attention_factor(rope: RopeParameters) -> float:
@@ -207,7 +214,7 @@ def longrope_attention_factor(rope: RopeParameters) -> float:
 def llama3_frequencies(rope: RopeParameters, _: int) -> tuple[Tensor, float]:
     """Long waves are stretched by factor, short ones stay, those between are blended."""
     factor, low, high = (rope.scaling[name] for name in ("factor", "low_freq_factor", "high_freq_factor"))
-    frequency = 1.0 / powers(rope.theta, rope.head_dim)
+    frequency = 1.0 / powers(rope.theta, rope.rotary_dim)
     wavelength = 2 * math.pi / frequency
     blend = (rope.original_max_position / wavelength - low) / (high - low)
     blended = (1 - blend) * frequency / factor + blend * frequency
@@ -245,7 +252,7 @@ def check_number(name: str, value: Any, high: float, low: float = 0.0) -> float:
     return float(value)
 
 
-def checked_scaling(scaling: Mapping[str, Any] | None, head_dim: int) -> dict[str, Any]:
+def checked_scaling(scaling: Mapping[str, Any] | None, rotary_dim: int) -> dict[str, Any]:
     """rope_scaling with its type under `rope_type`; every rule that is broken is a ValueError."""
     if scaling is None:
         return {"rope_type": "default"}
@@ -253,12 +260,10 @@ def checked_scaling(scaling: Mapping[str, Any] | None, head_dim: int) -> dict[st
     given = {key: value for key, value in scaling.items() if key not in COMMON_KEYS and value is not None}
     check_keys(rope_type, set(given))
     checked = {
-        key: checked_value(f"rope_scaling: {key}", key, value, head_dim) for key, value in given.items()
+        key: checked_value(f"rope_scaling: {key}", key, value, rotary_dim) for key, value in given.items()
     }
     if rope_type == "llama3" and not checked["low_freq_factor"] < checked["high_freq_factor"]:
         raise ValueError("rope_scaling: low_freq_factor must be below high_freq_factor")
-    if scaling.get("partial_rotary_factor", 1.0) not in (1.0, None):
-        raise ValueError("rope_scaling: partial_rotary_factor is not supported; expected 1.0")
     return {"rope_type": rope_type, **checked}
 
 
@@ -282,12 +287,12 @@ def check_keys(rope_type: str, given: set[str]) -> None:
         raise ValueError(f"rope_scaling: type {rope_type!r} does not know {names}")
 
 
-def checked_value(name: str, key: str, value: Any, head_dim: int) -> Any:
+def checked_value(name: str, key: str, value: Any, rotary_dim: int) -> Any:
     if key == "truncate":
         return check_flag(name, value)
     if key in ("short_factor", "long_factor"):
-        if not isinstance(value, list | tuple) or len(value) != head_dim // 2:
-            raise ValueError(f"{name} must be {head_dim // 2} positive numbers, but is {short(value)}")
+        if not isinstance(value, list | tuple) or len(value) != rotary_dim // 2:
+            raise ValueError(f"{name} must be {rotary_dim // 2} positive numbers, but is {short(value)}")
         return [check_number(f"{name}[{i}]", factor, MAX_FACTOR) for i, factor in enumerate(value)]
     if key == "original_max_position_embeddings":
         is_whole_float = isinstance(value, float) and value.is_integer()

@@ -10,6 +10,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from infinilm.checkpoint import Checkpoint, open_checkpoint
+from infinilm.checkpoint.gguf import GGUFCheckpoint
+from infinilm.models.gguf import read_gguf_config
+from infinilm.models.registry import entry_of, read_config
+from infinilm.models.weights import stored_weights
+
 ALIGNMENT = 32
 HIDDEN_SIZE, INTERMEDIATE_SIZE, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, VOCAB_SIZE = 64, 96, 4, 2, 16, 40
 
@@ -225,3 +231,38 @@ def whole_file() -> GGUFFile:
     file.set("tokenizer.ggml.tokens", strings([*LETTERS[:-1], "ab"]))
     file.set("tokenizer.ggml.merges", strings(["a b"]))
     return file
+
+
+class AsModel(GGUFCheckpoint):
+    """A GGUF checkpoint as its model finds it: its own names and forms of weights, and the config.json there
+    would be"""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint, entry = checkpoint, entry_of(checkpoint)
+        assert entry.gguf is not None
+        self.path, self.metadata = checkpoint.path, checkpoint.metadata
+        self.config = read_gguf_config(checkpoint, entry.gguf)
+        self.stored = stored_weights(checkpoint, read_config(checkpoint))
+
+    def names(self) -> list[str]:
+        return list(self.stored)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.stored[name].shape
+
+    def dtype(self, name: str) -> Any:
+        return self.stored[name].dtype
+
+    def tensor(self, name: str) -> Any:
+        return self.stored[name].read()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(weight.num_bytes for weight in self.stored.values())
+
+    def close(self) -> None:
+        self.checkpoint.close()
+
+
+def open_model(path: Path) -> AsModel:
+    return AsModel(open_checkpoint(path))

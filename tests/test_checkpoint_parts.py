@@ -25,6 +25,7 @@ from gguf_files import (
     interleaved,
     llama_file,
     llama_weights,
+    open_model,
     text,
     u32,
     whole_file,
@@ -86,7 +87,7 @@ def refused(rule: str) -> Any:
 
 def test_the_first_part_opens_all_of_the_model(first, tmp_path):
     (tmp_path / "whole.gguf").write_bytes(llama_file().encode())
-    with open_checkpoint(first) as found, open_checkpoint(tmp_path / "whole.gguf") as whole:
+    with open_model(first) as found, open_model(tmp_path / "whole.gguf") as whole:
         assert_same(found, whole)
         assert list(found.metadata["tokenizer.ggml.tokens"]) == list(whole.metadata["tokenizer.ggml.tokens"])
 
@@ -112,7 +113,7 @@ def test_parts_of_the_gguf_package_are_read(is_first_small, tmp_path):
     writer.close()
     files = sorted(tmp_path.iterdir())
     assert len(files) > 3
-    with open_checkpoint(files[0]) as checkpoint:
+    with open_model(files[0]) as checkpoint:
         assert set(checkpoint.names()) == set(weights)
         assert all(torch.equal(checkpoint.tensor(name), weight) for name, weight in weights.items())
 
@@ -121,7 +122,7 @@ def test_a_part_of_its_own_alignment_is_read(tmp_path):
     parts = split(llama_file())
     parts[1].alignment = 64
     parts[1].set("general.alignment", integer(64))
-    with open_checkpoint(write(tmp_path, parts)) as checkpoint:
+    with open_model(write(tmp_path, parts)) as checkpoint:
         for name, weight in llama_weights().items():
             assert torch.equal(checkpoint.tensor(name), weight)
 
@@ -129,7 +130,7 @@ def test_a_part_of_its_own_alignment_is_read(tmp_path):
 def test_the_frequency_divisors_of_llama_3_may_be_in_any_part(tmp_path):
     file = llama_file()
     file.tensors.append(TensorEntry("rope_freqs.weight", [HEAD_DIM // 2], struct.pack("<8f", *range(1, 9))))
-    with open_checkpoint(write(tmp_path, split(file, (10, 10, 1)))) as checkpoint:
+    with open_model(write(tmp_path, split(file, (10, 10, 1)))) as checkpoint:
         assert checkpoint.config["rope_scaling"]["short_factor"] == list(range(1, 9))
         assert checkpoint.names() == list(llama_weights())
 
@@ -170,7 +171,7 @@ def test_a_model_in_one_part_is_whole_whatever_its_name(count, tmp_path):
     file = llama_file()
     file.set("split.count", integer(count))
     (tmp_path / "any.gguf").write_bytes(file.encode())
-    assert open_checkpoint(tmp_path / "any.gguf").names() == list(llama_weights())
+    assert open_model(tmp_path / "any.gguf").names() == list(llama_weights())
 
 
 def test_parts_in_the_hubs_cache_are_links_to_its_blobs(tmp_path):
@@ -181,16 +182,16 @@ def test_parts_in_the_hubs_cache_are_links_to_its_blobs(tmp_path):
     for file in list(snapshot.iterdir()):
         file.rename(blobs / file.name)
         file.symlink_to(blobs / file.name)
-    assert open_checkpoint(first).names() == list(llama_weights())
+    assert open_model(first).names() == list(llama_weights())
 
 
 def test_a_later_part_cut_short_while_open_is_noticed_before_it_is_touched(first):
     checkpoint = open_checkpoint(first)
     with (first.parent / name_of(3)).open("r+b") as file:
         file.truncate(1000)
-    assert checkpoint.tensor("model.layers.0.input_layernorm.weight").shape == (HIDDEN_SIZE,)
+    assert checkpoint.tensor("blk.0.attn_norm.weight").shape == (HIDDEN_SIZE,)
     with refused("tiny-00003-of-00003.gguf: changed its size"):
-        checkpoint.tensor("model.norm.weight")
+        checkpoint.tensor("output_norm.weight")
 
 
 # What is wrong: a change to the parts, and what is said
@@ -287,7 +288,7 @@ def test_parts_that_do_not_fit_are_refused_with_the_rule(kind, tmp_path):
     parts = split(llama_file())
     change(parts)
     with refused(rule):
-        open_checkpoint(write(tmp_path, parts))
+        open_model(write(tmp_path, parts))
 
 
 def test_a_part_that_is_not_the_first_says_which_to_give(first):
@@ -357,7 +358,7 @@ def mutate(rng: random.Random, parts: list[GGUFFile]) -> None:
 
 def is_read(path: Path) -> bool:
     try:
-        checkpoint = open_checkpoint(path)
+        checkpoint = open_model(path)
     except CheckpointError as error:
         assert str(error).startswith(str(path.parent))
         return False

@@ -6,6 +6,7 @@ What could take much of either is loaded in forks of one process, this file run 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import os
 import random
@@ -45,10 +46,12 @@ from gguf_files import (
 from tokenizers import decoders, models
 
 from infinilm.checkpoint import CheckpointError
-from infinilm.config import FLAGS, LIMITS, UNSUPPORTED
+from infinilm.config import LIMITS, UNSUPPORTED, LlamaConfig
 from infinilm.llm import LLM, load_model
 from infinilm.sampling import SamplingParams
 from infinilm.tokenizer import TokenizerError
+
+FLAGS = [field.name for field in dataclasses.fields(LlamaConfig) if field.type == "bool"]
 
 INDEX = "model.safetensors.index.json"
 NAME = "model.layers.0." + "a_module_with_a_long_name." * 6 + "weight"

@@ -12,37 +12,27 @@ from typing import Any
 import gguf_files
 import pytest
 import torch
-import transformers
+from parity import BFLOAT16_BAR, FLOAT32_BAR, SIZES, check_parity, nmse, prompt
 from torch import Tensor
 
 import infinicore
 from infinicore import nn
 from infinicore.quantization import SCALE_BYTES, BlockType, QuantizedTensor, quantize
 from infinilm import DynamicCache
-from infinilm.checkpoint import CheckpointError, open_checkpoint
+from infinilm.checkpoint import CheckpointError
 from infinilm.models.llama import (
     AutoLlamaModel,
     LlamaAttention,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaMLP,
+    MistralConfig,
     grouped_query_attention,
     multi_head_attention,
     repeat_kv,
 )
+from infinilm.models.qwen import Qwen2Config, Qwen3Config
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 257,
-    "hidden_size": 64,
-    "intermediate_size": 120,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama with biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
@@ -74,51 +64,6 @@ ROPES: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 32,
     },
 }
-
-
-@pytest.fixture(scope="module")
-def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Any, Path]]:
-    """(transformers' model, the folder it was saved to), weights large enough that tokens differ"""
-    transformers.utils.logging.disable_progress_bar()
-
-    def build(kind: str, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Path]:
-        torch.manual_seed(1)
-        config = getattr(transformers, kind + "Config")(**{**SIZES, "initializer_range": 0.25, **options})
-        model = getattr(transformers, kind + "ForCausalLM")(config).eval()
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias") or "norm" in name:
-                torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.3)
-        folder = tmp_path_factory.mktemp(kind)
-        model.to(dtype).save_pretrained(folder)
-        return model, folder
-
-    return build
-
-
-def nmse(found: Tensor, wanted: Tensor) -> float:
-    wanted = wanted.double()
-    return float((found.double() - wanted).square().sum() / wanted.square().sum())
-
-
-def prompt(batch_size: int = 2, length: int = 21) -> Tensor:
-    return torch.randint(
-        0, SIZES["vocab_size"], (batch_size, length), generator=torch.Generator().manual_seed(3)
-    )
-
-
-# A few times the largest error at any level, and a thousandth of what a wrong eps or angle would change.
-FLOAT32_BAR, BFLOAT16_BAR = 2e-11, 5e-4
-
-
-@torch.inference_mode()
-def check_parity(theirs: Any, folder: Path, dtype: torch.dtype, bar: float, length: int = 21) -> None:
-    ours = LlamaForCausalLM.from_pretrained(folder, dtype=dtype)
-    ids = prompt(length=length)
-    wanted = theirs(ids).logits
-    assert nmse(ours(ids, logits_to_keep=0), wanted) <= bar
-    cache, steps = DynamicCache(), [ids[:, :10], ids[:, 10:13], *ids[:, 13:].split(1, dim=1)]
-    logits = torch.cat([ours(step, past_key_values=cache, logits_to_keep=0) for step in steps], dim=1)
-    assert nmse(logits, wanted) <= bar
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -267,7 +212,8 @@ def test_rope_keys_are_read_where_transformers_reads_them(place: str, rope_type:
 def test_windows_are_those_of_transformers_where_the_config_is_silent(kind: str, given: Any) -> None:
     transformers = pytest.importorskip("transformers")
     theirs = getattr(transformers, kind + "Config")(**SIZES, **given)
-    ours = LlamaConfig.from_dict({"model_type": kind.lower(), **SIZES, **given})
+    classes = {"Mistral": MistralConfig, "Qwen2": Qwen2Config, "Qwen3": Qwen3Config}
+    ours = classes[kind].from_dict({"model_type": kind.lower(), **SIZES, **given})
     types = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 2
     wanted = [getattr(theirs, "sliding_window", None) if "sliding" in kind else None for kind in types]
     assert [ours.window_of(layer) for layer in range(2)] == wanted
@@ -407,7 +353,7 @@ def test_a_gguf_and_a_safetensors_copy_of_one_model_give_equal_logits(tmp_path: 
 
     weights = gguf_files.llama_weights()
     (tmp_path / "model.gguf").write_bytes(gguf_files.llama_file(weights).encode())
-    with open_checkpoint(tmp_path / "model.gguf") as checkpoint:
+    with gguf_files.open_model(tmp_path / "model.gguf") as checkpoint:
         config = checkpoint.config
     folder = tmp_path / "folder"
     folder.mkdir()

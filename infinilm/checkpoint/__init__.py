@@ -1,4 +1,4 @@
-"""A model's files as a config and named tensors, whichever format they are stored in."""
+"""A model's files as a config and named tensors, in whichever format they are stored."""
 
 import os
 from abc import ABC, abstractmethod
@@ -39,12 +39,14 @@ class TensorInfo:
 
 
 class Checkpoint(ABC):
-    """Tensors under Hugging Face names, mapped from disk and touched only when asked for.
+    """Tensors under the names their files have, mapped from disk and touched only when asked for.
 
-    `config` is the content of config.json or its equivalent; `metadata` is GGUF's, else empty. A tensor is
-    often a view of the mapped file: it outlives `close`, and writing to it never reaches the file. Copy what
-    has to survive another process cutting the file short.
+    `config` is the content of config.json, `metadata` that of GGUF; the other is empty. A tensor is often a
+    view of the mapped file: it outlives `close`, and writing to it never reaches the file. Copy what has to
+    survive another process cutting the file short.
     """
+
+    is_gguf = False
 
     def __init__(
         self,
@@ -87,6 +89,12 @@ class Checkpoint(ABC):
         All can be read again, as the file has it.
         """
         self._info(name)
+
+    def forget_vocabulary(self) -> None:
+        """Give the memory of what a tokenizer is made of back, and keep what is said of the model."""
+        for key in [key for key in self.metadata if key.startswith("tokenizer.")]:
+            if not isinstance(self.metadata[key], bool | int | float):
+                del self.metadata[key]
 
     def close(self) -> None:
         """Let go of the files. Each mapping ends with the last tensor that views it."""

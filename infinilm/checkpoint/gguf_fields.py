@@ -46,6 +46,11 @@ class Fields:
         found = self.value(key, float, default)
         if not 0 < found <= MAX_FLOAT32:
             raise self.error(f"metadata key {key!r} is {found}, not a finite float32 above 0")
-        # A float32 becomes the decimal it was written from: 1e-05, not 9.999999747378752e-06.
-        single = np.float32(found)
-        return float(str(single)) if float(single) == found else found
+        return as_written(found)
+
+
+def as_written(value: float) -> float:
+    """A float32 as the decimal it was written from: 1e-05, not 9.999999747378752e-06"""
+    with np.errstate(over="ignore"):
+        single = np.float32(value)
+    return float(str(single)) if float(single) == value else value

@@ -1,4 +1,4 @@
-"""LLaMA and its kin: Llama 2 and 3, Mistral, Qwen2, Qwen3, SmolLM2. Their differences are config values.
+"""LLaMA: Llama 2 and 3, SmolLM2, Mistral; and what other models change in files of their own.
 
 A step works on a flat list of tokens (`step`); `forward` lays a batch of rows out as one. Attribute names are
 the keys of Hugging Face checkpoints. Shapes: N tokens of a step, R of them with logits, B streams, S new
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,12 @@ from infinicore.nn import functional as F
 from infinicore.nn.linear import lay_together, project, project_gated, project_heads
 from infinilm.batch import Batch, Pausing, finished
 from infinilm.cache import DynamicCache, PagedCache, attend
-from infinilm.checkpoint import Checkpoint, open_checkpoint
+from infinilm.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from infinilm.config import EngineConfig, LlamaConfig
 from infinilm.generation import GenerationMixin
+from infinilm.models.gguf import GGUF
+from infinilm.models.registry import class_of, register
+from infinilm.models.stored import Stored
 from infinilm.models.weights import load_weights
 from infinilm.rope import LlamaRoPE
 
@@ -43,6 +47,7 @@ __all__ = [
 
 LlamaRMSNorm = nn.RMSNorm
 Cache = PagedCache | DynamicCache
+Pools = tuple[Tensor, Tensor]
 
 
 def repeat_kv(keys: Tensor, values: Tensor, ngroup: int) -> tuple[Tensor, Tensor]:
@@ -77,15 +82,23 @@ class LlamaMLP(nn.Module):
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=config.mlp_bias)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=config.mlp_bias)
 
-    def forward(self, x: Tensor, norm: nn.RMSNorm | None = None) -> Tensor:
-        """[*, E] -> [*, E]; with a norm, x + mlp(norm(x))"""
-        gated = project_gated(x, self.gate_proj, self.up_proj, norm)
-        down: Tensor = self.down_proj(gated, None if norm is None else x)
+    def forward(self, x: Tensor, norm: nn.RMSNorm | None = None, residual: Tensor | None = None) -> Tensor:
+        """[*, E] -> [*, E]: mlp(x), or of norm(x), with a residual added"""
+        down: Tensor = self.down_proj(self.gated(x, norm), residual)
         return down
+
+    def gated(self, x: Tensor, norm: nn.RMSNorm | None) -> Tensor:
+        return project_gated(x, self.gate_proj, self.up_proj, norm)
+
+    def lay_out(self) -> None:
+        lay_together(self.gate_proj, self.up_proj)
 
 
 class LlamaAttention(nn.Module):
-    """Grouped-query attention with rotary positions over a cache of keys and values."""
+    """Grouped-query attention with rotary positions over a cache of keys and values.
+
+    project -> rotate -> attend; a model may do each in its own way.
+    """
 
     def __init__(self, config: LlamaConfig, layer_idx: int = 0) -> None:
         super().__init__()
@@ -100,11 +113,7 @@ class LlamaAttention(nn.Module):
         self.q_proj = nn.Linear(config.hidden_size, query_size, bias=config.attention_bias)
         self.k_proj = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
         self.v_proj = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
-        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.attention_output_bias)
-        self.has_qk_norm = config.has_qk_norm
-        if config.has_qk_norm:
-            self.q_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps)
-            self.k_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.has_output_bias)
 
     def forward(
         self,
@@ -115,39 +124,53 @@ class LlamaAttention(nn.Module):
         batch: Batch | None = None,
         position_ids: Tensor | None = None,
         norm: nn.RMSNorm | None = None,
+        residual: Tensor | None = None,
     ) -> Tensor:
-        """Tokens [N, E] of a batch -> [N, E]; with a norm, x + attention(norm(x)). Without a batch, see
-        `of_streams`."""
+        """Tokens [N, E] of a batch -> [N, E]: attention(x), or of norm(x), with a residual added. Without a
+        batch, see `of_streams`."""
         if batch is None or past_key_values is None:
-            return self.of_streams(hidden_states, past_key_values, rope_instance, position_ids, norm)
-        pools = past_key_values.room(
-            self.layer_idx, batch, (self.num_key_value_heads, self.head_dim), hidden_states
-        )
-        q = self.queries(hidden_states, norm, rope_instance, batch, pools)
-        attended = attend(pools, q, batch, self.scaling, self.sliding_window)  # [N, H, D]
-        output: Tensor = self.o_proj(attended.flatten(1), None if norm is None else hidden_states)
+            return self.of_streams(hidden_states, past_key_values, rope_instance, position_ids)
+        heads = self.num_key_value_heads, self.head_dim
+        pools = past_key_values.room(self.layer_idx, batch, heads, hidden_states)
+        q = self.queries(hidden_states, norm, self.rope_of(rope_instance), batch, pools)
+        output: Tensor = self.o_proj(self.attend(q, batch, pools).flatten(1), residual)
         return output
 
     def queries(
-        self,
-        x: Tensor,
-        norm: nn.RMSNorm | None,
-        rope: nn.RoPE | None,
-        batch: Batch,
-        pools: tuple[Tensor, Tensor],
+        self, x: Tensor, norm: nn.RMSNorm | None, rope: nn.RoPE | None, batch: Batch, pools: Pools
     ) -> Tensor:
-        """[N, E] -> [N, H, D], rotated; the keys and values of x go into the pools."""
+        """[N, E] -> [N, H, D], rotated; the keys and values of x go into the pools. All at once where a model
+        does nothing of its own in between."""
+        if rope is None or type(self).project is not LlamaAttention.project:
+            return self.rotate(*self.project(x if norm is None else norm(x)), rope, batch, pools)
         layers = self.q_proj, self.k_proj, self.v_proj
-        place = *pools, batch.block_tables, batch.streams, batch.slots
-        if rope is not None and not self.has_qk_norm:
-            return project_heads(x, layers, norm, (*rope.turning(batch.rope_rows, x.dtype), *place))
-        projected = project(x if norm is None else norm(x), *layers)
+        return project_heads(x, layers, norm, (*rope.turning(batch.rope_rows, x.dtype), *place(batch, pools)))
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[N, E] -> q [N, H, D], k and v [N, K, D]"""
+        projected = project(x, self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (part.view(len(x), -1, self.head_dim) for part in projected)
-        q, k = (self.q_norm(q), self.k_norm(k)) if self.has_qk_norm else (q, k)
-        if rope is not None:
-            return ops.store_heads(q, k, v, *rope.turning(batch.rope_rows, x.dtype), *place)
-        ops.store_kv(*pools, k, v, *place[2:], out=pools)
-        return q
+        return q, k, v
+
+    def rope_of(self, rope: nn.RoPE | None) -> nn.RoPE | None:
+        """What rotates in this layer, of what the model has"""
+        return rope
+
+    def rotate(
+        self, q: Tensor, k: Tensor, v: Tensor, rope: nn.RoPE | None, batch: Batch, pools: Pools
+    ) -> Tensor:
+        """q, rotated; k, rotated, and v go into the pools"""
+        if rope is None:
+            ops.store_kv(*pools, k, v, *place(batch, pools)[2:], out=pools)
+            return q
+        return ops.store_heads(q, k, v, *rope.turning(batch.rope_rows, q.dtype), *place(batch, pools))
+
+    def attend(self, q: Tensor, batch: Batch, pools: Pools) -> Tensor:
+        """[N, H, D] -> [N, H, D]"""
+        return attend(pools, q, batch, self.scaling, self.sliding_window)
+
+    def lay_out(self) -> None:
+        lay_together(self.q_proj, self.k_proj, self.v_proj)
 
     def of_streams(
         self,
@@ -155,7 +178,6 @@ class LlamaAttention(nn.Module):
         cache: Cache | None,
         rope: nn.RoPE | None,
         position_ids: Tensor | None,
-        norm: nn.RMSNorm | None,
     ) -> Tensor:
         """[B, S, E] -> [B, S, E]: streams that go on in a DynamicCache, or begin here"""
         held = cache if isinstance(cache, DynamicCache) else DynamicCache()
@@ -163,17 +185,25 @@ class LlamaAttention(nn.Module):
         batch = held.place([shape[1]] * shape[0], self.layer_idx, device=hidden_states.device)
         if position_ids is not None:
             batch = replace(batch, rope_rows=position_ids.expand(shape[:2]).flatten())
-        flat = self(hidden_states.flatten(0, 1), held, rope, batch=batch, norm=norm)
+        flat = self(hidden_states.flatten(0, 1), held, rope, batch=batch)
         return flat.view(shape)  # type: ignore[no-any-return]
+
+
+def place(batch: Batch, pools: Pools) -> tuple[Tensor, ...]:
+    """Where the keys and values of a batch go"""
+    return *pools, batch.block_tables, batch.streams, batch.slots
 
 
 class LlamaDecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))"""
 
+    attention_class: type[LlamaAttention] = LlamaAttention
+    mlp_class: type[nn.Module] = LlamaMLP
+
     def __init__(self, config: LlamaConfig, layer_idx: int = 0) -> None:
         super().__init__()
-        self.self_attn = LlamaAttention(config, layer_idx)
-        self.mlp = LlamaMLP(config)
+        self.self_attn = self.attention_class(config, layer_idx)
+        self.mlp = self.mlp_class(config)
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -184,21 +214,25 @@ class LlamaDecoderLayer(nn.Module):
         rope_instance: nn.RoPE | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        hidden_states = self.self_attn(
-            hidden_states, past_key_values, rope_instance, norm=self.input_layernorm, **kwargs
-        )
-        output: Tensor = self.mlp(hidden_states, self.post_attention_layernorm)
+        """[N, E] -> [N, E]"""
+        place = {"past_key_values": past_key_values, "rope_instance": rope_instance, **kwargs}
+        return self.flow(hidden_states, partial(self.self_attn, **place))
+
+    def flow(self, x: Tensor, attention: Callable[..., Tensor]) -> Tensor:
+        """What the layer makes of x; attention knows where its keys and values are, and what rotates."""
+        x = attention(x, norm=self.input_layernorm, residual=x)
+        output: Tensor = self.mlp(x, norm=self.post_attention_layernorm, residual=x)
         return output
 
 
 class LlamaModel(nn.Module):
     """Embedding, decoder layers and the last norm."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, layer_class: type[LlamaDecoderLayer] = LlamaDecoderLayer) -> None:
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(LlamaDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(layer_class(config, i) for i in range(config.num_hidden_layers))
         self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rope_instance = LlamaRoPE(config.rope)
 
@@ -250,7 +284,7 @@ class LlamaModel(nn.Module):
 
     def run_by_layers(self, batch: Batch, cache: Cache, rope: nn.RoPE) -> Pausing[Tensor]:
         """The same, with a pause after each layer. Ops and views alone: it can be recorded."""
-        hidden_states: Tensor = self.embed_tokens(batch.token_ids, self.norm.weight.dtype)  # [N, E]
+        hidden_states = self.embed(batch.token_ids)  # [N, E]
         for layer in self.layers:
             hidden_states = layer(hidden_states, cache, rope, batch=batch)
             yield
@@ -258,6 +292,11 @@ class LlamaModel(nn.Module):
             hidden_states = ops.embedding(batch.logit_rows, hidden_states)
         normed: Tensor = self.norm(hidden_states)
         return normed
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[N] -> [N, E]"""
+        embedded: Tensor = self.embed_tokens(token_ids, self.norm.weight.dtype)
+        return embedded
 
 
 def check_inputs(input_ids: Tensor, attention_mask: Tensor | None, cache: DynamicCache | None) -> None:
@@ -274,14 +313,19 @@ def check_inputs(input_ids: Tensor, attention_mask: Tensor | None, cache: Dynami
         raise TypeError(f"past_key_values must be a DynamicCache, but is {type(cache).__name__}")
 
 
+@register(GGUF("llama", has_paired_rows=True, has_windows=True))
 class LlamaForCausalLM(nn.Module, GenerationMixin):
     """LlamaModel with the head that turns states into logits."""
+
+    config_class: type[LlamaConfig] = LlamaConfig
+    layer_class: type[LlamaDecoderLayer] = LlamaDecoderLayer
+    model_class: type[LlamaModel] = LlamaModel
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
         self.use_cache = config.use_cache
-        self.model = LlamaModel(config)
+        self.model = self.model_class(config, self.layer_class)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
@@ -317,6 +361,10 @@ class LlamaForCausalLM(nn.Module, GenerationMixin):
         return logits
 
     @classmethod
+    def arrange(cls, stored: Stored, config: LlamaConfig) -> None:
+        """Give the weights of a checkpoint the names and forms they have here, where files have others."""
+
+    @classmethod
     def from_pretrained(
         cls,
         model_path: str | Path,
@@ -325,7 +373,7 @@ class LlamaForCausalLM(nn.Module, GenerationMixin):
         activations: str | None = None,
         quantize: str | None = None,
     ) -> LlamaForCausalLM:
-        """The model in a Hugging Face folder or a GGUF file.
+        """The model in a Hugging Face folder or a GGUF file, of whichever kind it is.
 
         dtype None keeps weights as they are stored, quantised ones too, and computes in float32 on a CPU.
         What enters quantised layers is then rounded to 16 bits, which changes a product by 1e-9 of its square
@@ -345,17 +393,32 @@ class LlamaForCausalLM(nn.Module, GenerationMixin):
         report: Callable[[int], None] = lambda num_bytes: None,
     ) -> LlamaForCausalLM:
         """The model of an open checkpoint; `report` is told the bytes of each weight once it is in."""
-        model = load_weights(cls, checkpoint, config, report)
+        found = class_of(checkpoint)
+        if not issubclass(found, cls):
+            raise CheckpointError(f"{checkpoint.path}: its model is a {found.__name__}, not a {cls.__name__}")
+        model = load_weights(checkpoint, config, report)
         if model.device.type != "cpu":
             model.lay_out()
         return model
 
     def lay_out(self) -> None:
         """Put weights that are multiplied with one input side by side, for a GPU to take them as one."""
-        for layer in self.model.layers:
-            attention, mlp = layer.self_attn, layer.mlp
-            lay_together(attention.q_proj, attention.k_proj, attention.v_proj)  # type: ignore[union-attr, arg-type]
-            lay_together(mlp.gate_proj, mlp.up_proj)  # type: ignore[union-attr, arg-type]
+        for module in self.model.modules():
+            if isinstance(module, LlamaAttention | LlamaMLP):
+                module.lay_out()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MistralConfig(LlamaConfig):
+    model_types = ("mistral",)
+    sliding_window: int | None = 4096
+
+
+@register()
+class MistralForCausalLM(LlamaForCausalLM):
+    """Llama that looks through a window; its GGUF files call themselves llama."""
+
+    config_class = MistralConfig
 
 
 class AutoLlamaModel:

@@ -9,18 +9,25 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from infinicore import nn
 from infinicore.float8 import Float8, to_float8
+from infinicore.nn.weight import WeightLayer
 from infinicore.quantization import BlockType, QuantizedTensor, precise_activation_bits, quantize
 from infinicore.tiles import PARTS, RowTensor, tile
-from infinilm.checkpoint import Checkpoint, CheckpointError
+from infinilm.checkpoint import Checkpoint
 from infinilm.checkpoint.staging import Staging
 from infinilm.config import DTYPES, EngineConfig, LlamaConfig, parse_dtype
+from infinilm.models.gguf import tensor_names
+from infinilm.models.registry import class_of, entry_of, read_config
+from infinilm.models.stored import Stored
+
+if TYPE_CHECKING:
+    from infinilm.models.llama import LlamaForCausalLM
 
 LOG = logging.getLogger("infinilm.weights")
 
@@ -28,39 +35,64 @@ LOG = logging.getLogger("infinilm.weights")
 RECOMPUTED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.masked_bias$|\.attn\.bias$")
 
 
-class Buildable(Protocol):
-    def __init__(self, config: LlamaConfig) -> None: ...
-
-
-Model = TypeVar("Model", bound=Buildable)
-
-
 def load_weights(
-    model_class: type[Model],
-    checkpoint: Checkpoint,
-    engine_config: EngineConfig,
-    report: Callable[[int], None],
-) -> Model:
+    checkpoint: Checkpoint, engine_config: EngineConfig, report: Callable[[int], None]
+) -> LlamaForCausalLM:
     """Build the model without memory, then give it the checkpoint's weights one by one."""
     config = read_config(checkpoint)
-    check_layers(checkpoint, config)
+    stored = stored_weights(checkpoint, config)
     placement = Placement(engine_config, config.dtype)
     if placement.rounds_to is not None:
-        check_dense(checkpoint)
+        check_dense(stored)
     with torch.device("meta"):
-        model: Any = model_class(config)
+        model = class_of(checkpoint)(config)
     wanted = wanted_names(model, config)
-    found = {name for name in checkpoint.names() if not RECOMPUTED.search(name)}
-    check_names(checkpoint, wanted, found - tied_names(config))
+    check_names(stored, wanted, set(stored) - tied_names(config))
     for name in wanted:
-        give_weight(model, name, checkpoint, placement)
-        checkpoint.forget(name)
-        report(checkpoint.num_bytes_of(name))
+        give_weight(model, name, stored, placement)
+        for source in stored[name].sources:
+            checkpoint.forget(source)
+        report(stored[name].num_bytes)
     if config.tie_word_embeddings:
         share_weight(model.lm_head, model.model.embed_tokens.weight)
-    tell_of_dense(checkpoint, model, placement.rounds_to)
-    placement.tell_of_dequantized(checkpoint)
-    return model.eval()  # type: ignore[no-any-return]
+    tell_of_dense(stored, model, placement.rounds_to)
+    placement.tell_of_dequantized(stored)
+    return model.eval()
+
+
+def stored_weights(checkpoint: Checkpoint, config: LlamaConfig) -> Stored:
+    """The weights of a checkpoint, in the form and under the names that its model has"""
+    entry = entry_of(checkpoint)
+    if entry.gguf is not None and checkpoint.is_gguf:
+        stored = Stored(checkpoint, tensor_names(checkpoint, entry.gguf))
+        if entry.gguf.has_paired_rows:
+            part_pairs(stored, config)
+    else:
+        names = [name for name in checkpoint.names() if not RECOMPUTED.search(name)]
+        stored = Stored(checkpoint, dict(zip(names, names, strict=True)))
+    entry.model_class.arrange(stored, config)
+    check_layers(stored, config)
+    return stored
+
+
+def part_pairs(stored: Stored, config: LlamaConfig) -> None:
+    """Undo llama.cpp's order of the rows of a head: rotation pairs side by side (GPT-J) to halves (NeoX)."""
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for module, num_heads in heads.items():
+        for name, _, _ in stored.named(f"self_attn.{module}"):
+            check_rows(stored, name, num_heads * config.head_dim)
+        stored.reorder(
+            f"self_attn.{module}",
+            lambda rows, heads=num_heads: torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten(),  # type: ignore[misc]
+        )
+
+
+def check_rows(stored: Stored, name: str, num_rows: int) -> None:
+    weight, num_dims = stored[name], 1 if name.endswith("bias") else 2
+    if len(weight.shape) != num_dims or weight.shape[0] != num_rows:
+        raise stored.error(f"tensor {name!r} has shape {weight.shape}, but its heads need {num_rows} rows")
+    if num_dims == 1 and isinstance(weight.dtype, BlockType):
+        raise stored.error(f"tensor {name!r} is {weight.dtype}, but the rows of a bias are no blocks")
 
 
 ACTIVATION_BITS = {"float32": 32, "int16": 16, "int8": 8}
@@ -151,31 +183,20 @@ class Placement:
         is_copy = self.staging is not None
         return weight.to(device=self.device, dtype=self.dtype, copy=not is_copy)
 
-    def tell_of_dequantized(self, checkpoint: Checkpoint) -> None:
+    def tell_of_dequantized(self, stored: Stored) -> None:
         """Say that more memory is taken than the file's; nothing else would."""
         if self.staging is not None and self.dequantized:
             found = ", ".join(f"{count} {name}" for name, count in self.dequantized.items())
             known = ", ".join(type.name for type in PARTS)
-            LOG.warning(f"{checkpoint.path}: {found} matrices become {self.dtype}: a GPU keeps {known}")
+            LOG.warning(f"{stored.path}: {found} matrices become {self.dtype}: a GPU keeps {known}")
 
 
-def read_config(checkpoint: Checkpoint) -> LlamaConfig:
-    try:
-        return LlamaConfig.from_dict(checkpoint.config)
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{checkpoint.path}: config: {error}") from error
-
-
-def check_layers(checkpoint: Checkpoint, config: LlamaConfig) -> None:
+def check_layers(stored: Stored, config: LlamaConfig) -> None:
     """Before anything is built: a config may claim any number of layers, but its file holds this many."""
-    layers = {
-        int(m[1]) for name in checkpoint.names() if (m := re.match(r"model\.layers\.(\d{1,9})\.", name))
-    }
+    layers = {int(m[1]) for name in stored if (m := re.match(r"model\.layers\.(\d{1,9})\.", name))}
     if layers != set(range(min(config.num_hidden_layers, len(layers) + 1))):
         held = f"weights of {len(layers)} layers, the last of them {max(layers, default=None)}"
-        raise CheckpointError(
-            f"{checkpoint.path}: config has {config.num_hidden_layers} layers, but it holds {held}"
-        )
+        raise stored.error(f"config has {config.num_hidden_layers} layers, but it holds {held}")
 
 
 def tied_names(config: LlamaConfig) -> set[str]:
@@ -186,26 +207,25 @@ def wanted_names(model: torch.nn.Module, config: LlamaConfig) -> list[str]:
     return [name for name in model.state_dict() if name not in tied_names(config)]
 
 
-def check_names(checkpoint: Checkpoint, wanted: list[str], found: set[str]) -> None:
+def check_names(stored: Stored, wanted: list[str], found: set[str]) -> None:
     if missing := sorted(set(wanted) - found):
-        raise CheckpointError(f"{checkpoint.path}: {len(missing)} weights are missing, first {missing[0]!r}")
+        raise stored.error(f"{len(missing)} weights are missing, first {missing[0]!r}")
     if unknown := sorted(found - set(wanted)):
-        raise CheckpointError(
-            f"{checkpoint.path}: {len(unknown)} weights have no place, first {unknown[0]!r}"
-        )
+        raise stored.error(f"{len(unknown)} weights have no place, first {unknown[0]!r}")
 
 
-def give_weight(model: torch.nn.Module, name: str, checkpoint: Checkpoint, placement: Placement) -> None:
+def give_weight(model: torch.nn.Module, name: str, stored: Stored, placement: Placement) -> None:
     path, _, leaf = name.rpartition(".")
-    module = model.get_submodule(path)
+    module, found = model.get_submodule(path), stored[name]
     place: Tensor = getattr(module, leaf)
-    if tuple(checkpoint.shape(name)) != tuple(place.shape):
-        shapes = f"{tuple(checkpoint.shape(name))}, but the config asks for {tuple(place.shape)}"
-        raise CheckpointError(f"{checkpoint.path}: {name!r} has shape {shapes}")
-    check_dtype(checkpoint, name)
-    weight = placement.arrived(checkpoint.tensor(name))
-    check_finite(checkpoint, name, weight)
-    if isinstance(module, nn.Linear | nn.Embedding) and leaf == "weight":
+    if tuple(found.shape) != tuple(place.shape):
+        shapes = f"{tuple(found.shape)}, but the config asks for {tuple(place.shape)}"
+        raise stored.error(f"{name!r} has shape {shapes}")
+    if not isinstance(found.dtype, BlockType) and found.dtype not in DTYPES.values():
+        raise stored.error(f"{name!r} is {found.dtype}; expected one of {sorted(DTYPES)}")
+    weight = placement.arrived(found.read())
+    check_finite(stored, name, weight)
+    if isinstance(module, WeightLayer) and leaf == "weight":
         weight = placement.quantized(weight)
         if placement.keeps(weight):
             module.set_weight(placement.kept(weight))
@@ -220,54 +240,45 @@ def share_weight(module: nn.Linear, weight: nn.Parameter | QuantizedTensor) -> N
         module.weight = weight
 
 
-def check_dense(checkpoint: Checkpoint) -> None:
+def check_dense(stored: Stored) -> None:
     """Rounding what is rounded already would only lose more."""
-    found = [name for name in checkpoint.names() if isinstance(checkpoint.dtype(name), BlockType)]
+    found = [name for name, weight in stored.items() if isinstance(weight.dtype, BlockType)]
     if found:
-        kind = type_name(checkpoint.dtype(found[0]))
-        raise CheckpointError(
-            f"{checkpoint.path}: quantize takes a checkpoint of floats, but {found[0]!r} is {kind} already"
-        )
+        kind = type_name(stored[found[0]].dtype)
+        raise stored.error(f"quantize takes a checkpoint of floats, but {found[0]!r} is {kind} already")
 
 
-def tell_of_dense(checkpoint: Checkpoint, model: torch.nn.Module, wanted: BlockType | Float8 | None) -> None:
+def tell_of_dense(stored: Stored, model: torch.nn.Module, wanted: BlockType | Float8 | None) -> None:
     """Say which matrices could not be quantised; nothing else would."""
     if wanted is None:
         return
-    layers = [m for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding)]
+    layers = [m for m in model.modules() if isinstance(m, WeightLayer)]
     dense = [layer for layer in layers if not isinstance(layer.weight, QuantizedTensor)]
     if dense:
         length = dense[0].weight.shape[1]
         warnings.warn(
-            f"{checkpoint.path}: {len(dense)} of {len(layers)} matrices stay dense: rows of {length} "
+            f"{stored.path}: {len(dense)} of {len(layers)} matrices stay dense: rows of {length} "
             f"do not fill {wanted.name} blocks of {wanted.elements_per_block}",
             stacklevel=2,
         )
 
 
-def check_dtype(checkpoint: Checkpoint, name: str) -> None:
-    dtype = checkpoint.dtype(name)
-    if not isinstance(dtype, BlockType) and dtype not in DTYPES.values():
-        raise CheckpointError(f"{checkpoint.path}: {name!r} is {dtype}; expected one of {sorted(DTYPES)}")
-
-
-def check_finite(checkpoint: Checkpoint, name: str, weight: Tensor | QuantizedTensor) -> None:
+def check_finite(stored: Stored, name: str, weight: Tensor | QuantizedTensor) -> None:
     """NaN and infinity in a weight would spoil every answer; they are refused here, by name."""
     if isinstance(weight, QuantizedTensor):
         is_finite = weight.has_finite_scales()
     else:
         is_finite = weight.numel() == 0 or bool(torch.isfinite(torch.stack(weight.aminmax())).all())
     if not is_finite:
-        raise CheckpointError(f"{checkpoint.path}: {name!r} holds NaN or infinity")
+        raise stored.error(f"{name!r} holds NaN or infinity")
 
 
 def describe(checkpoint: Checkpoint) -> dict[str, str]:
     """What a checkpoint is and the memory it needs, without reading its weights."""
     config = read_config(checkpoint)
-    check_layers(checkpoint, config)
     counts = Counter({"": 0})
-    for name in checkpoint.names():
-        counts[type_name(checkpoint.dtype(name))] += math.prod(checkpoint.shape(name))
+    for weight in stored_weights(checkpoint, config).values():
+        counts[type_name(weight.dtype)] += math.prod(weight.shape)
     total = sum(counts.values())
     shares = ", ".join(f"{kind} {count / total:.0%}" for kind, count in counts.most_common() if count)
     per_token = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim

@@ -1,0 +1,296 @@
+"""What llama.cpp's names mean: of a model's tensors, and of the metadata that are its config."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from reprlib import repr as short
+from typing import Any
+
+from infinicore.quantization import QuantizedTensor
+from infinilm.checkpoint import Checkpoint
+from infinilm.checkpoint.gguf_fields import Fields, as_written
+
+MODEL_MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+LAYER_MODULES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+TENSOR_NAME = re.compile(r"(?:blk\.(0|[1-9][0-9]{0,5})\.)?(\w+)\.(weight|bias)")
+# Divisors of the frequencies: of Llama 3, of texts up to the trained length, of longer ones
+ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+
+# What is read of an architecture's keys, and what says nothing about the computation. Any other key may
+# change it in a way we do not know, unless its value leaves it off.
+KNOWN_KEYS = {
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.layer_norm_epsilon",  # beside the one of RMS norms, which these models have
+    "attention.layer_norm_rms_epsilon",
+    "attention.sliding_window",
+    "attention.value_length",
+    "block_count",
+    "context_length",
+    "embedding_length",
+    "feed_forward_length",
+    "pooling_type",  # of embeddings, not of text
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.scaling.attn_factor",
+    "rope.scaling.factor",
+    "rope.scaling.finetuned",
+    "rope.scaling.original_context_length",
+    "rope.scaling.type",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
+    "tensor_data_layout",
+    "vocab_size",
+}
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attention.scale": (0,),
+    "attn_logit_softcapping": (0,),
+    "embedding_scale": (0, 1),
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "final_logit_softcapping": (0,),
+    "leading_dense_block_count": (0,),
+    "logit_scale": (0, 1),
+    "nextn_predict_layers": (0,),
+    "residual_scale": (0, 1),
+    "use_parallel_residual": (False,),
+}
+
+
+@dataclass(frozen=True)
+class GGUF:
+    """How GGUF files have a model, where it is not as they have Llama."""
+
+    architecture: str
+    keys: Mapping[str, str] = field(default_factory=dict)  # of metadata: the names that config.json has
+    modules: Mapping[str, str] = field(default_factory=dict)  # of a layer: the model's names
+    has_paired_rows: bool = False  # the two rows of q or k that are rotated together lie side by side
+    has_windows: bool = False
+    has_experts: bool = False
+
+    def name_of(self, name: str) -> str | None:
+        """The model's name of a tensor"""
+        match = TENSOR_NAME.fullmatch(name)
+        layer, module, kind = match.groups() if match else (None, "", "")
+        if layer is None and module in MODEL_MODULES:
+            return f"{MODEL_MODULES[module]}.{kind}"
+        path = self.modules.get(module, LAYER_MODULES.get(module))
+        return None if layer is None or path is None else f"model.layers.{layer}.{path}.{kind}"
+
+
+def tensor_names(checkpoint: Checkpoint, kind: GGUF) -> dict[str, str]:
+    """The model's name of each tensor, and the file's"""
+    found: dict[str, str] = {}
+    for name in checkpoint.names():
+        if name in ROPE_FACTORS:
+            continue
+        if (ours := kind.name_of(name)) is None:
+            fields = ModelFields(checkpoint, kind)
+            raise fields.error(f"tensor {name!r} has no place in a {kind.architecture} model")
+        found[ours] = name
+    return found
+
+
+class ModelFields(Fields):
+    """The metadata of a model, of which none that may change the answer is ignored"""
+
+    def __init__(self, checkpoint: Checkpoint, kind: GGUF) -> None:
+        super().__init__(checkpoint.metadata, checkpoint.path)
+        self.kind = kind
+
+    def check_keys(self) -> None:
+        for key, value in self.metadata.items():
+            prefix, _, name = key.partition(".")
+            if prefix != self.kind.architecture or name in KNOWN_KEYS or name in self.kind.keys:
+                continue
+            if not isinstance(value, bool | int | float) or value not in HARMLESS.get(name, ()):
+                raise self.error(f"metadata key {key!r} is not supported; its value is {short(value)}")
+
+    def key(self, name: str) -> str:
+        return f"{self.kind.architecture}.{name}"
+
+    def own(self) -> dict[str, Any]:
+        """What this kind of model has beside others, under the names of its config.json"""
+        found = {
+            ours: self.metadata[self.key(name)]
+            for name, ours in self.kind.keys.items()
+            if self.key(name) in self.metadata
+        }
+        for ours, value in found.items():
+            if not isinstance(value, bool | int | float | str):
+                raise self.error(f"metadata for {ours!r} are an array, not one value")
+        return {ours: as_written(value) if type(value) is float else value for ours, value in found.items()}
+
+
+def read_gguf_config(checkpoint: Checkpoint, kind: GGUF) -> dict[str, Any]:
+    """The config.json this model would have."""
+    fields, names = ModelFields(checkpoint, kind), tensor_names(checkpoint, kind)
+    fields.check_keys()
+    key, vocab_size = fields.key, _vocab_size(fields, checkpoint)
+    num_heads = fields.integer(key("attention.head_count"))
+    head_dim = _head_dim(fields, num_heads)
+    return {
+        "vocab_size": vocab_size,
+        "hidden_size": fields.integer(key("embedding_length")),
+        "intermediate_size": fields.integer(key("feed_forward_length")),
+        "num_hidden_layers": _num_layers(fields, names),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": fields.integer(key("attention.head_count_kv"), num_heads),
+        "head_dim": head_dim,
+        "partial_rotary_factor": fields.integer(key("rope.dimension_count"), head_dim) / head_dim,
+        "max_position_embeddings": fields.integer(key("context_length")),
+        "rms_norm_eps": fields.number(key("attention.layer_norm_rms_epsilon")),
+        "rope_theta": fields.number(key("rope.freq_base"), 10000.0),
+        "rope_scaling": _rope_scaling(fields, checkpoint),
+        "sliding_window": _sliding_window(fields),
+        "attention_bias": "model.layers.0.self_attn.q_proj.bias" in names,
+        "mlp_bias": "model.layers.0.mlp.gate_proj.bias" in names,
+        "tie_word_embeddings": "lm_head.weight" not in names,
+        "bos_token_id": _token_id(fields, "bos", vocab_size),
+        "eos_token_id": _token_id(fields, "eos", vocab_size),
+        "pad_token_id": _token_id(fields, "padding", vocab_size),
+        **fields.own(),
+    }
+
+
+def _vocab_size(fields: ModelFields, checkpoint: Checkpoint) -> int:
+    if "token_embd.weight" not in checkpoint.names():
+        raise fields.error("tensor 'token_embd.weight' is missing")
+    rows = checkpoint.shape("token_embd.weight")[0]
+    if fields.integer(fields.key("vocab_size"), rows) != rows:
+        raise fields.error(
+            f"metadata key {fields.key('vocab_size')!r} is not the {rows} rows of 'token_embd.weight'"
+        )
+    return rows
+
+
+def _num_layers(fields: ModelFields, names: Mapping[str, str]) -> int:
+    num_layers = fields.integer(fields.key("block_count"))
+    found = {int(name.split(".")[2]) for name in names if name.startswith("model.layers.")}
+    if len(found) != num_layers or max(found) != num_layers - 1:
+        raise fields.error(
+            f"metadata key {fields.key('block_count')!r} is {num_layers}, "
+            f"but the tensors are of {len(found)} layers up to number {max(found, default=None)}"
+        )
+    return num_layers
+
+
+def _head_dim(fields: ModelFields, num_heads: int) -> int:
+    hidden_size = fields.integer(fields.key("embedding_length"))
+    head_dim = fields.integer(fields.key("attention.key_length"), hidden_size // num_heads, minimum=2)
+    if fields.integer(fields.key("attention.value_length"), head_dim) != head_dim:
+        raise fields.error(
+            f"metadata key {fields.key('attention.value_length')!r} is not the head size, {head_dim}"
+        )
+    if head_dim % 2:
+        raise fields.error(f"the head size {head_dim} is odd, so it has no rotation pairs")
+    return head_dim
+
+
+def _sliding_window(fields: ModelFields) -> int | None:
+    """0 is how llama.cpp writes that there is none; in some files nothing says which layers have one."""
+    key = fields.key("attention.sliding_window")
+    window = fields.integer(key, 0, minimum=0) or None
+    if fields.kind.has_windows or window is None:
+        return window
+    if window < fields.integer(fields.key("context_length")):
+        raise fields.error(f"metadata key {key!r} is not supported; its value is {window}")
+    return None
+
+
+def _token_id(fields: ModelFields, role: str, vocab_size: int) -> int | None:
+    key = f"tokenizer.ggml.{role}_token_id"
+    return fields.integer(key, minimum=0, maximum=vocab_size - 1) if key in fields.metadata else None
+
+
+# Rotation
+
+
+def _rope_scaling(fields: ModelFields, checkpoint: Checkpoint) -> dict[str, Any] | None:
+    prefix = fields.key("rope.")
+    # As llama.cpp reads it, a factor without a type is linear.
+    default = "linear" if prefix + "scaling.factor" in fields.metadata else "none"
+    kind = fields.value(prefix + "scaling.type", str, default)
+    if kind not in ("none", "linear", "yarn", "longrope"):
+        known = "none, linear, yarn, longrope"
+        raise fields.error(f"metadata key {prefix + 'scaling.type'!r} is {short(kind)}; known are {known}")
+    factors = [name for name in ROPE_FACTORS if name in checkpoint.names()]
+    if factors and kind in ("linear", "yarn"):
+        raise fields.error(f"has both tensor {factors[0]!r} and rope scaling of type {kind!r}")
+    if factors:
+        return _longrope(fields, checkpoint, factors)
+    _check_no_factors(fields, kind)
+    if kind == "none":
+        return None
+    scaling = {"rope_type": kind, "factor": fields.number(prefix + "scaling.factor")}
+    return scaling if kind == "linear" else scaling | _yarn(fields, prefix + "scaling.")
+
+
+def _check_no_factors(fields: ModelFields, kind: str) -> None:
+    attention_factor = fields.metadata.get(fields.key("rope.scaling.attn_factor"), 1.0)
+    for name, value, is_wanted in (
+        ("type", kind, kind == "longrope"),
+        ("attn_factor", attention_factor, attention_factor != 1.0),
+    ):
+        if is_wanted:
+            key = fields.key(f"rope.scaling.{name}")
+            raise fields.error(
+                f"metadata key {key!r} is not supported; its value is {short(value)}, but has no factors"
+            )
+
+
+def _yarn(fields: ModelFields, prefix: str) -> dict[str, Any]:
+    context_length = fields.integer(fields.key("context_length"))
+    betas = [name for name in ("beta_fast", "beta_slow") if f"{prefix}yarn_{name}" in fields.metadata]
+    return {
+        "original_max_position_embeddings": fields.integer(
+            f"{prefix}original_context_length", context_length
+        ),
+        **{name: fields.number(f"{prefix}yarn_{name}") for name in betas},
+    }
+
+
+def _longrope(fields: ModelFields, checkpoint: Checkpoint, names: list[str]) -> dict[str, Any]:
+    """Divisors of the frequencies, which Hugging Face calls longrope when they are given: of Llama 3 scaling
+    GGUF keeps them, not the constants of the formula: the same at every length, and no other factor."""
+    context_length = fields.integer(fields.key("context_length"))
+    prefix = fields.key("rope.scaling.")
+    return {
+        "rope_type": "longrope",
+        "attention_factor": fields.number(prefix + "attn_factor", 1.0),
+        "short_factor": _divisors(fields, checkpoint, names[0]),
+        "long_factor": _divisors(fields, checkpoint, names[-1]),
+        "original_max_position_embeddings": fields.integer(
+            prefix + "original_context_length", context_length
+        ),
+    }
+
+
+def _divisors(fields: ModelFields, checkpoint: Checkpoint, name: str) -> list[float]:
+    factors = checkpoint.tensor(name)
+    head_dim = _head_dim(fields, fields.integer(fields.key("attention.head_count")))
+    wanted = (fields.integer(fields.key("rope.dimension_count"), head_dim) // 2,)
+    if isinstance(factors, QuantizedTensor) or tuple(factors.shape) != wanted:
+        raise fields.error(f"tensor {name!r} has shape {tuple(factors.shape)}, not unquantised {wanted}")
+    divisors = factors.float()
+    if not (divisors.isfinite() & (divisors > 0)).all():
+        raise fields.error(f"tensor {name!r} has values that are not finite and above 0")
+    return divisors.tolist()

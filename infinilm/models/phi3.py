@@ -1,0 +1,79 @@
+"""Phi-3, 3.5 and 4-mini: Llama whose files hold q, k and v as one matrix, and gate and up as another.
+
+4-mini rotates a part of each head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infinilm.config import LlamaConfig, scaling_of
+from infinilm.models.gguf import GGUF
+from infinilm.models.llama import LlamaForCausalLM
+from infinilm.models.registry import register
+from infinilm.models.stored import Stored
+from infinilm.rope import check_number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phi3Config(LlamaConfig):
+    model_types = ("phi3",)
+    vocab_size: int = 32064
+    hidden_size: int = 3072
+    intermediate_size: int = 8192
+    max_position_embeddings: int = 4096
+    rms_norm_eps: float = 1e-5
+    eos_token_id: int | tuple[int, ...] | None = 32000
+    pad_token_id: int | None = 32000
+    partial_rotary_factor: float = 1.0
+
+    @classmethod
+    def adapted(cls, content: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The first files call longrope "su" or "yarn"."""
+        scaling = scaling_of(content)
+        if scaling.get("type", scaling.get("rope_type")) not in ("su", "yarn"):
+            return content
+        return {**content, "rope_scaling": {**scaling, "type": "longrope", "rope_type": "longrope"}}
+
+    @property
+    def rotary_dim(self) -> int:
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    def _check(self) -> None:
+        super()._check()
+        check_number("partial_rotary_factor", self.partial_rotary_factor, 1.0)
+        if self.rotary_dim < 2 or self.rotary_dim % 2 or self.head_dim % 2:
+            part = f"partial_rotary_factor {self.partial_rotary_factor} of a head of {self.head_dim}"
+            raise ValueError(f"{part} is {self.rotary_dim}, which has no pairs to rotate")
+
+
+@register(
+    GGUF("phi3", modules={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}, has_windows=True)
+)
+class Phi3ForCausalLM(LlamaForCausalLM):
+    config_class = Phi3Config
+
+    @classmethod
+    def arrange(cls, stored: Stored, config: LlamaConfig) -> None:
+        query_size, key_size = (
+            heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads)
+        )
+        parts = [f"self_attn.{name}_proj" for name in "qkv"]
+        stored.split("self_attn.qkv_proj", parts, [query_size, key_size, key_size])
+        stored.split("mlp.gate_up_proj", ["mlp.gate_proj", "mlp.up_proj"], [config.intermediate_size] * 2)
+        for part in parts[:2]:
+            stored.reorder(part, lambda rows: half_a_head_apart(rows, config))
+
+
+def half_a_head_apart(num_rows: int, config: LlamaConfig) -> Tensor:
+    """The order of rows in which what is rotated together lies half a head apart, as it does where all of a
+    head is; queries and keys are in it alike, so that their products are the same."""
+    size, rotated = config.head_dim, config.rotary_dim
+    pairs, rest = torch.arange(rotated).view(2, -1), torch.arange(rotated, size).view(2, -1)
+    order = torch.cat([pairs, rest], dim=1).flatten()
+    return (torch.arange(0, num_rows, size)[:, None] + order).flatten()

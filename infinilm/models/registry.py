@@ -1,0 +1,86 @@
+"""Which class runs a checkpoint: by the model_type of its config.json, or the architecture of a GGUF file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from reprlib import repr as short
+from typing import TYPE_CHECKING, TypeVar
+
+from infinilm.checkpoint import Checkpoint, CheckpointError
+from infinilm.checkpoint.gguf_fields import Fields
+from infinilm.config import LlamaConfig
+from infinilm.models.gguf import GGUF, read_gguf_config
+
+if TYPE_CHECKING:
+    from infinilm.models.llama import LlamaForCausalLM
+
+# Files of this folder that register a model when they are imported.
+FILES = ("llama", "olmo2", "phi3", "qwen", "smollm3")
+
+Class = TypeVar("Class", bound="type[LlamaForCausalLM]")
+
+
+@dataclass(frozen=True)
+class Entry:
+    model_class: type[LlamaForCausalLM]
+    gguf: GGUF | None
+
+
+ENTRIES: list[Entry] = []
+
+
+def register(gguf: GGUF | None = None) -> Callable[[Class], Class]:
+    """Run checkpoints of the config_class's model_types by the class below, and GGUF files of this kind."""
+
+    def add(model_class: Class) -> Class:
+        ENTRIES.append(Entry(model_class, gguf))
+        return model_class
+
+    return add
+
+
+def entry_of(checkpoint: Checkpoint) -> Entry:
+    for name in FILES:
+        import_module(f"infinilm.models.{name}")
+    return gguf_entry(checkpoint) if checkpoint.is_gguf else folder_entry(checkpoint)
+
+
+def folder_entry(checkpoint: Checkpoint) -> Entry:
+    types = {name: entry for entry in ENTRIES for name in entry.model_class.config_class.model_types}
+    model_type = checkpoint.config.get("model_type", "llama")
+    if not isinstance(model_type, str) or model_type not in types:
+        raise CheckpointError(
+            f"{checkpoint.path}: config: model_type {short(model_type)} is unknown; "
+            f"expected one of {sorted(types)}"
+        )
+    return types[model_type]
+
+
+def gguf_entry(checkpoint: Checkpoint) -> Entry:
+    architecture = Fields(checkpoint.metadata, checkpoint.path).value("general.architecture", str)
+    count = checkpoint.metadata.get(f"{architecture}.expert_count")
+    has_experts = isinstance(count, int) and count > 0
+    for entry in ENTRIES:
+        kind = entry.gguf
+        if kind and kind.architecture == architecture and kind.has_experts == has_experts:
+            return entry
+    known = ", ".join(sorted({entry.gguf.architecture for entry in ENTRIES if entry.gguf}))
+    found = short(architecture) + (" with experts" if has_experts else "")
+    raise CheckpointError(f"{checkpoint.path}: architecture {found} is not supported; known are {known}")
+
+
+def class_of(checkpoint: Checkpoint) -> type[LlamaForCausalLM]:
+    return entry_of(checkpoint).model_class
+
+
+def read_config(checkpoint: Checkpoint) -> LlamaConfig:
+    """The config of a checkpoint's model; whatever it says is checked."""
+    entry, content = entry_of(checkpoint), checkpoint.config
+    if entry.gguf is not None and checkpoint.is_gguf:
+        content = read_gguf_config(checkpoint, entry.gguf)
+    try:
+        return entry.model_class.config_class.from_dict(content)
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{checkpoint.path}: config: {error}") from error

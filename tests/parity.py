@@ -1,0 +1,73 @@
+"""Tiny random models of transformers, and how close ours have to come to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from infinilm import DynamicCache
+from infinilm.models.llama import LlamaForCausalLM
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 257,
+    "hidden_size": 64,
+    "intermediate_size": 120,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Any, Path]]:
+    """(transformers' model, the folder it was saved to), weights large enough that tokens differ"""
+    transformers.utils.logging.disable_progress_bar()
+
+    def build(kind: str, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Path]:
+        torch.manual_seed(1)
+        config = getattr(transformers, kind + "Config")(**{**SIZES, "initializer_range": 0.25, **options})
+        model = getattr(transformers, kind + "ForCausalLM")(config).eval()
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias") or "norm" in name:
+                torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.3)
+        folder = tmp_path_factory.mktemp(kind)
+        model.to(dtype).save_pretrained(folder)
+        return model, folder
+
+    return build
+
+
+def nmse(found: Tensor, wanted: Tensor) -> float:
+    wanted = wanted.double()
+    return float((found.double() - wanted).square().sum() / wanted.square().sum())
+
+
+def prompt(batch_size: int = 2, length: int = 21) -> Tensor:
+    return torch.randint(
+        0, SIZES["vocab_size"], (batch_size, length), generator=torch.Generator().manual_seed(3)
+    )
+
+
+# A few times the largest error at any level, and a thousandth of what a wrong eps or angle would change.
+FLOAT32_BAR, BFLOAT16_BAR = 2e-11, 5e-4
+
+
+@torch.inference_mode()
+def check_parity(theirs: Any, folder: Path, dtype: torch.dtype, bar: float, length: int = 21) -> None:
+    ours = LlamaForCausalLM.from_pretrained(folder, dtype=dtype)
+    ids = prompt(length=length)
+    wanted = theirs(ids).logits
+    assert nmse(ours(ids, logits_to_keep=0), wanted) <= bar
+    cache, steps = DynamicCache(), [ids[:, :10], ids[:, 10:13], *ids[:, 13:].split(1, dim=1)]
+    logits = torch.cat([ours(step, past_key_values=cache, logits_to_keep=0) for step in steps], dim=1)
+    assert nmse(logits, wanted) <= bar

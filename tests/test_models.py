@@ -1,0 +1,59 @@
+"""Models beside Llama against transformers, on tiny random checkpoints of every one and its variants."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from parity import BFLOAT16_BAR, FLOAT32_BAR, check_parity, make, prompt
+
+from infinilm.models.llama import LlamaForCausalLM
+
+__all__ = ["make"]
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 5000.0,
+    "short_factor": [1.0 + 0.1 * i for i in range(6)],
+    "long_factor": [2.0 + 0.5 * i for i in range(6)],
+    "partial_rotary_factor": 0.75,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi3": ("Phi3", {}),
+    "phi3, window": ("Phi3", {"sliding_window": 9}),
+    "phi4-mini": (
+        "Phi3",
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32, "tie_word_embeddings": True},
+    ),
+    "olmo2": ("Olmo2", {}),
+    "olmo2, biases": ("Olmo2", {"attention_bias": True}),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 5}),
+    "smollm3, every other layer": ("SmolLM3", {"no_rope_layers": [1, 0], "tie_word_embeddings": False}),
+    "smollm3, window": (
+        "SmolLM3",
+        {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 9},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_equal_those_of_transformers_whole_and_in_pieces(name: str, make: Any, level: str) -> None:
+    kind, options = MODELS[name]
+    check_parity(*make(kind, **options), torch.float32, FLOAT32_BAR, length=30)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bfloat16_logits_stay_close_to_those_of_transformers(name: str, make: Any) -> None:
+    kind, options = MODELS[name]
+    options = {"initializer_range": 0.1, **options}
+    check_parity(*make(kind, torch.bfloat16, **options), torch.bfloat16, BFLOAT16_BAR)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_64_greedy_tokens_equal_those_of_transformers(name: str, make: Any) -> None:
+    kind, options = MODELS[name]
+    theirs, folder = make(kind, **options)
+    ours = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    wanted = theirs.generate(prompt(), max_new_tokens=64, do_sample=False, pad_token_id=0)
+    assert torch.equal(ours.generate(prompt(), max_new_tokens=64), wanted)
