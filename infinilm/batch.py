@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
@@ -60,6 +61,8 @@ class Stream:
         self.seed = seed
         self.index = index
         self.num_computed = 0
+        self.num_whole = self.num_prompt  # tokens at the beginning that are rotated as a whole
+        self.turning_point: int | None = None  # the length beyond which all of it is computed anew
         self.num_unread = 0  # tokens that were drawn on a device, and are not known here yet
         self.unread_row = 0  # among the rows of the last step, that of the last of them
         self.block_ids: list[int] = []  # another list, never a shorter one, once its blocks are given back
@@ -99,7 +102,21 @@ class Stream:
 
     def span(self, position: int) -> int:
         """The length whose rope frequencies a token has: a prompt is rotated as a whole."""
-        return max(self.num_prompt, position + 1)
+        return max(self.num_whole, position + 1)
+
+    @property
+    def num_before_turn(self) -> int:
+        """How many tokens may follow those that are known or drawn before all are computed anew"""
+        if self.turning_point is None:
+            return sys.maxsize
+        return self.turning_point + 1 - len(self.token_ids) - self.num_unread
+
+    def turn(self) -> bool:
+        """Whether it has come to where all of it is computed anew: its caller sees to that."""
+        if self.turning_point is None or len(self) <= self.turning_point:
+            return False
+        self.turning_point, self.num_whole, self.num_computed = None, len(self), 0
+        return True
 
 
 @dataclass(frozen=True)

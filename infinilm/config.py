@@ -106,6 +106,7 @@ class LlamaConfig:
     """Llama, Llama 2 and 3, SmolLM2; what other models have beside or instead, their own classes say."""
 
     model_types: ClassVar[tuple[str, ...]] = ("llama",)  # the first where config.json has none
+    has_renewed_rope: ClassVar[bool] = False
     activations: ClassVar[tuple[str, ...]] = ("silu",)
     base_model_tp_plan: ClassVar[dict[str, str]] = {
         "layers.*.self_attn.q_proj": "colwise",
@@ -205,7 +206,8 @@ class LlamaConfig:
     def rope_of(self, theta: float, scaling: Mapping[str, Any] | None) -> RopeParameters:
         """What rotates, with frequencies that have been seen to exist"""
         checked = checked_scaling(scaling, self.rotary_dim)
-        rope = RopeParameters(self.head_dim, theta, self.max_position_embeddings, checked, self.rotary_dim)
+        lengths = self.max_position_embeddings, checked, self.rotary_dim, self.has_renewed_rope
+        rope = RopeParameters(self.head_dim, theta, *lengths)
         check_frequencies(rope)
         return rope
 

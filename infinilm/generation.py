@@ -85,6 +85,8 @@ class GenerationMixin:
             Stream(prompt, params, secrets.randbits(63) if params.seed is None else params.seed)
             for prompt in prompts
         ]
+        for stream in streams:
+            stream.turning_point = self.config.rope.turning_point(len(stream))
         runner = self.runner(streams, num_new)
         running = streams
         for step in range(num_new):
@@ -129,6 +131,7 @@ class GenerationMixin:
             for token in result.token_ids:
                 check_number(token)
                 item.stream.token_ids.append(token)
+                item.stream.turn()
                 drawn[item.stream] = token
         return drawn
 

@@ -59,6 +59,7 @@ class RopeParameters:
     max_position: int
     scaling: Mapping[str, Any]
     rotary_dim: int  # of a head that are rotated; its pairs lie half a head apart, and come first
+    is_renewed: bool = False  # a text that outgrows its frequencies is computed anew with those of its length
 
     @property
     def original_max_position(self) -> int:
@@ -77,6 +78,12 @@ class RopeParameters:
         if self.scaling["rope_type"] == "longrope":
             return int(length > self.original_max_position)
         return 0
+
+    def turning_point(self, length: int) -> int | None:
+        """The length beyond which a text that begins with so many tokens is computed anew"""
+        if not self.is_renewed or self.is_fixed or self.regime(length) != self.regime(1):
+            return None
+        return self.original_max_position
 
     def frequencies(self, length: int) -> tuple[Tensor, float]:
         """(radians a position for each pair, factor of sin and cos) for a sequence of this length"""

@@ -50,6 +50,16 @@ def test_bfloat16_logits_stay_close_to_those_of_transformers(name: str, make: An
     check_parity(*make(kind, torch.bfloat16, **options), torch.bfloat16, BFLOAT16_BAR)
 
 
+@pytest.mark.parametrize("length", [20, 31, 32, 33, 40])
+def test_phi_goes_over_to_long_frequencies_as_transformers_does(length: int, make: Any) -> None:
+    """What was computed with the others is computed anew."""
+    kind, options = MODELS["phi4-mini"]
+    theirs, folder = make(kind, **options)
+    ours = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    wanted = theirs.generate(prompt(1, length), max_new_tokens=30, do_sample=False, pad_token_id=0)
+    assert torch.equal(ours.generate(prompt(1, length), max_new_tokens=30), wanted)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_64_greedy_tokens_equal_those_of_transformers(name: str, make: Any) -> None:
     kind, options = MODELS[name]

@@ -152,11 +152,8 @@ class ModelDrafter:
         if known is None or known.block_ids is not stream.block_ids:
             params = replace(stream.params, logprobs=None, prompt_logprobs=None)
             known = Stream((), params, stream.seed, stream.index)
-            known.num_prompt, known.block_ids, known.num_computed = (
-                stream.num_prompt,
-                stream.block_ids,
-                stream.num_found,
-            )
+            known.num_prompt, known.num_whole = stream.num_prompt, stream.num_whole
+            known.block_ids, known.num_computed = stream.block_ids, stream.num_found
         known.token_ids = stream.token_ids[:]
         known.num_computed = min(known.num_computed, len(stream) - 1)
         return known

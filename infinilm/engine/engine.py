@@ -133,7 +133,6 @@ class Engine:
         max_tokens = self._room_for(len(token_ids), params)
         serial = next(self._serials)
         ends = frozenset() if params.ignore_eos else frozenset(self.eos_ids)
-        rope = self.model.config.rope
         request = Request(
             f"request-{serial}" if request_id is None else request_id,
             text,
@@ -147,13 +146,20 @@ class Engine:
             stop_ids=ends | frozenset(params.stop_token_ids),
             bad_words=self._bad_words(params),
             priority=priority,
-            salt=f"{rope.regime(len(token_ids))}:{cache_salt or ''}".encode(),
+            cache_salt=cache_salt or "",
         )
+        for completion in request.completions:
+            completion.salt = self._salt(len(token_ids), request.cache_salt)
+            completion.turning_point = self.model.config.rope.turning_point(len(token_ids))
         if params.structured_outputs is not None:
             matcher = self._grammars.compile(params.structured_outputs)
             for completion in request.completions:
                 completion.matcher = matcher.with_masks(self._threads())
         return request
+
+    def _salt(self, length: int, cache_salt: str) -> bytes:
+        """Who shares it shares keys: the rope's frequencies are the same, and nobody asked to be apart."""
+        return f"{self.model.config.rope.regime(length)}:{cache_salt}".encode()
 
     def make_encoding(
         self,
@@ -328,6 +334,8 @@ class Engine:
             num_computed -= self._append(stream, result)
         if item.block_ids is stream.block_ids:  # it was not preempted meanwhile
             self.scheduler.keep(stream, num_computed)
+        if stream.finish_reason is None and stream.turn():
+            self.scheduler.turn(stream, self._salt(len(stream), stream.request.cache_salt))
 
     def _take_state(self, stream: Completion, result: Drawn) -> None:
         if result.token_ids[0] < 0:

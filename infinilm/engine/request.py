@@ -119,6 +119,7 @@ class Completion(Stream):
         self.max_tokens = request.max_tokens
         self.stop_ids = request.stop_ids
         self.bad_words = request.bad_words
+        self.salt = b""  # who has another does not find its blocks
         self.chain: Chain | None = None
         self.num_found = 0  # tokens that the cache knew when it began
         self.rest = self.last_rest = 0  # steps without guesses: to come, and when guesses last failed
@@ -186,7 +187,7 @@ class Request:
     stop_ids: frozenset[int]
     bad_words: Sequence[Sequence[int]] = ()
     priority: int = 0
-    salt: bytes = b""
+    cache_salt: str = ""
     num_cached_tokens: int = 0
     prefix_miss: int | None = None
     error: BaseException | None = None

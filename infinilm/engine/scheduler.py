@@ -70,6 +70,7 @@ class Scheduler:
             stream
             for stream in self.running
             if stream.is_answering and not is_ending(stream) and stream not in reading
+            if stream.num_before_turn > 0
         ]
 
     def schedule(self) -> list[Work]:
@@ -78,7 +79,7 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         for stream in self.answering():
             if budget > 0 and stream in self.running:
-                stream.drafts = stream.drafts[: budget - 1]
+                stream.drafts = stream.drafts[: min(budget, stream.num_before_turn) - 1]
                 budget -= self._move(stream, stream.num_pending, work)
         if self.beside:
             return work
@@ -126,6 +127,12 @@ class Scheduler:
         self.counts.preemptions += 1
         self.add(stream)
 
+    def turn(self, stream: Completion, salt: bytes) -> None:
+        """All of it is computed anew, as a text that begins with other frequencies."""
+        stream.salt = salt
+        if stream in self.running:
+            self.preempt(stream)
+
     def _stop_reading(self, stream: Completion) -> None:
         """What is read beside answers writes to the blocks of its streams: it ends when one loses them."""
         if any(item.stream is stream for item in self.beside):
@@ -157,7 +164,7 @@ class Scheduler:
     def _admit(self, stream: Completion, budget: int, work: list[Work]) -> int:
         """Begin a stream where the cache knows its beginning, if the rest of its tokens has room now."""
         blocks = self.blocks
-        root = blocks.root(stream.request.salt)
+        root = blocks.root(stream.salt)
         stream.chain, stream.block_ids = root, []
         if may_find(stream):
             stream.chain, stream.block_ids = blocks.find(root, stream.token_ids)
@@ -185,7 +192,7 @@ class Scheduler:
 
     def _note_prompt(self, stream: Completion) -> None:
         """Why less of a prompt was found than could have been, and the prompt for those that follow"""
-        salt, prompt = stream.request.salt, stream.token_ids[: stream.num_prompt]
+        salt, prompt = stream.salt, stream.token_ids[: stream.num_prompt]
         if stream.num_found < (stream.num_prompt - 1) // self.blocks.size * self.blocks.size:
             position = self.recent.parting(salt, prompt)
             is_reason = position is not None and position >= stream.num_found

@@ -23,6 +23,7 @@ from infinilm.rope import check_number
 @dataclass(frozen=True, kw_only=True)
 class Phi3Config(LlamaConfig):
     model_types = ("phi3",)
+    has_renewed_rope = True
     vocab_size: int = 32064
     hidden_size: int = 3072
     intermediate_size: int = 8192

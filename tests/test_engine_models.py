@@ -1,0 +1,88 @@
+"""Nothing depends on company in any model: those with windows, with other rotations, with experts."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import (
+    VOCAB_SIZE,
+    Job,
+    Tiny,
+    check_idle,
+    finish,
+    generated,
+    is_beginning,
+    prompt,
+    random_jobs,
+    run,
+    said,
+    write_model,
+)
+from parity import make
+from test_models import MODELS
+
+from infinilm import EngineConfig, load_model, runner
+from infinilm.engine.engine import Engine
+from infinilm.models.llama import LlamaForCausalLM
+
+__all__ = ["make"]
+
+KINDS = ["phi3, window", "phi4-mini", "olmo2", "smollm3"]
+MAX_LENGTH = 60
+
+
+@pytest.fixture(autouse=True)
+def record_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "RECORDED_AT", 1)
+
+
+def engine_of(tiny: Tiny, num_blocks: int, is_ahead: bool = False) -> Engine:
+    config = EngineConfig(kv_cache_memory=1 << 30, max_num_seqs=8, max_model_len=MAX_LENGTH)
+    block_bytes = Engine(tiny.model, tiny.tokenizer, config).cache.shape.num_bytes
+    memory = num_blocks * block_bytes * tiny.model.config.num_hidden_layers
+    small = replace(config, kv_cache_memory=memory, max_num_batched_tokens=24)
+    engine = Engine(tiny.model, tiny.tokenizer, small)
+    engine.runner.is_ahead = is_ahead
+    engine.scheduler.reads_beside &= not is_ahead
+    return engine
+
+
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["", "ahead"])
+@pytest.mark.parametrize("name", KINDS)
+def test_every_request_of_a_mix_says_what_it_says_alone(
+    name: str, is_ahead: bool, make: Any, tmp_path: Path, one_thread: None
+) -> None:
+    kind, options = MODELS[name]
+    _, folder = make(kind, **{**options, "vocab_size": VOCAB_SIZE})
+    _, tokenizer = load_model(write_model(tmp_path / "words"))
+    tiny, rng = Tiny(folder, LlamaForCausalLM.from_pretrained(folder), tokenizer), random.Random(7)
+    jobs = random_jobs(rng, 12, 40, 16, arrive_within=15)
+    engine = engine_of(tiny, 16, is_ahead)
+    requests = run(engine, jobs, 3, rng)
+    check_idle(engine)
+    assert any(request.metrics.num_preemptions for request in requests)
+    for job, request in zip(jobs, requests, strict=True):
+        check(tiny, job, request.output())
+
+
+def check(tiny: Tiny, job: Job, output: Any) -> None:
+    engine = engine_of(tiny, 40)
+    (wanted,) = finish(engine, engine.make(job.prompt, job.params))
+    if any(completion.finish_reason == "abort" for completion in output.outputs):
+        assert job.end is not None and is_beginning(output, wanted)
+    else:
+        assert said(output) == said(wanted)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_an_engine_says_what_generate_says(name: str, make: Any, tmp_path: Path) -> None:
+    kind, options = MODELS[name]
+    _, folder = make(kind, **{**options, "vocab_size": VOCAB_SIZE})
+    _, tokenizer = load_model(write_model(tmp_path / "words"))
+    model = LlamaForCausalLM.from_pretrained(folder)
+    output = generated(engine_of(Tiny(folder, model, tokenizer), 16), prompt(24), max_tokens=30)
+    assert output.outputs[0].token_ids == model.generate([prompt(24)], 30)[0, 24:].tolist()

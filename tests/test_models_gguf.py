@@ -1,0 +1,125 @@
+"""GGUF files of every model, written by the gguf package with its own names, have the logits of the model
+they were made from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from parity import make, prompt
+from safetensors.torch import load_file
+from test_models import LONGROPE, MODELS
+from torch import Tensor
+
+from infinilm.models.llama import LlamaForCausalLM
+
+__all__ = ["make"]
+
+Weights = dict[str, Tensor]
+
+
+def paired(weights: Weights, config: Any) -> Weights:
+    """llama.cpp's order of the rows of a head where it rotates neighbours"""
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for name, weight in weights.items():
+        if (part := name.split(".")[-2]) in heads:
+            halves = weight.view(heads[part], 2, -1, *weight.shape[1:])
+            weights[name] = halves.transpose(1, 2).reshape(weight.shape)
+    return weights
+
+
+def plus_one(weights: Weights, config: Any) -> Weights:
+    return {name: weight + 1 if "norm" in name else weight for name, weight in weights.items()}
+
+
+def with_factors(weights: Weights, config: Any) -> Weights:
+    factors = {kind: torch.tensor(LONGROPE[f"{kind}_factor"]) for kind in ("short", "long")}
+    return weights | {f"rope_factors_{kind}.weight": each for kind, each in factors.items()}
+
+
+def stacked(weights: Weights, config: Any) -> Weights:
+    """The experts of a layer as one tensor"""
+    found: dict[str, list[Tensor]] = {}
+    for name in [name for name in weights if re.search(r"experts\.\d+\.", name)]:
+        found.setdefault(re.sub(r"experts\.\d+\.", "experts.", name), []).append(weights.pop(name))
+    return weights | {name: torch.stack(parts) for name, parts in found.items()}
+
+
+def nothing(writer: Any, config: Any) -> None:
+    """What all have says all"""
+
+
+def phi3_mini(writer: Any, config: Any) -> None:
+    writer.add_rope_dimension_count(12)
+    writer.add_rope_scaling_attn_factors(1.0954451)  # sqrt(1 + ln(64 / 32) / ln(32))
+    writer.add_rope_scaling_orig_ctx_len(32)
+
+
+# Of each model: the architecture, what the converter does to weights, what it writes beside what all have.
+KINDS: dict[str, tuple[str, tuple[Callable[[Weights, Any], Weights], ...], Callable[[Any, Any], None]]] = {
+    "phi3": ("PHI3", (), nothing),
+    "phi3, window": ("PHI3", (), nothing),
+    "phi4-mini": ("PHI3", (with_factors,), phi3_mini),
+    "olmo2": ("OLMO2", (), nothing),
+    "olmo2, biases": ("OLMO2", (), nothing),
+    "smollm3": ("SMOLLM3", (paired,), nothing),
+}
+
+
+def write(path: Path, name: str, config: Any, weights: Weights) -> None:
+    kind, changes, add_more = KINDS[name]
+    architecture = gguf.MODEL_ARCH[kind]
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
+    add_metadata(writer, config)
+    add_more(writer, config)
+    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    for change in changes:
+        weights = change(weights, config)
+    for theirs, weight in weights.items():
+        ours = names.get_name(theirs, try_suffixes=(".weight", ".bias")) or theirs
+        writer.add_tensor(ours, np.ascontiguousarray(weight.float().numpy()))
+    for finish in ("write_header_to_file", "write_kv_data_to_file", "write_tensors_to_file", "close"):
+        getattr(writer, finish)()
+
+
+def add_metadata(writer: Any, config: Any) -> None:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    ropes = config.rope_parameters
+    writer.add_rope_freq_base(ropes.get("full_attention", ropes)["rope_theta"])
+    if getattr(config, "sliding_window", None):
+        writer.add_sliding_window(config.sliding_window)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_gguf_file_has_the_logits_of_the_folder_it_was_made_from(
+    name: str, make: Any, tmp_path: Path
+) -> None:
+    kind, options = MODELS[name]
+    theirs, folder = make(kind, **options)
+    write(tmp_path / "model.gguf", name, theirs.config, load_file(folder / "model.safetensors"))
+    one, other = (
+        LlamaForCausalLM.from_pretrained(path, dtype=torch.float32)
+        for path in (folder, tmp_path / "model.gguf")
+    )
+    found, wanted = other(prompt(), logits_to_keep=0), one(prompt(), logits_to_keep=0)
+    assert torch.equal(found, wanted)
+
+
+def test_every_model_has_its_gguf_test() -> None:
+    families = {name.partition(",")[0] for name in MODELS}
+    assert families == {name.partition(",")[0] for name in KINDS}
