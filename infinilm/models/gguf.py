@@ -82,6 +82,7 @@ class GGUF:
     architecture: str
     keys: Mapping[str, str] = field(default_factory=dict)  # of metadata: the names that config.json has
     modules: Mapping[str, str] = field(default_factory=dict)  # of a layer: the model's names
+    constants: Mapping[str, Any] = field(default_factory=dict)  # of config.json, where files are silent
     has_paired_rows: bool = False  # the two rows of q or k that are rotated together lie side by side
     has_windows: bool = False
     has_experts: bool = False
@@ -167,6 +168,7 @@ def read_gguf_config(checkpoint: Checkpoint, kind: GGUF) -> dict[str, Any]:
         "bos_token_id": _token_id(fields, "bos", vocab_size),
         "eos_token_id": _token_id(fields, "eos", vocab_size),
         "pad_token_id": _token_id(fields, "padding", vocab_size),
+        **kind.constants,
         **fields.own(),
     }
 
