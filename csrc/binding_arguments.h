@@ -294,6 +294,10 @@ void check_product(const Tensor& x, const Tensor& rows, BlockType type, const Te
             "linear: bias must be contiguous, of the dtype of x, one value a row of weight");
 }
 
+BlockType dense_type(DType dtype) {
+    return dtype == DType::f16 ? BlockType::f16 : dtype == DType::bf16 ? BlockType::bf16 : BlockType::f32;
+}
+
 template <>
 struct Binding<Linear> {
     static void read(Reading<Linear>& r, nb::handle x, nb::handle weight, nb::handle bias) {
@@ -302,9 +306,7 @@ struct Binding<Linear> {
         require(is_float(a.weight.dtype), "linear: weight must be float32, float16 or bfloat16");
         require(a.x.dtype == DType::f32 || a.x.dtype == a.weight.dtype,
                 "linear: x must be float32, or half precision as the weight is");
-        a.type = a.weight.dtype == DType::f16    ? BlockType::f16
-                 : a.weight.dtype == DType::bf16 ? BlockType::bf16
-                                                 : BlockType::f32;
+        a.type = dense_type(a.weight.dtype);
         check_product(a.x, a.weight, a.type, a.bias);
         r.promise(a.x.dtype, with_length(a.x, a.weight.shape[0]));
     }
@@ -354,6 +356,87 @@ struct Binding<PackedLinear> {
                 "packed_linear: expected weights of the same activation_bits");
         a.type[i] = weight.type, a.num_rows[i] = weight.num_rows, a.activation_bits = weight.activation_bits;
         check_product(a.x, as_rows(weight, a.weight[i]), weight.type, r.take_if_any(a.bias[i], bias));
+    }
+};
+
+// ---- mixtures of experts ----------------------------------------------------------------------------------
+
+template <>
+struct Binding<Route> {
+    static void read(Reading<Route>& r, nb::handle logits, int64_t num_chosen, bool normalizes) {
+        Route& a = r.args;
+        check_float_rows(r.take(a.logits, logits));
+        const int64_t num_experts = a.logits.shape[a.logits.ndim - 1];
+        require(a.logits.ndim == 2 && num_experts < (int64_t{1} << 31),
+                "route: logits must be [tokens, experts]");
+        require(num_chosen >= 1 && num_chosen <= num_experts,
+                "route: as many experts must be chosen as there are, or fewer, and one at least");
+        a.normalizes = normalizes;
+        r.promise(DType::i32, with_length(a.logits, num_chosen));
+        a.shares.dtype = DType::f32;
+    }
+};
+
+template <>
+struct Binding<Experts> {
+    static void read(Reading<Experts>& r, nb::handle x, nb::handle ids, nb::handle shares,
+                     nb::sequence weights, nb::sequence biases, const char* activation) {
+        Experts& a = r.args;
+        r.take(a.x, x), r.take(a.ids, ids), r.take(a.shares, shares);
+        require(is_float(a.x.dtype) && a.x.ndim == 2 && has_rows(a.x),
+                "experts: x must be [tokens, hidden size] of floats with contiguous rows");
+        check_choice(a.ids, a.shares, a.x.shape[0]);
+        require(nb::len(weights) == kExpertWeights && nb::len(biases) == kExpertWeights,
+                "experts: expected weights of gate, up and down, and a bias or None for each");
+        a.gating = gating(activation);
+        Tensor rows[kExpertWeights];
+        for (int i = 0; i < kExpertWeights; ++i) rows[i] = take_weight(r, i, nb::object(weights[i]));
+        const int64_t hidden = a.x.shape[1];
+        require(hidden > 0 && rows[2].shape[0] % hidden == 0, "experts: down must have hidden size rows each");
+        a.num_experts = rows[2].shape[0] / hidden;
+        require(a.num_experts > 0 && rows[0].shape[0] % a.num_experts == 0 && rows[0].shape[0] > 0,
+                "experts: gate must have as many rows for each expert");
+        a.intermediate_size = rows[0].shape[0] / a.num_experts;
+        const int64_t outputs[] = {a.intermediate_size, a.intermediate_size, hidden};
+        for (int i = 0; i < kExpertWeights; ++i) {
+            require(rows[i].shape[0] == a.num_experts * outputs[i], "experts: gate and up must be alike");
+            require(a.activation_bits[i] == 0 || outputs[i] % kPackedRows == 0,
+                    "experts: those of a packed weight must have rows by 16");
+            check_product(with_length(a.x, i < 2 ? hidden : a.intermediate_size), rows[i], a.type[i],
+                          r.take_if_any(a.bias[i], nb::object(biases[i])));
+        }
+        r.promise(a.x.dtype, a.x);
+    }
+
+    static void check_choice(const Tensor& ids, const Tensor& shares, int64_t num_tokens) {
+        require(is_index(ids.dtype) && is_contiguous(ids) && ids.ndim == 2 && ids.shape[0] == num_tokens,
+                "experts: ids must be contiguous integers, a row for each token");
+        require(shares.dtype == DType::f32 && has_rows(shares) && same_shape(shares, ids),
+                "experts: shares must be float32, one for each id");
+    }
+
+    // Of a weight of any kind, its rows
+    static Tensor take_weight(Reading<Experts>& r, int i, nb::object given) {
+        Experts& a = r.args;
+        if (nb::hasattr(given, "native")) {
+            require(a.x.dtype == DType::f32, "experts: x must be float32 where a weight is quantised");
+            const Weight& weight = r.take_weight(a.weight[i], given);
+            a.type[i] = weight.type, a.activation_bits[i] = weight.activation_bits;
+            return as_rows(weight, a.weight[i]);
+        }
+        const Tensor& weight = r.take(a.weight[i], given);
+        require(is_float(weight.dtype), "experts: a weight must be float32, float16 or bfloat16");
+        require(a.x.dtype == DType::f32 || a.x.dtype == weight.dtype,
+                "experts: x must be float32, or half precision as the weights are");
+        require(weight.ndim == 2, "experts: a weight must have the rows of all experts");
+        a.type[i] = dense_type(weight.dtype);
+        return weight;
+    }
+
+    static Gating gating(const char* activation) {
+        if (!strcmp(activation, "silu")) return Gating::silu;
+        require(!strcmp(activation, "swiglu_oai"), "experts: the activation must be 'silu' or 'swiglu_oai'");
+        return Gating::swiglu_oai;
     }
 };
 

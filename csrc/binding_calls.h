@@ -52,6 +52,7 @@ void report_place(const Args& a, int64_t window, int64_t at) {
     throw nb::index_error(message.c_str());
 }
 
+void report(const Experts& a, int64_t at) { report_index("experts: id", a.ids, at, a.num_experts); }
 void report(const Attention& a, int64_t at) { report_place(a, a.window, at); }
 void report(const StoreKv& a, int64_t at) { report_place(a, 1, at); }
 void report(const QuantizedEmbedding& a, int64_t at) { report_index("embedding: id", a.ids, at, a.num_rows); }

@@ -357,7 +357,7 @@ INFINI_INLINE inline Quad fields_at(const uint8_t* packed) {
         w.put_above(upper.template moved<place.bit, kLow>(), (1 << Block::kBits) - (1 << kLow));
     }
     if constexpr (kHasLevels<Block>)
-        w.look_up(IQ4_NL::kLevels, kBias);
+        w.look_up(Block::kLevels, kBias);
     else if constexpr (kBias && Block::kIsSigned)
         for (int i = 0; i < kParts; ++i) w.part[i] ^= kBias;
     return w;

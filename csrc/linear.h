@@ -22,7 +22,8 @@ namespace infini {
     X(q6_k, 14, 256, 210)     \
     X(iq4_nl, 20, 32, 18)     \
     X(iq4_xs, 23, 256, 136)   \
-    X(bf16, 30, 1, 2)
+    X(bf16, 30, 1, 2)         \
+    X(mxfp4, 39, 32, 17)
 
 #define X(name, id, elements, bytes) name = id,
 enum class BlockType : uint8_t { INFINI_BLOCK_TYPES(X) };

@@ -9,6 +9,7 @@
 // Where there are AMX tiles, bfloat16 goes through them, in an order of their own (amx_linear.h).
 #include <type_traits>
 
+#include "products.h"
 #include "quant.h"
 #include "rows.h"
 
@@ -290,7 +291,7 @@ void multiply(const Linear& a, const Weight& weight, int64_t m, int64_t num_rows
 
 // The outputs from `begin` to `end`
 template <class T>
-void multiply_outputs(const Linear& a, const Weight& weight, int64_t begin, int64_t end) {
+void multiply_part(const Linear& a, const Weight& weight, int64_t begin, int64_t end) {
 #if defined(INFINI_AMX)
     if (weight.type == BlockType::bf16 && weight.row_length % kLine == 0) {
         const TileWeight tiles{weight.data, weight.row_bytes, weight.num_rows, weight.row_length};
@@ -306,16 +307,22 @@ void multiply_outputs(const Linear& a, const Weight& weight, int64_t begin, int6
                         smaller(kDenseStripOutputs, end - n));
 }
 
+}  // namespace
+
+void multiply_outputs(const Linear& a, int64_t begin, int64_t end) {
+    const Weight weight(a);
+    with_type(a.x.dtype, [&](auto type) { multiply_part<decltype(type)>(a, weight, begin, end); });
+}
+
+namespace {
+
 int64_t product(const Linear& a) {
     if (Rows{a.x}.count() == 0) return kOk;  // which tile registers cannot be told of
     const Weight weight(a);
     const int64_t num_panels = (weight.num_rows + kPanel - 1) / kPanel;
     const int64_t grain = kGrainElements / (kPanel * (weight.row_length + 1)) + 1;
     parallel_for(num_panels, grain, [&](int64_t begin, int64_t end) {
-        with_type(a.x.dtype, [&](auto type) {
-            multiply_outputs<decltype(type)>(a, weight, begin * kPanel,
-                                             smaller(end * kPanel, weight.num_rows));
-        });
+        multiply_outputs(a, begin * kPanel, smaller(end * kPanel, weight.num_rows));
     });
     return kOk;
 }

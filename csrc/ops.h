@@ -4,6 +4,7 @@
 #include "activation.h"
 #include "attention.h"
 #include "embedding.h"
+#include "experts.h"
 #include "linear.h"
 #include "norm.h"
 #include "rope.h"
@@ -31,6 +32,8 @@
     X(linear, Linear)                          \
     X(quantized_linear, QuantizedLinear)       \
     X(packed_linear, PackedLinear)             \
+    X(route, Route)                            \
+    X(experts, Experts)                        \
     X(quantized_embedding, QuantizedEmbedding) \
     X(packed_embedding, PackedEmbedding)
 

@@ -8,6 +8,7 @@
 // count_products: `rounds` of what such products stand on, on every thread (peak.h); returns how many
 //                 products those were.
 #include "dots.h"
+#include "products.h"
 
 #if defined(__AMX_INT8__)
 #define INFINI_AMX
@@ -124,12 +125,24 @@ struct Problem {
         }
         write(s, total, m, num_rows);
     }
+
+    void run(int64_t begin, int64_t end) const {
+        for (int64_t m = 0; m < x.num_rows; m += kPackedBandRows)
+            for (int64_t i = begin; i < end; ++i)
+                run(strip(i), m, smaller(kPackedBandRows, x.num_rows - m));
+    }
 };
 
 }  // namespace
 
+void multiply_outputs(const PackedLinear& a, const Activations& x, int64_t begin, int64_t end) {
+    constexpr int64_t kStrip = kPackedPanels * kRows;
+    static_assert(kPieceOutputs % kStrip == 0);
+    Problem{a, x}.run(begin / kStrip, (end + kStrip - 1) / kStrip);
+}
+
 int64_t packed_linear(const PackedLinear& a) {
-    Problem problem{a, Activations(a)};
+    Problem problem{a, Activations(Rows{a.x}.count(), Rows{a.x}.length(), a.activation_bits)};
     Activations& x = problem.x;
     const int64_t row_length = x.num_groups * kGroup, grain = kGrainElements / (kRows * (row_length + 1)) + 1;
     const bool is_alone = x.num_rows == 1 && row_length <= kPackedLoneElements;
@@ -143,9 +156,7 @@ int64_t packed_linear(const PackedLinear& a) {
             own.x.put_into(scratch(Scratch::own, x.num_bytes()));
             if (is_first) round_row(own.x, 0, Rows{a.x}.at<const float>(0));
         }
-        for (int64_t m = 0; m < x.num_rows; m += kPackedBandRows)
-            for (int64_t i = begin; i < end; ++i)
-                own.run(own.strip(i), m, smaller(kPackedBandRows, x.num_rows - m));
+        own.run(begin, end);
     });
     return kOk;
 }

@@ -251,6 +251,29 @@ struct IQ4_NL {  // scale f16 | 16 bytes of four bits; value = scale * level[q]
     }
 };
 
+// scale, a byte that is an exponent | 16 bytes of four bits; value = scale * level[q]
+// Levels are twice OCP's E2M1 and scales half its E8M0, as ggml has them.
+struct MXFP4 {
+    static constexpr int kElements = 32, kBytes = 17, kGroup = 32, kOffset = 0;
+    static constexpr bool kHasMinimum = false, kIsSigned = true;
+    static constexpr int kBits = 4, kLowBits = 4;
+    static constexpr Field kFields[] = {{1, 1}, {16, 4}};
+    static constexpr Place place(int s, int quad) { return {1 + 4 * quad, 4 * s}; }
+    static constexpr int8_t kLevels[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+    template <int R>
+    static void fields(int8_t* q, const uint8_t* block) {
+        four_bits<16 * R>(q, block + R);
+        look_up(q, 32 * R, kLevels);
+    }
+    template <int R>
+    static void scales(float* scale, float*, const uint8_t* block) {
+        for (int r = 0; r < R; ++r) {
+            const uint32_t e = block[r], bits = e < 2 ? 0x00200000u << e : (e - 1) << 23;
+            memcpy(scale + r, &bits, sizeof bits);
+        }
+    }
+};
+
 // ---- 256 elements a block: a float16 scale (and minimum) of the block times a small integer of the group --
 
 // 16 bytes: group scale low, minimum high | 64 bytes of two bits in runs of 32 | scale f16 | minimum f16
@@ -418,12 +441,13 @@ struct IQ4_XS {
     static constexpr int kElements = 256, kBytes = 136, kGroup = 32, kOffset = 0;
     static constexpr bool kHasMinimum = false, kIsSigned = true;
     static constexpr int kBits = 4, kLowBits = 4;
+    static constexpr const auto& kLevels = IQ4_NL::kLevels;
     static constexpr Place place(int s, int quad) { return {8 + s / 2 * 16 + 4 * quad, s % 2 * 4}; }
     static constexpr Field kFields[] = {{2, 2}, {2, 1}, {4, 1}, {128, 4}};
     template <int R>
     static void fields(int8_t* q, const uint8_t* block) {
         for (int run = 0; run < 8; ++run) four_bits<16 * R>(q + 32 * R * run, block + (8 + 16 * run) * R);
-        look_up(q, 256 * R, IQ4_NL::kLevels);
+        look_up(q, 256 * R, kLevels);
     }
     template <int R>
     static void scales(float* scale, float*, const uint8_t* block) {
@@ -469,6 +493,7 @@ inline void with_block(BlockType type, Body&& body) {
         case BlockType::q6_k: return body(struct_of<BlockType::q6_k, Q6_K>());
         case BlockType::iq4_nl: return body(struct_of<BlockType::iq4_nl, IQ4_NL>());
         case BlockType::iq4_xs: return body(struct_of<BlockType::iq4_xs, IQ4_XS>());
+        case BlockType::mxfp4: return body(struct_of<BlockType::mxfp4, MXFP4>());
         default: return;
     }
 }

@@ -4,11 +4,10 @@
 //
 // Rows come in blocks: the groups of a block one after another, each with all rows of the block.
 #pragma once
-#include "linear.h"
+#include "quant.h"
 #include "rows.h"
 
 namespace infini::INFINI_LEVEL {
-namespace {
 
 constexpr int kGroup = 32, kSumLength = 16;
 constexpr int kRowBlock = 16;  // rows of a block at most
@@ -28,9 +27,9 @@ struct Activations {
     int32_t* sums;  // [block][group][plane][2][row], each of 16 bytes
     float* totals;  // [block][group][3][row]: scale times the sum of the group, and of either half
 
-    explicit Activations(const PackedLinear& a)
-        : num_rows(Rows{a.x}.count()), num_groups(a.x.shape[a.x.ndim - 1] / kGroup),
-          num_planes(num_planes_of(a.activation_bits)), log_rows(0), radix(1 << (a.activation_bits - 8)) {
+    Activations(int64_t num_rows, int64_t row_length, int bits)
+        : num_rows(num_rows), num_groups(row_length / kGroup), num_planes(num_planes_of(bits)), log_rows(0),
+          radix(1 << (bits - 8)) {
         while (1 << log_rows < kRowBlock && 1 << log_rows < num_rows) ++log_rows;
     }
 
@@ -68,8 +67,10 @@ struct Activations {
     }
 };
 
+namespace {
+
 // Of floats without their signs, the order is that of their bits, with infinity and NaN on top.
-float largest_magnitude(const float* x) {
+inline float largest_magnitude(const float* x) {
     vu largest{};
     for (int i = 0; i < kGroup; i += W) {
         const vu magnitude = as_bits(load(x + i)) & 0x7fffffffu;
@@ -144,13 +145,13 @@ void round_row(const Activations& to, int64_t row, const float* x) {
     }
 }
 
-void round_row(const Activations& to, int64_t row, const float* x) {
+inline void round_row(const Activations& to, int64_t row, const float* x) {
     return to.num_planes == 2 ? round_row<2>(to, row, x) : round_row<1>(to, row, x);
 }
 
 // Rows that fill up the last block are scaled by nothing: what lay there before could be numbers so small
 // that a product with them takes a hundred times as long as with others.
-void clear_padding(const Activations& x) {
+inline void clear_padding(const Activations& x) {
     const int64_t end = ((x.num_rows - 1) >> x.log_rows << x.log_rows) + (int64_t{1} << x.log_rows);
     for (int64_t row = x.num_rows; row < end; ++row)
         for (int64_t g = 0; g < x.num_groups; ++g) {
@@ -159,7 +160,7 @@ void clear_padding(const Activations& x) {
         }
 }
 
-void round_rows(const Activations& to, const Tensor& x) {
+inline void round_rows(const Activations& to, const Tensor& x) {
     clear_padding(to);
     for_rows(x, [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; ++r) round_row(to, r, Rows{x}.at<const float>(r));

@@ -23,6 +23,7 @@ const Kernels kKernels = [] {
     kernels.linear = linear;
     kernels.quantized_linear = quantized_linear;
     kernels.packed_linear = packed_linear;
+    kernels.experts = experts;
     kernels.count_products = count_products;
     return kernels;
 }();

@@ -44,6 +44,10 @@ constexpr int kPackedPanels = 1;
 constexpr int kPackedFewRows = kPackedFewTileRows;
 #endif
 
+// Mixtures of experts (experts.cpp)
+constexpr int64_t kExpertsTokens = 512;  // whose rows lie in memory at once
+constexpr int64_t kExpertsUnitRows = 8;  // of an expert, whose products take as long as those of fewer
+
 // Attention (attention.cpp): queries that share what is loaded of keys and values, their sums in registers
 #if defined(INFINI_AVX512)
 constexpr int kAttentionQueries = 8;

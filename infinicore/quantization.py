@@ -33,6 +33,7 @@ class BlockType(Enum):
     Q6_K = (14, 256, 210)
     IQ4_NL = (20, 32, 18)
     IQ4_XS = (23, 256, 136)
+    MXFP4 = (39, 32, 17)
 
     def __init__(self, ggml_id: int, elements_per_block: int, bytes_per_block: int) -> None:
         self.ggml_id = ggml_id
@@ -63,7 +64,9 @@ SCALE_BYTES = {
     BlockType.Q6_K: (208, 210),
     BlockType.IQ4_NL: (0, 2),
     BlockType.IQ4_XS: (0, 2),
+    BlockType.MXFP4: (0, 1),  # which is an exponent
 }
+NO_EXPONENT = 255  # stands for NaN
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -121,8 +124,14 @@ class QuantizedTensor:
         """The rows that indices [R] name, still in blocks: [R, last dimension]"""
         return replace(self, blocks=self.blocks[indices], shape=(len(indices), self.shape[-1]))
 
+    def part(self, begin: int, end: int) -> "QuantizedTensor":
+        """Rows from begin to end: [end - begin, last dimension], in the same memory where they can be"""
+        return replace(self, blocks=self.blocks[begin:end], shape=(end - begin, self.shape[-1]))
+
     def has_finite_scales(self) -> bool:
         """Whether every scale and minimum is a number: the codes beside them always are."""
+        if self.type is BlockType.MXFP4:
+            return _has_exponents(self.blocks, 1)
         begin, end = SCALE_BYTES[self.type]
         if self.blocks.is_cpu and self.blocks.is_contiguous():
             return _native.has_finite_halves(self.blocks, self.type.bytes_per_block, begin, end)
@@ -207,12 +216,26 @@ class PackedTensor(QuantizedTensor):
     def rows(self, indices: Tensor) -> "PackedTensor":
         return self.unpack().rows(indices).pack(self.activation_bits)
 
+    def part(self, begin: int, end: int) -> "PackedTensor":
+        if begin % PACKED_ROWS or (end % PACKED_ROWS and end < self.shape[0]):
+            return self.rows(torch.arange(begin, end))
+        panels = self.blocks[begin // PACKED_ROWS : -(-end // PACKED_ROWS)]
+        return replace(self, blocks=panels, shape=(end - begin, self.shape[1]))
+
     def has_finite_scales(self) -> bool:
+        if self.type is BlockType.MXFP4:
+            return _has_exponents(self.blocks, PACKED_ROWS)
         step, begin, end = (PACKED_ROWS * n for n in (self.type.bytes_per_block, *SCALE_BYTES[self.type]))
         return _native.has_finite_halves(self.blocks, step, begin, end)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         return self.unpack().dequantize(dtype)
+
+
+def _has_exponents(blocks: Tensor, num_rows: int) -> bool:
+    """Whether all scales of MXFP4 are numbers, in blocks of so many rows side by side"""
+    exponents = blocks.reshape(-1, num_rows * BlockType.MXFP4.bytes_per_block)[:, :num_rows]
+    return not bool((exponents == NO_EXPONENT).any())
 
 
 NATIVE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -368,9 +391,9 @@ def _dequantize_q6_k(blocks: Tensor) -> Tensor:
 LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
-def _levels(fields: Tensor) -> Tensor:
+def _levels(fields: Tensor, levels: tuple[int, ...] = LEVELS) -> Tensor:
     """Fields of four bits as the numbers they stand for, sixteen that are closer together near zero"""
-    return torch.tensor(LEVELS, dtype=torch.float32, device=fields.device)[fields.int()]
+    return torch.tensor(levels, dtype=torch.float32, device=fields.device)[fields.int()]
 
 
 def _dequantize_iq4_nl(blocks: Tensor) -> Tensor:
@@ -389,6 +412,17 @@ def _dequantize_iq4_xs(blocks: Tensor) -> Tensor:
     return _grouped(_half(scale) * (group_scales.float() - 32), _levels(_fields(packed, 4, 16)))
 
 
+DOUBLED_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
+
+def _dequantize_mxfp4(blocks: Tensor) -> Tensor:
+    """exponent e | 16 bytes as in Q4_0; value = 2^(e - 128) * level[q]: OCP's, with half of its scales"""
+    exponent, packed = _parts(blocks, 1, 16)
+    e = exponent.int()
+    bits = torch.where(e < 2, 1 << (21 + e.clamp(max=1)), (e - 1) << 23)  # the first two are subnormal
+    return bits.view(torch.float32) * _levels(_fields(packed, 4, 16), DOUBLED_E2M1)
+
+
 DEQUANTIZERS: dict[BlockType, Callable[[Tensor], Tensor]] = {
     BlockType.Q4_0: _dequantize_q4_0,
     BlockType.Q4_1: _dequantize_q4_1,
@@ -402,6 +436,7 @@ DEQUANTIZERS: dict[BlockType, Callable[[Tensor], Tensor]] = {
     BlockType.Q6_K: _dequantize_q6_k,
     BlockType.IQ4_NL: _dequantize_iq4_nl,
     BlockType.IQ4_XS: _dequantize_iq4_xs,
+    BlockType.MXFP4: _dequantize_mxfp4,
 }
 
 

@@ -68,6 +68,12 @@ class RowTensor(QuantizedTensor):
         """Of the same kind, with other rows"""
         return replace(self, blocks=planes[0], shape=(num_rows, self.shape[1]))
 
+    def part(self, begin: int, end: int) -> QuantizedTensor:
+        step = self.row_step
+        if begin % step or (end % step and end < self.shape[0]):
+            return self.rows(torch.arange(begin, end, device=self.device))
+        return self.of([plane[begin // step : -(-end // step)] for plane in self.planes], end - begin)
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TiledTensor(RowTensor):

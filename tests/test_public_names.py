@@ -24,7 +24,7 @@ INFINICORE = """
     uint32 uint64 uint8 use_ntops zeros
 """
 NN = """
-    ColumnParallelLinear Embedding GELU LayerNorm Linear MLPBlock Module ModuleList Parameter
+    ColumnParallelLinear Embedding Experts GELU LayerNorm Linear MLPBlock Module ModuleList Parameter
     PositionalEmbedding RBELinear RMSNorm RoPE RowParallelLinear SiLU Softmax functional
 """
 FUNCTIONAL = """
@@ -60,6 +60,7 @@ CONSTRUCTORS = {
     nn.RowParallelLinear: f"{LINEAR}, tp_rank=0, tp_size=1, communicator=None",
     nn.Embedding: f"num_embeddings, embedding_dim, padding_idx=None, {PLACE}",
     nn.PositionalEmbedding: f"max_len, embed_dim, {PLACE}",
+    nn.Experts: "num_experts, hidden_size, intermediate_size, bias=False, activation='silu', " + PLACE,
     nn.RMSNorm: f"normalized_shape, eps=1e-6, {PLACE}",
     nn.LayerNorm: f"normalized_shape, eps=1e-5, {PLACE}",
     nn.RoPE: f"head_dim, max_seq_len, theta=10000.0, algo=RopeAlgo.GPT_J, {PLACE}",

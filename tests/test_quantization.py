@@ -140,3 +140,11 @@ def test_blocks_that_do_not_fit_the_shape_are_refused(blocks):
 def test_block_sizes_are_those_of_the_native_core() -> None:
     found = {type.ggml_id: (type.elements_per_block, type.bytes_per_block) for type in BlockType}
     assert found == _native.block_sizes() and PACKED_ROWS == _native.PACKED_ROWS
+
+
+def test_an_exponent_that_stands_for_nan_is_found_in_mxfp4() -> None:
+    blocks = torch.full((20, 34), 254, dtype=torch.uint8)
+    weight = QuantizedTensor(blocks, BlockType.MXFP4, (20, 64))
+    assert weight.has_finite_scales() and weight.pack().has_finite_scales()
+    blocks[17, 17] = 255
+    assert not weight.has_finite_scales() and not weight.pack().has_finite_scales()

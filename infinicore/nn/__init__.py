@@ -6,6 +6,7 @@ A module is used by one thread at a time; different modules may run in different
 from infinicore.nn import functional
 from infinicore.nn.activation import GELU, SiLU, Softmax
 from infinicore.nn.embedding import Embedding, PositionalEmbedding
+from infinicore.nn.experts import Experts
 from infinicore.nn.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from infinicore.nn.module import Module, ModuleList, Parameter
 from infinicore.nn.norm import LayerNorm, RMSNorm
@@ -15,6 +16,7 @@ from infinicore.nn.rope import RoPE
 __all__ = [
     "ColumnParallelLinear",
     "Embedding",
+    "Experts",
     "GELU",
     "LayerNorm",
     "Linear",

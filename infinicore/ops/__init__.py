@@ -4,6 +4,7 @@ from infinicore.ops import native as _native_kernels  # noqa: F401  registers it
 from infinicore.ops import triton as _triton_kernels  # noqa: F401  likewise, and imports Triton on a GPU alone
 from infinicore.ops.attention_reference import attention, store_kv
 from infinicore.ops.descriptor import RopeAlgo, RopeDescriptor, RopeInfo
+from infinicore.ops.experts_reference import experts, route
 from infinicore.ops.fused_reference import gated_linear, linear_add, project_heads, store_heads
 from infinicore.ops.reference import (
     add,
@@ -39,6 +40,7 @@ __all__ = [
     "attention",
     "causal_softmax",
     "embedding",
+    "experts",
     "gated_linear",
     "gelu",
     "layer_norm",
@@ -53,6 +55,7 @@ __all__ = [
     "random_sample",
     "rms_norm",
     "rope",
+    "route",
     "sample",
     "silu",
     "softmax",

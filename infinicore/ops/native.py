@@ -15,7 +15,12 @@ except ImportError as error:
     raise ImportError(f"the native core of infinicore is not there: {error}; run `make setup`") from error
 
 from infinicore.checks import integer
-from infinicore.ops import attention_reference, reference, sampling_reference  # noqa: F401  which fill OPS
+from infinicore.ops import (  # noqa: F401  which fill OPS
+    attention_reference,
+    experts_reference,
+    reference,
+    sampling_reference,
+)
 from infinicore.ops.registry import OPS, Kernel
 
 # In the order of DType in csrc/tensor.h

@@ -288,6 +288,9 @@ def random_blocks(type: BlockType, num_rows: int, num_blocks: int) -> QuantizedT
     generator = torch.Generator().manual_seed(type.ggml_id)
     row_bytes = num_blocks * type.bytes_per_block
     blocks = torch.randint(256, (num_rows, row_bytes), generator=generator, dtype=torch.uint8) & 0b10011111
+    if type is BlockType.MXFP4:  # whose scale is an exponent
+        blocks.view(-1, type.bytes_per_block)[:, 0] %= 8
+        blocks.view(-1, type.bytes_per_block)[:, 0] += 118
     return QuantizedTensor(blocks, type, (num_rows, num_blocks * type.elements_per_block))
 
 

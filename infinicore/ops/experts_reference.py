@@ -1,0 +1,150 @@
+"""Mixtures of experts: which of them a token is given to, and what they make of it.
+
+The reference of the experts calls other ops by name, an expert at a time, so on a device that has no kernel
+for all of them each product finds the one that it would have found alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infinicore.ops.reference import (
+    HALF_PRODUCT,
+    PRODUCT,
+    linear,
+    not_finite,
+    not_finite_samples,
+    packed_linear,
+    quantized_linear,
+    random,
+    random_blocks,
+    swiglu,
+    wide,
+)
+from infinicore.ops.registry import op
+from infinicore.quantization import BlockType, PackedTensor, QuantizedTensor
+
+# N tokens, X experts, k of them chosen, E hidden size, I intermediate size
+Samples = Iterator[tuple[Any, ...]]
+Weight = Tensor | QuantizedTensor
+
+
+def route_samples(dtype: torch.dtype) -> Samples:
+    for num_tokens, num_experts, num_chosen in ((1, 128, 8), (7, 5, 5), (3, 33, 2), (300, 64, 6), (0, 8, 2)):
+        for normalizes in (False, True):
+            yield random(num_tokens, num_experts, dtype=dtype), num_chosen, normalizes
+    yield random(4, 9, dtype=dtype).round(), 6, False  # of which many are equal
+    for (logits,) in not_finite_samples(dtype):
+        for normalizes in (False, True):
+            yield logits, 3, normalizes
+
+
+@op(route_samples)
+def route(logits: Tensor, num_chosen: int, normalizes: bool) -> tuple[Tensor, Tensor]:
+    """The experts with the largest logits in falling order, the first of equals first, and their shares.
+
+    logits [N, X] -> int32 [N, k], float32 [N, k]. Shares are those of softmax; normalised they add up to 1,
+    which is the softmax of the chosen alone. NaN counts as the largest, and makes all shares NaN.
+    """
+    values, order = torch.sort(logits.float(), dim=-1, descending=True, stable=True)
+    shares = torch.softmax(values[:, :num_chosen] if normalizes else values, -1)
+    return order[:, :num_chosen].int(), shares[:, :num_chosen]
+
+
+def swiglu_oai(gate: Tensor, up: Tensor) -> Tensor:
+    """gate * sigmoid(1.702 gate) * (up + 1), gate at most 7 and up from -7 to 7: GPT-OSS's"""
+    g, u = wide(gate).clamp(max=7), wide(up).clamp(-7, 7)
+    return (g * torch.sigmoid(1.702 * g) * (u + 1)).to(gate.dtype)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"silu": swiglu, "swiglu_oai": swiglu_oai}
+
+
+def choice(num_tokens: int, num_chosen: int, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Other experts for each token, the first of them for none, and shares"""
+    order = random(num_tokens, num_experts, dtype=torch.float32).argsort(1)
+    ids = order[:, :num_chosen].int()
+    return ids.clamp(min=min(1, num_experts - 1)), random(num_tokens, num_chosen, dtype=torch.float32)
+
+
+def expert_samples(dtype: torch.dtype) -> Samples:
+    sizes = ((1, 2, 4, 32, 48), (7, 3, 5, 33, 17), (2, 1, 1, 64, 32), (40, 4, 8, 64, 96), (0, 2, 4, 32, 48))
+    for rows in dict.fromkeys((torch.float32, dtype)):
+        for num_tokens, num_chosen, num_experts, hidden, inner in sizes:
+            gate = random(num_experts * inner, hidden, dtype=dtype, scale=hidden**-0.5)
+            down = random(num_experts * hidden, inner, dtype=dtype, scale=inner**-0.5)
+            biases = [random(len(weight), dtype=rows) for weight in (gate, gate, down)]
+            x, chosen = random(num_tokens, hidden, dtype=rows), choice(num_tokens, num_chosen, num_experts)
+            yield x, *chosen, (gate, gate.flip(0), down), (None, None, None), "silu"
+            yield x, *chosen, (gate, gate.flip(0), down), tuple(biases), "swiglu_oai"
+        x = not_finite(hidden, rows)
+        yield x, *choice(len(x), 2, num_experts), (gate, gate.flip(0), down), (None, None, None), "silu"
+    if dtype == torch.float32:
+        yield from quantized_expert_samples()
+
+
+def quantized_expert_samples() -> Samples:
+    types = (BlockType.Q4_0, BlockType.Q8_0, BlockType.Q4_K, BlockType.Q6_K, BlockType.Q5_1, BlockType.MXFP4)
+    for type in types:
+        hidden, inner = 256, 512
+        gate = random_blocks(type, 4 * inner, hidden // type.elements_per_block)
+        down = random_blocks(type, 4 * hidden, inner // type.elements_per_block)
+        up = gate.rows(torch.arange(4 * inner).flip(0))
+        for num_tokens in (1, 3, 40):
+            x = random(num_tokens, hidden, dtype=torch.float32, scale=0.02)
+            ids, shares = choice(num_tokens, 2, 4)
+            chosen = ids, shares / 128  # so that results are of the size that tolerances are for
+            yield x, *chosen, (gate, up, down), (None, None, None), "silu"
+            bits = 8 + 4 * (num_tokens % 3)
+            packed = (gate.pack(bits), up.pack(bits), down.pack(16))
+            yield x, *chosen, packed, (random(4 * inner, dtype=torch.float32), None, None), "silu"
+    yield x, *chosen, (gate.pack(8), up.pack(16), down), (None, None, None), "swiglu_oai"
+    yield x, *chosen, (gate, up.dequantize(torch.bfloat16), down.pack(12)), (None, None, None), "silu"
+
+
+@op(expert_samples, PRODUCT | HALF_PRODUCT)
+def experts(  # noqa: PLR0913  what a mixture is made of
+    x: Tensor,
+    ids: Tensor,
+    shares: Tensor,
+    weights: Sequence[Weight],
+    biases: Sequence[Tensor | None],
+    activation: str,
+) -> Tensor:
+    """The sum, over the experts of each token, of what they make of it times their share.
+
+    x [N, E], ids and shares [N, k] -> [N, E]. The weights are those of gate and up, [X I, E], and of down,
+    [X E, I], the rows of an expert after those of the one before it; biases, if any, are [X I] and [X E].
+    """
+    num_experts = weights[2].shape[0] // x.shape[1]
+    y = x.new_zeros(*ids.shape, x.shape[1])
+    for expert in sorted(set(ids.flatten().tolist())):
+        tokens, slots = (ids == expert).nonzero(as_tuple=True)
+        gate, up, down = (part_of(weight, expert, num_experts) for weight in weights)
+        gate_bias, up_bias, down_bias = (bias_of(bias, expert, num_experts) for bias in biases)
+        rows = x[tokens]
+        states = ACTIVATIONS[activation](product(rows, gate, gate_bias), product(rows, up, up_bias))
+        y[tokens, slots] = product(states, down, down_bias)
+    return (wide(y) * shares.unsqueeze(-1)).sum(1).to(x.dtype)
+
+
+def product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    if isinstance(weight, PackedTensor):
+        return packed_linear(x, (weight,), (bias,), None, False)
+    if isinstance(weight, QuantizedTensor):
+        return quantized_linear(x, weight, bias)
+    return linear(x, weight, bias)
+
+
+def part_of(weight: Weight, expert: int, num_experts: int) -> Weight:
+    num_rows = weight.shape[0] // num_experts
+    begin, end = expert * num_rows, (expert + 1) * num_rows
+    return weight.part(begin, end) if isinstance(weight, QuantizedTensor) else weight[begin:end]
+
+
+def bias_of(bias: Tensor | None, expert: int, num_experts: int) -> Tensor | None:
+    return None if bias is None else bias.view(num_experts, -1)[expert]
