@@ -19,6 +19,7 @@ LONGROPE = {
     "long_factor": [2.0 + 0.5 * i for i in range(6)],
     "partial_rotary_factor": 0.75,
 }
+QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3", {}),
     "phi3, window": ("Phi3", {"sliding_window": 9}),
@@ -26,6 +27,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Phi3",
         {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32, "tie_word_embeddings": True},
     ),
+    "mixtral": ("Mixtral", {"num_local_experts": 5}),
+    "mixtral, window": ("Mixtral", {"num_local_experts": 4, "sliding_window": 9}),
+    "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 3}),
+    "olmoe, normalized": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True}),
+    "qwen3moe": ("Qwen3Moe", {**QWEN_EXPERTS, "norm_topk_prob": True, "head_dim": 16}),
+    "qwen3moe, some layers": (
+        "Qwen3Moe",
+        {
+            **QWEN_EXPERTS,
+            "num_hidden_layers": 4,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [1],
+            "head_dim": 16,
+        },
+    ),
+    "qwen2moe": ("Qwen2Moe", {**QWEN_EXPERTS, "shared_expert_intermediate_size": 48}),
     "olmo2": ("Olmo2", {}),
     "olmo2, biases": ("Olmo2", {"attention_bias": True}),
     "smollm3": ("SmolLM3", {"num_hidden_layers": 5}),
@@ -43,7 +60,11 @@ def test_logits_equal_those_of_transformers_whole_and_in_pieces(name: str, make:
     check_parity(*make(kind, **options), torch.float32, FLOAT32_BAR, length=30)
 
 
-@pytest.mark.parametrize("name", MODELS)
+def has_experts(name: str) -> bool:
+    return any("experts" in option for option in MODELS[name][1])
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if not has_experts(name)])  # one may tip over
 def test_bfloat16_logits_stay_close_to_those_of_transformers(name: str, make: Any) -> None:
     kind, options = MODELS[name]
     options = {"initializer_range": 0.1, **options}

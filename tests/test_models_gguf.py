@@ -55,6 +55,16 @@ def nothing(writer: Any, config: Any) -> None:
     """What all have says all"""
 
 
+def experts(writer: Any, config: Any) -> None:
+    count = getattr(config, "num_local_experts", None) or config.num_experts
+    writer.add_expert_count(count)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    if hasattr(config, "moe_intermediate_size"):
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if hasattr(config, "shared_expert_intermediate_size"):
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+
 def phi3_mini(writer: Any, config: Any) -> None:
     writer.add_rope_dimension_count(12)
     writer.add_rope_scaling_attn_factors(1.0954451)  # sqrt(1 + ln(64 / 32) / ln(32))
@@ -66,6 +76,11 @@ KINDS: dict[str, tuple[str, tuple[Callable[[Weights, Any], Weights], ...], Calla
     "phi3": ("PHI3", (), nothing),
     "phi3, window": ("PHI3", (), nothing),
     "phi4-mini": ("PHI3", (with_factors,), phi3_mini),
+    "mixtral": ("LLAMA", (paired, stacked), experts),
+    "mixtral, window": ("LLAMA", (paired, stacked), experts),
+    "olmoe": ("OLMOE", (stacked,), experts),
+    "qwen3moe": ("QWEN3MOE", (stacked,), experts),
+    "qwen2moe": ("QWEN2MOE", (stacked,), experts),
     "olmo2": ("OLMO2", (), nothing),
     "olmo2, biases": ("OLMO2", (), nothing),
     "smollm3": ("SMOLLM3", (paired,), nothing),

@@ -29,6 +29,7 @@ class Qwen2Config(LlamaConfig):
     @classmethod
     def adapted(cls, content: Mapping[str, Any]) -> Mapping[str, Any]:
         """Files give windows a size even where they are switched off."""
+        content = super().adapted(content)
         window, types = content.get("sliding_window", 4096), content.get("layer_types")
         if window is not None:
             check_whole("sliding_window", window, 1, MAX_POSITION)

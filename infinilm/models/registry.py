@@ -17,7 +17,16 @@ if TYPE_CHECKING:
     from infinilm.models.llama import LlamaForCausalLM
 
 # Files of this folder that register a model when they are imported.
-FILES = ("llama", "olmo2", "phi3", "qwen", "smollm3")
+FILES = (
+    "llama",
+    "mixtral",
+    "olmo2",
+    "olmoe",
+    "phi3",
+    "qwen",
+    "qwen_moe",
+    "smollm3",
+)
 
 Class = TypeVar("Class", bound="type[LlamaForCausalLM]")
 
