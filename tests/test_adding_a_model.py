@@ -18,9 +18,8 @@ ADDED = re.findall(r"```diff\n--- (\S+)\n(.*?)```", GUIDE, re.DOTALL)
 
 
 def written() -> str:
-    return "\n\n\n".join(
-        block.strip("\n") for block in re.findall(r"```python\n(.*?)```", THE_FILE, re.DOTALL)
-    )
+    blocks = re.findall(r"```python\n(.*?)```", THE_FILE, re.DOTALL)
+    return "\n\n\n".join(block.strip("\n") for block in blocks)
 
 
 def lines_of(hunk: str) -> list[str]:
@@ -29,7 +28,7 @@ def lines_of(hunk: str) -> list[str]:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """The sources without the model, and then as the guide leaves them"""
+    """The sources, with the model as the guide has it"""
     for name in SOURCES:
         source = ROOT / name
         if source.is_dir():
@@ -39,6 +38,12 @@ def copy(tmp_path: Path) -> Path:
     shutil.copy(_native.__file__, tmp_path / "infinicore")
     (tmp_path / MODEL).write_text(written() + "\n")
     return tmp_path
+
+
+def proof(copy: Path, which: str) -> tuple[int, str]:
+    facts = "tests/test_models.py", "tests/test_models_gguf.py", "-k", which
+    result = run(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", *facts)
+    return result.returncode, result.stdout
 
 
 def test_the_blocks_of_the_guide_are_the_file_of_the_model() -> None:
@@ -53,17 +58,12 @@ def test_what_the_guide_adds_stands_in_the_files_it_names(name: str, hunk: str) 
 
 def test_without_its_line_in_the_registry_the_model_is_refused_by_name(copy: Path) -> None:
     registry = copy / "infinilm" / "models" / "registry.py"
-    lines = [
-        line for line in registry.read_text().splitlines() if line not in ('    "olmo2",', '    "olmoe",')
-    ]
-    registry.write_text("\n".join(lines))
-    result = run(
-        copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_models.py", "-k", "olmo2 and greedy"
-    )
-    assert result.returncode == 1 and "model_type 'olmo2' is unknown; expected one of" in result.stdout
+    lines = registry.read_text().splitlines()
+    registry.write_text("\n".join(line for line in lines if line.strip() not in ('"olmo2",', '"olmoe",')))
+    code, said = proof(copy, "olmo2 and greedy and not biases")
+    assert code == 1 and "model_type 'olmo2' is unknown; expected one of" in said
 
 
 def test_the_model_that_the_guide_writes_passes_its_proof(copy: Path) -> None:
-    facts = "tests/test_models.py", "tests/test_models_gguf.py", "-k", "olmo2 and (greedy or folder)"
-    result = run(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", *facts)
-    assert result.returncode == 0 and " passed" in result.stdout, result.stdout
+    code, said = proof(copy, "olmo2 and (greedy or folder) and not biases")
+    assert code == 0 and " passed" in said, said

@@ -73,9 +73,14 @@ class MixtureMLP(nn.Module):
         mixed = self.mixed(x if norm is None else norm(x))
         return mixed if residual is None else ops.add(residual, mixed)
 
+    def scores(self, x: Tensor) -> Tensor:
+        """[N, E] -> [N, X]"""
+        scores: Tensor = self.gate(x)
+        return scores
+
     def mixed(self, x: Tensor) -> Tensor:
         """[N, E] -> [N, E]"""
-        ids, shares = ops.route(self.gate(x), self.num_chosen, self.is_normalized)
+        ids, shares = ops.route(self.scores(x), self.num_chosen, self.is_normalized)
         mixed: Tensor = self.experts(x, ids, shares)
         return mixed
 

@@ -107,10 +107,28 @@ class Stored(dict[str, Weight]):
             self[before + other + after] = stacked(parts)
 
     def flatten(self, module: str) -> None:
-        """All but the last dimension as rows: of experts [X, rows, columns] one matrix"""
-        for name, _, _ in self.named(module):
-            shape = (prod(self[name].shape[:-1]), self[name].shape[-1])
+        """All but the last dimension as rows: of experts [X, rows, columns] one matrix, and one bias"""
+        for name, _, after in self.named(module):
+            shape = self[name].shape
+            shape = (prod(shape),) if after == ".bias" else (prod(shape[:-1]), *shape[-1:])
             self[name] = replace(changed(self[name], as_rows, shape), shape=shape)
+
+    def deal(self, module: str, others: Sequence[str]) -> None:
+        """Rows that belong to several modules in turn"""
+        for name, before, after in self.named(module):
+            whole = self.pop(name)
+            for start, other in enumerate(others):
+                rows = torch.arange(start, whole.shape[0], len(others))
+                shape = (len(rows), *whole.shape[1:])
+                self[before + other + after] = replace(changed(whole, rows_of, rows), shape=shape)
+
+    def join(self, modules: Sequence[str], other: str, make: Callable[..., Weight]) -> None:
+        """One weight of several that stand side by side"""
+        for _, before, after in self.named(modules[0]):
+            parts = [self.pop(before + module + after, None) for module in modules]
+            if None in parts:
+                raise self.error(f"{before + modules[parts.index(None)] + after!r} is missing")
+            self[before + other] = make(*parts)
 
 
 def weight_of(checkpoint: Checkpoint, name: str) -> Weight:
@@ -127,7 +145,7 @@ def plus(array: Tensor, number: float) -> Tensor:
 
 def rows_of(array: Array, rows: Tensor) -> Array:
     if isinstance(array, QuantizedTensor):
-        return replace(array, blocks=array.blocks.index_select(0, rows))
+        return array.rows(rows)
     return array.index_select(0, rows)
 
 
