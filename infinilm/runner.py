@@ -135,7 +135,8 @@ class Runner:
         self._num_seen: Counter[tuple[int, int]] = Counter()  # steps that would be of one recording
         self.is_ahead = is_cuda = self.device.type == "cuda"
         self._arena = CudaArena(self.device) if is_cuda else Arena()
-        self.can_record = is_cuda or self.device.type == "cpu"
+        has_recordings = is_cuda or self.device.type == "cpu"
+        self.obstacle = "" if has_recordings else f"{self.device.type} has none"  # to recording steps
         most_bytes = num_bytes(page_kinds(PROMPTED[-1], MAX_CAPTURED))
         self._latest = Latest(max(MAX_CAPTURED, max_streams), most_bytes, self.device)
 
@@ -154,7 +155,7 @@ class Runner:
         """Begin to compute the tokens of all work, which on a CPU ends it as well."""
         self.tables.show(work)
         rows = drawn_rows(work)
-        is_recorded = self.can_record and is_small(work, len(rows), self.device)
+        is_recorded = not self.obstacle and is_small(work, len(rows), self.device)
         self._is_settled = True
         recording = self._replayed(work, rows) if is_recorded else None
         outcome = self._outcome(work) if recording is None else recording.outcome(len(rows))
@@ -215,8 +216,8 @@ class Runner:
             return None
         try:
             recording.run(self.model, self.cache, rope, self._arena)
-        except RecordError:
-            self.can_record = False
+        except RecordError as error:
+            self.obstacle = str(error)
             return None
         self._recordings[size] = recording
         if len(self._recordings) > MAX_RECORDINGS:

@@ -100,7 +100,7 @@ def test_replayed_steps_of_the_whole_model_give_the_bits_of_a_prefill(default: L
     (whole,) = default.generate([ids[:9] + drawn.token_ids], SamplingParams(max_tokens=1, prompt_logprobs=1))
     assert drawn.logprobs == whole.prompt_logprobs[9:]
     assert drawn.logprobs[0][drawn.token_ids[0]].logprob == pytest.approx(wanted[8].max().item(), abs=1e-5)
-    assert default.engine.runner.can_record
+    assert not default.engine.runner.obstacle
 
 
 def test_quantised_weights_stay_quantised_in_every_mode(exact: LLM, default: LLM, fast: LLM) -> None:

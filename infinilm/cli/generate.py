@@ -57,6 +57,8 @@ def answer(llm: LLM, token_ids: list[int], options: argparse.Namespace) -> str:
     print()
     if options.stats:
         print(stats, file=sys.stderr)
+    if options.stats and (obstacle := llm.engine.runner.obstacle):
+        print(f"steps are run op by op, not recorded: {obstacle}", file=sys.stderr)
     return "".join(pieces)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from infinilm.rope import MAX_POSITION, check_flag, check_whole
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2Config(LlamaConfig):
-    model_types = ("qwen2",)
+    model_types: ClassVar[tuple[str, ...]] = ("qwen2",)
     attention_bias: bool = True
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None

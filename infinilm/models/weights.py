@@ -291,10 +291,18 @@ def describe(checkpoint: Checkpoint) -> dict[str, str]:
         "layers": f"{config.num_hidden_layers} of width {config.hidden_size}, {heads} of {config.head_dim}",
         "vocabulary": f"{config.vocab_size:,}{', tied' if config.tie_word_embeddings else ''}",
         "context": f"{config.max_position_embeddings:,} tokens, rope {config.rope.scaling['rope_type']}",
+        "steps": recording(config),
         "weights": f"{checkpoint.num_bytes / 1e6:,.1f} MB ({shares})",
         "memory": f"{checkpoint.num_bytes / 1e6:,.0f} MB of weights, and {per_token / 1e3:,.1f} kB a token "
         f"({cache / 1e6:,.0f} MB for a full context)",
     }
+
+
+def recording(config: LlamaConfig) -> str:
+    if config.rope.scaling["rope_type"] != "dynamic":
+        return "recorded and replayed"
+    longest = f"{config.max_position_embeddings:,} tokens"
+    return f"recorded and replayed; beyond {longest} run op by op, for each is rotated by its own angles"
 
 
 def type_name(dtype: torch.dtype | BlockType) -> str:
