@@ -2,6 +2,8 @@
 // memory safety does not allow, fills in the struct, and says what a new output would be like.
 #pragma once
 #include <cstring>
+#include <optional>
+#include <string>
 
 #include "binding_tensors.h"
 #include "ops.h"
@@ -480,10 +482,16 @@ void check_places(const Tensor& tables, const Tensor& streams, const Tensor& slo
                 "streams and slots must be one integer a token");
 }
 
+void check_sinks(const Tensor& sinks, int64_t num_heads) {
+    require(is_float(sinks.dtype) && sinks.ndim == 1 && is_contiguous(sinks) && sinks.shape[0] == num_heads,
+            "attention: sinks must be one float a query head");
+}
+
 template <>
 struct Binding<Attention> {
     static void read(Reading<Attention>& r, nb::handle q, nb::handle keys, nb::handle values,
-                     nb::handle tables, nb::handle streams, nb::handle slots, double scale, int64_t window) {
+                     nb::handle tables, nb::handle streams, nb::handle slots, double scale, int64_t window,
+                     std::optional<double> softcap, std::optional<nb::object> sinks) {
         Attention& a = r.args;
         r.take(a.q, q), r.take(a.keys, keys), r.take(a.values, values);
         r.take(a.tables, tables), r.take(a.streams, streams), r.take(a.slots, slots);
@@ -496,7 +504,10 @@ struct Binding<Attention> {
         require(dim <= kMaxHeadDim && num_heads / num_kv_heads * (dim + 2) <= kMaxGroupFloats,
                 "attention: too many or too wide heads share a key head");
         require(window >= 0, "attention: the window must not be negative");
+        require(softcap.value_or(0) >= 0, "attention: the soft cap must not be negative");
+        if (sinks) check_sinks(r.take(a.sinks, *sinks), num_heads);
         a.scale = static_cast<float>(scale), a.window = window;
+        a.softcap = static_cast<float>(softcap.value_or(0));
         r.promise_like(q, a.q);
     }
 };

@@ -258,6 +258,19 @@ def test_attention_of(batch: str, size: int, dtype: torch.dtype) -> None:
         assert_near(run(ops.attention, *args), wanted(ops.attention, *args), dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", HEAD_SIZES)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_attention_with_a_soft_cap_and_sinks_of(batch: str, size: int, dtype: torch.dtype) -> None:
+    if IS_INTERPRETED and (size != 64 or dtype != torch.float32):
+        pytest.skip("the interpreter is slow")
+    slots, streams = BATCHES[batch]()
+    sinks = random(8, dtype=dtype)
+    for window, softcap, beside in ((0, 1.5, sinks), (40, 0.0, sinks), (40, 50.0, None)):
+        args = *problem(dtype, size, 2, 32, slots, streams, window), softcap, beside
+        assert_near(run(ops.attention, *args), wanted(ops.attention, *args), dtype)
+
+
 @pytest.mark.parametrize("group", [1, 3, 7, 20])
 def test_any_number_of_heads_shares_a_key_head(group: int) -> None:
     for slots, streams in ([37, 90], [0, 1]), (list(range(33)), [0] * 33):
