@@ -73,14 +73,22 @@ int64_t unary(const Args& a, F f) {
     return kOk;
 }
 
-template <class F>
-int64_t binary(const Binary& args, F f) {
+template <class Args, class F>
+int64_t binary(const Args& args, F f) {
     with_type(args.a.dtype, [&](auto type) {
         using T = decltype(type);
         elementwise<T>([&](T* y, const T* a, const T* b, int64_t n) { map(f, n, y, a, b); }, args.y, args.a,
                        args.b);
     });
     return kOk;
+}
+
+// body(f) for the f that `kind` names
+template <class Body>
+int64_t with_gelu(GeluKind kind, Body&& body) {
+    if (kind == GeluKind::exact) return body([](vf x) { return x * normal_cdf(x); });
+    if (kind == GeluKind::fast) return body([](vf x) { return x * sigmoid(1.702f * x); });
+    return body([](vf x) { return gelu_tanh(x); });
 }
 
 }  // namespace
@@ -90,9 +98,11 @@ int64_t silu(const Unary& a) {
 }
 
 int64_t gelu(const Gelu& a) {
-    if (a.kind == GeluKind::exact) return unary(a, [](vf x) { return x * normal_cdf(x); });
-    if (a.kind == GeluKind::fast) return unary(a, [](vf x) { return x * sigmoid(1.702f * x); });
-    return unary(a, [](vf x) { return x * sigmoid(1.5957691f * fma(0.044715f * x, x * x, x)); });
+    return with_gelu(a.kind, [&](auto f) { return unary(a, f); });
+}
+
+int64_t geglu(const Geglu& args) {
+    return with_gelu(args.kind, [&](auto f) { return binary(args, [f](vf a, vf b) { return f(a) * b; }); });
 }
 
 int64_t swiglu(const Binary& args) {

@@ -137,15 +137,38 @@ struct Binding<Unary> {
     }
 };
 
+GeluKind gelu_kind(const char* approximate) {
+    const char* const kinds[] = {"none", "tanh", "fast"};
+    int kind = 0;
+    while (kind < 3 && strcmp(kinds[kind], approximate)) ++kind;
+    require(kind < 3, "gelu: approximate must be 'none', 'tanh' or 'fast'");
+    return static_cast<GeluKind>(kind);
+}
+
 template <>
 struct Binding<Gelu> {
     static void read(Reading<Gelu>& r, nb::handle x, const char* approximate) {
         check_float_rows(r.take(r.args.x, x));
-        const char* const kinds[] = {"none", "tanh", "fast"};
-        int kind = 0;
-        while (kind < 3 && strcmp(kinds[kind], approximate)) ++kind;
-        require(kind < 3, "gelu: approximate must be 'none', 'tanh' or 'fast'");
-        r.args.kind = static_cast<GeluKind>(kind);
+        r.args.kind = gelu_kind(approximate);
+        r.promise_like(x, r.args.x);
+    }
+};
+
+template <>
+struct Binding<Scale> {
+    static void read(Reading<Scale>& r, nb::handle x, double factor) {
+        check_float_rows(r.take(r.args.x, x));
+        r.args.factor = static_cast<float>(factor);
+        r.promise_like(x, r.args.x);
+    }
+};
+
+template <>
+struct Binding<Softcap> {
+    static void read(Reading<Softcap>& r, nb::handle x, double cap) {
+        check_float_rows(r.take(r.args.x, x));
+        require(cap > 0, "softcap: the cap must be positive");
+        r.args.cap = static_cast<float>(cap);
         r.promise_like(x, r.args.x);
     }
 };
@@ -155,6 +178,26 @@ struct Binding<Binary> {
     static void read(Reading<Binary>& r, nb::handle a, nb::handle b) {
         check_float_rows(r.take(r.args.a, a));
         check_like(r.take(r.args.b, b), r.args.a);
+        r.promise_like(a, r.args.a);
+    }
+};
+
+template <>
+struct Binding<Geglu> {
+    static void read(Reading<Geglu>& r, nb::handle a, nb::handle b, const char* approximate) {
+        check_float_rows(r.take(r.args.a, a));
+        check_like(r.take(r.args.b, b), r.args.a);
+        r.args.kind = gelu_kind(approximate);
+        r.promise_like(a, r.args.a);
+    }
+};
+
+template <>
+struct Binding<AddScaled> {
+    static void read(Reading<AddScaled>& r, nb::handle a, nb::handle b, double factor) {
+        check_float_rows(r.take(r.args.a, a));
+        check_like(r.take(r.args.b, b), r.args.a);
+        r.args.factor = static_cast<float>(factor);
         r.promise_like(a, r.args.a);
     }
 };
@@ -328,21 +371,28 @@ struct Binding<QuantizedLinear> {
     }
 };
 
+Gate gate_of(const std::optional<std::string>& activation) {
+    if (!activation) return Gate::none;
+    require(*activation == "silu" || *activation == "gelu_tanh",
+            "packed_linear: activation must be None, 'silu' or 'gelu_tanh'");
+    return *activation == "silu" ? Gate::silu : Gate::gelu_tanh;
+}
+
 template <>
 struct Binding<PackedLinear> {
     static void read(Reading<PackedLinear>& r, nb::handle x, nb::sequence weights, nb::sequence biases,
-                     nb::handle residual, bool is_gated) {
+                     nb::handle residual, std::optional<std::string> activation) {
         PackedLinear& a = r.args;
         require(r.take(a.x, x).dtype == DType::f32, "packed_linear: x must be float32");
         const size_t count = nb::len(weights);
         require(count >= 1 && count <= kPackedWeights && nb::len(biases) == count,
                 "packed_linear: expected one to three weights, and a bias or None for each");
-        a.count = static_cast<int>(count), a.is_gated = is_gated;
+        a.count = static_cast<int>(count), a.gate = gate_of(activation);
         for (int i = 0; i < a.count; ++i) take_weight(r, i, nb::object(weights[i]), nb::object(biases[i]));
-        require(!is_gated || (count == 2 && a.num_rows[0] == a.num_rows[1]),
+        require(!activation || (count == 2 && a.num_rows[0] == a.num_rows[1]),
                 "packed_linear: a gated product takes two weights of one size");
         int64_t width = 0;
-        for (int i = 0; i < (is_gated ? 1 : a.count); ++i) width += a.num_rows[i];
+        for (int i = 0; i < (activation ? 1 : a.count); ++i) width += a.num_rows[i];
         r.promise(DType::f32, with_length(a.x, width));
         if (residual.is_none()) return;
         const Tensor& added = r.take(a.residual, residual);

@@ -19,6 +19,7 @@
     X(silu, Unary)                             \
     X(gelu, Gelu)                              \
     X(swiglu, Binary)                          \
+    X(geglu, Geglu)                            \
     X(add, Binary)                             \
     X(softmax, Softmax)                        \
     X(causal_softmax, CausalSoftmax)           \
