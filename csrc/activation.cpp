@@ -1,6 +1,9 @@
 // silu(x) = x * sigmoid(x)                swiglu(a, b) = silu(a) * b                add(a, b) = a + b
 // gelu(x) = x * Phi(x)                    gelu_fast(x) = x * sigmoid(1.702 x)
 // gelu_tanh(x) = x * (1 + tanh(u)) / 2 = x * sigmoid(2u), u = sqrt(2/pi) * (x + 0.044715 x^3)
+// geglu(a, b) = gelu(a) * b, of any of the three
+// scale(x) = factor * x                   add_scaled(a, b) = a + factor * b
+// softcap(x) = cap * tanh(x / cap)
 // Elementwise: y may be an input.
 #include "activation.h"
 #include "rows.h"
@@ -111,6 +114,18 @@ int64_t swiglu(const Binary& args) {
 
 int64_t add(const Binary& args) {
     return binary(args, [](vf a, vf b) { return a + b; });
+}
+
+int64_t scale(const Scale& a) {
+    return unary(a, [&](vf x) { return a.factor * x; });
+}
+
+int64_t add_scaled(const AddScaled& args) {
+    return binary(args, [&](vf a, vf b) { return a + args.factor * b; });
+}
+
+int64_t softcap(const Softcap& a) {
+    return unary(a, [&](vf x) { return a.cap * tanh(x / a.cap); });
 }
 
 }  // namespace infini::INFINI_LEVEL

@@ -161,7 +161,11 @@ def test_gates_may_lie_side_by_side_with_what_they_gate(dtype: torch.dtype) -> N
     for size in (1, 577, 1024, 2305):
         gate, up = random(5, 2 * size, dtype=dtype).chunk(2, -1)
         assert_near(run(ops.swiglu, gate, up), wanted(ops.swiglu, gate, up), dtype)
+        assert_near(run(ops.geglu, gate, up, "tanh"), wanted(ops.geglu, gate, up, "tanh"), dtype)
+        assert_near(run(ops.add_scaled, gate, up, 0.22), wanted(ops.add_scaled, gate, up, 0.22), dtype)
         assert_near(run(ops.silu, up), wanted(ops.silu, up), dtype)
+        assert_near(run(ops.softcap, up, 1.5), wanted(ops.softcap, up, 1.5), dtype)
+        assert_near(run(ops.scale, up, 59.75), wanted(ops.scale, up, 59.75), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

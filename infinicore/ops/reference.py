@@ -222,6 +222,41 @@ def add(a: Tensor, b: Tensor) -> Tensor:
     return a + b
 
 
+def add_scaled_samples(dtype: torch.dtype) -> Samples:
+    for a, b in pair_samples(dtype):
+        yield a, b, 0.22
+
+
+@op(add_scaled_samples)
+def add_scaled(a: Tensor, b: Tensor, factor: float) -> Tensor:
+    """a + factor * b"""
+    return (wide(a) + factor * wide(b)).to(a.dtype)
+
+
+def scale_samples(dtype: torch.dtype) -> Samples:
+    for (x,) in row_samples(dtype):
+        yield x, 59.866518
+        yield x, -0.1
+
+
+@op(scale_samples)
+def scale(x: Tensor, factor: float) -> Tensor:
+    """factor * x; who wants the factor rounded to the dtype of x gives it so"""
+    return (factor * wide(x)).to(x.dtype)
+
+
+def softcap_samples(dtype: torch.dtype) -> Samples:
+    for (x,) in row_samples(dtype):
+        yield x, 30.0
+        yield x, 0.5
+
+
+@op(softcap_samples)
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """cap * tanh(x / cap): what is small stays, and nothing is larger than cap"""
+    return (cap * torch.tanh(wide(x) / cap)).to(x.dtype)
+
+
 @op(row_samples)
 def softmax(x: Tensor) -> Tensor:
     """exp(x) / sum(exp(x)) over the last dimension"""
