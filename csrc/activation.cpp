@@ -1,6 +1,9 @@
 // silu(x) = x * sigmoid(x)                swiglu(a, b) = silu(a) * b                add(a, b) = a + b
 // gelu(x) = x * Phi(x)                    gelu_fast(x) = x * sigmoid(1.702 x)
 // gelu_tanh(x) = x * (1 + tanh(u)) / 2 = x * sigmoid(2u), u = sqrt(2/pi) * (x + 0.044715 x^3)
+// geglu(a, b) = gelu(a) * b, of any of the three
+// scale(x) = factor * x                   add_scaled(a, b) = a + factor * b
+// softcap(x) = cap * tanh(x / cap)
 // Elementwise: y may be an input.
 #include "activation.h"
 #include "rows.h"
@@ -73,14 +76,22 @@ int64_t unary(const Args& a, F f) {
     return kOk;
 }
 
-template <class F>
-int64_t binary(const Binary& args, F f) {
+template <class Args, class F>
+int64_t binary(const Args& args, F f) {
     with_type(args.a.dtype, [&](auto type) {
         using T = decltype(type);
         elementwise<T>([&](T* y, const T* a, const T* b, int64_t n) { map(f, n, y, a, b); }, args.y, args.a,
                        args.b);
     });
     return kOk;
+}
+
+// body(f) for the f that `kind` names
+template <class Body>
+int64_t with_gelu(GeluKind kind, Body&& body) {
+    if (kind == GeluKind::exact) return body([](vf x) { return x * normal_cdf(x); });
+    if (kind == GeluKind::fast) return body([](vf x) { return x * sigmoid(1.702f * x); });
+    return body([](vf x) { return gelu_tanh(x); });
 }
 
 }  // namespace
@@ -90,9 +101,11 @@ int64_t silu(const Unary& a) {
 }
 
 int64_t gelu(const Gelu& a) {
-    if (a.kind == GeluKind::exact) return unary(a, [](vf x) { return x * normal_cdf(x); });
-    if (a.kind == GeluKind::fast) return unary(a, [](vf x) { return x * sigmoid(1.702f * x); });
-    return unary(a, [](vf x) { return x * sigmoid(1.5957691f * fma(0.044715f * x, x * x, x)); });
+    return with_gelu(a.kind, [&](auto f) { return unary(a, f); });
+}
+
+int64_t geglu(const Geglu& args) {
+    return with_gelu(args.kind, [&](auto f) { return binary(args, [f](vf a, vf b) { return f(a) * b; }); });
 }
 
 int64_t swiglu(const Binary& args) {
@@ -101,6 +114,18 @@ int64_t swiglu(const Binary& args) {
 
 int64_t add(const Binary& args) {
     return binary(args, [](vf a, vf b) { return a + b; });
+}
+
+int64_t scale(const Scale& a) {
+    return unary(a, [&](vf x) { return a.factor * x; });
+}
+
+int64_t add_scaled(const AddScaled& args) {
+    return binary(args, [&](vf a, vf b) { return a + args.factor * b; });
+}
+
+int64_t softcap(const Softcap& a) {
+    return unary(a, [&](vf x) { return a.cap * tanh(x / a.cap); });
 }
 
 }  // namespace infini::INFINI_LEVEL

@@ -22,4 +22,28 @@ struct Gelu {
     static constexpr Roles kRoles = Unary::kRoles;
 };
 
+struct Geglu {
+    Tensor y, a, b;
+    GeluKind kind;
+    static constexpr Roles kRoles = Binary::kRoles;
+};
+
+struct Scale {
+    Tensor y, x;
+    float factor;
+    static constexpr Roles kRoles = Unary::kRoles;
+};
+
+struct AddScaled {
+    Tensor y, a, b;
+    float factor;
+    static constexpr Roles kRoles = Binary::kRoles;
+};
+
+struct Softcap {
+    Tensor y, x;
+    float cap;
+    static constexpr Roles kRoles = Unary::kRoles;
+};
+
 }  // namespace infini

@@ -1,7 +1,8 @@
 // store_kv:  the key and value of slot[n] of stream[n] become k[n] and v[n]
 // attention: y[n, h] = sum over j of softmax_j(scale * q[n, h] . keys[s, g, j]) * values[s, g, j], where
 //            s = stream[n], g = h / (heads / kv heads), and j runs over the slots up to slot[n] (the last
-//            `window` of them)
+//            `window` of them). With a soft cap a score is softcap * tanh(score / softcap) before the
+//            softmax; with sinks, sinks[h] is one more score in it, which has no value.
 // Slot j of stream s lies in block tables[s, j / S] of the pools, S slots a block. Keys lie there as they are
 // read: sixteen side by side, a lane for each.
 //
@@ -309,10 +310,21 @@ void soften(const Query* queries, float (*scores)[kScores], Range any) {
     totals.each([&](vf& total, int m, int) INFINI_INLINE { queries[m].out.sum() = sum(total); });
 }
 
+// How a score is made: scale * q . k, or cap * tanh(scale * q . k) where there is a cap
+struct Scoring { float scale, cap; };
+
+// Of the vectors that any query sees
+template <int M>
+void cap_scores(float (*scores)[kScores], Range any, float cap) {
+    const int64_t begin = any.begin / W * W, end = (any.end + W - 1) / W * W;
+    for (int m = 0; m < M; ++m)
+        for (int64_t j = begin; j < end; j += W) store(scores[m] + j, cap * tanh(load(scores[m] + j)));
+}
+
 // The states of M queries after one split alone. Where it `asks`, the split is far: its values, and then the
 // keys of the `next` one, which may be itself, are asked for in time.
 template <int M, bool asks, class T>
-void attend_queries(const Query* queries, const Split<T>& split, int64_t dim, float scale,
+void attend_queries(const Query* queries, const Split<T>& split, int64_t dim, Scoring scoring,
                     const Split<T>& next) {
     alignas(64) float scores[M][kScores];
     const float* q[M];
@@ -326,7 +338,8 @@ void attend_queries(const Query* queries, const Split<T>& split, int64_t dim, fl
         all = {larger(all.begin, seen.begin), smaller(all.end, seen.end)};
     }
     all.end = larger(all.begin, all.end);
-    score<M, asks>(scores, q, split, any, dim, scale, split.values);
+    score<M, asks>(scores, q, split, any, dim, scoring.scale, split.values);
+    if (scoring.cap > 0) cap_scores<M>(scores, any, scoring.cap);
     soften<M>(queries, scores, any);
     const auto add_alone = [&](int m, int64_t begin, int64_t end) {
         add_values<1, false>(out + m, scores + m, split, Range{begin, end}, dim, split.keys);
@@ -338,14 +351,14 @@ void attend_queries(const Query* queries, const Split<T>& split, int64_t dim, fl
 
 // The first of them ask for what is far; without a `next` split nothing is.
 template <int M, class T>
-void attend_all(const Query* queries, int64_t count, const Split<T>& split, int64_t dim, float scale,
+void attend_all(const Query* queries, int64_t count, const Split<T>& split, int64_t dim, Scoring scoring,
                 const Split<T>* next) {
     for (; count >= M; count -= M, queries += M, next = nullptr)
         if (next)
-            attend_queries<M, true>(queries, split, dim, scale, *next);
+            attend_queries<M, true>(queries, split, dim, scoring, *next);
         else
-            attend_queries<M, false>(queries, split, dim, scale, split);
-    if constexpr (M > 1) attend_all<M - 1>(queries, count, split, dim, scale, next);
+            attend_queries<M, false>(queries, split, dim, scoring, split);
+    if constexpr (M > 1) attend_all<M - 1>(queries, count, split, dim, scoring, next);
 }
 
 inline float scalar_exp(float x) { return exp(splat(x))[0]; }
@@ -369,11 +382,12 @@ void fold(State all, State part, int64_t dim) {
 struct Problem {
     const Attention& a;
     int64_t num_tokens, num_heads, num_kv_heads, group, dim, state_size, block_size;
+    Scoring scoring;
 
     explicit Problem(const Attention& a)
         : a(a), num_tokens(a.q.shape[0]), num_heads(a.q.shape[1]), num_kv_heads(a.keys.shape[1]),
           group(num_heads / num_kv_heads), dim(a.q.shape[2]), state_size(dim + 2),
-          block_size(a.values.shape[2]) {}
+          block_size(a.values.shape[2]), scoring{a.softcap > 0 ? a.scale / a.softcap : a.scale, a.softcap} {}
 
     int64_t stream(int64_t n) const { return index_at(a.streams.data, a.streams.dtype, n); }
     int64_t slot(int64_t n) const { return index_at(a.slots.data, a.slots.dtype, n); }
@@ -427,11 +441,21 @@ struct Problem {
 
     template <class T>
     void answer(const Query* queries, int64_t count, const Split<T>& split, const Split<T>* next) const {
-        attend_all<kAttentionQueries>(queries, count, split, dim, a.scale, next);
+        attend_all<kAttentionQueries>(queries, count, split, dim, scoring, next);
+    }
+
+    // What a head's sink adds to its sum: as much as a key would
+    float sunk(int64_t h, float top) const {
+        if (!a.sinks.data) return 0;
+        float sink;
+        with_type(a.sinks.dtype, [&](auto type) {
+            sink = load_n(static_cast<const decltype(type)*>(a.sinks.data) + h, 1)[0];
+        });
+        return scalar_exp(sink - top);
     }
 
     void finish(State state, int64_t n, int64_t h) const {
-        const vf inverse = splat(1.0f / state.sum());
+        const vf inverse = splat(1.0f / (state.sum() + sunk(h, state.top())));
         with_type(a.y.dtype, [&](auto type) {
             auto* y = static_cast<decltype(type)*>(a.y.data) + n * a.y.stride[0] + h * a.y.stride[1];
             map([&](vf v) { return v * inverse; }, dim, y, state.values());

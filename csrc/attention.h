@@ -13,10 +13,10 @@ constexpr int64_t kMaxBlockSize = 256;
 // bytes of q8_0: [blocks, kv heads, slots / 16, dim / 32 * 544] and [blocks, kv heads, slots, dim / 32 * 34].
 // Tables are [streams, blocks of a stream].
 struct Attention {
-    Tensor y, q, keys, values, tables, streams, slots;
-    float scale;
+    Tensor y, q, keys, values, tables, streams, slots, sinks;  // without data where there are no sinks
+    float scale, softcap;                                      // 0: no cap
     int64_t window;
-    static constexpr Roles kRoles{.outputs = 1, .tensors = 7};
+    static constexpr Roles kRoles{.outputs = 1, .tensors = 8};
 };
 
 // The outputs are pools, written in place.

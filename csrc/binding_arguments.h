@@ -2,6 +2,8 @@
 // memory safety does not allow, fills in the struct, and says what a new output would be like.
 #pragma once
 #include <cstring>
+#include <optional>
+#include <string>
 
 #include "binding_tensors.h"
 #include "ops.h"
@@ -135,15 +137,38 @@ struct Binding<Unary> {
     }
 };
 
+GeluKind gelu_kind(const char* approximate) {
+    const char* const kinds[] = {"none", "tanh", "fast"};
+    int kind = 0;
+    while (kind < 3 && strcmp(kinds[kind], approximate)) ++kind;
+    require(kind < 3, "gelu: approximate must be 'none', 'tanh' or 'fast'");
+    return static_cast<GeluKind>(kind);
+}
+
 template <>
 struct Binding<Gelu> {
     static void read(Reading<Gelu>& r, nb::handle x, const char* approximate) {
         check_float_rows(r.take(r.args.x, x));
-        const char* const kinds[] = {"none", "tanh", "fast"};
-        int kind = 0;
-        while (kind < 3 && strcmp(kinds[kind], approximate)) ++kind;
-        require(kind < 3, "gelu: approximate must be 'none', 'tanh' or 'fast'");
-        r.args.kind = static_cast<GeluKind>(kind);
+        r.args.kind = gelu_kind(approximate);
+        r.promise_like(x, r.args.x);
+    }
+};
+
+template <>
+struct Binding<Scale> {
+    static void read(Reading<Scale>& r, nb::handle x, double factor) {
+        check_float_rows(r.take(r.args.x, x));
+        r.args.factor = static_cast<float>(factor);
+        r.promise_like(x, r.args.x);
+    }
+};
+
+template <>
+struct Binding<Softcap> {
+    static void read(Reading<Softcap>& r, nb::handle x, double cap) {
+        check_float_rows(r.take(r.args.x, x));
+        require(cap > 0, "softcap: the cap must be positive");
+        r.args.cap = static_cast<float>(cap);
         r.promise_like(x, r.args.x);
     }
 };
@@ -153,6 +178,26 @@ struct Binding<Binary> {
     static void read(Reading<Binary>& r, nb::handle a, nb::handle b) {
         check_float_rows(r.take(r.args.a, a));
         check_like(r.take(r.args.b, b), r.args.a);
+        r.promise_like(a, r.args.a);
+    }
+};
+
+template <>
+struct Binding<Geglu> {
+    static void read(Reading<Geglu>& r, nb::handle a, nb::handle b, const char* approximate) {
+        check_float_rows(r.take(r.args.a, a));
+        check_like(r.take(r.args.b, b), r.args.a);
+        r.args.kind = gelu_kind(approximate);
+        r.promise_like(a, r.args.a);
+    }
+};
+
+template <>
+struct Binding<AddScaled> {
+    static void read(Reading<AddScaled>& r, nb::handle a, nb::handle b, double factor) {
+        check_float_rows(r.take(r.args.a, a));
+        check_like(r.take(r.args.b, b), r.args.a);
+        r.args.factor = static_cast<float>(factor);
         r.promise_like(a, r.args.a);
     }
 };
@@ -326,21 +371,28 @@ struct Binding<QuantizedLinear> {
     }
 };
 
+Gate gate_of(const std::optional<std::string>& activation) {
+    if (!activation) return Gate::none;
+    require(*activation == "silu" || *activation == "gelu_tanh",
+            "packed_linear: activation must be None, 'silu' or 'gelu_tanh'");
+    return *activation == "silu" ? Gate::silu : Gate::gelu_tanh;
+}
+
 template <>
 struct Binding<PackedLinear> {
     static void read(Reading<PackedLinear>& r, nb::handle x, nb::sequence weights, nb::sequence biases,
-                     nb::handle residual, bool is_gated) {
+                     nb::handle residual, std::optional<std::string> activation) {
         PackedLinear& a = r.args;
         require(r.take(a.x, x).dtype == DType::f32, "packed_linear: x must be float32");
         const size_t count = nb::len(weights);
         require(count >= 1 && count <= kPackedWeights && nb::len(biases) == count,
                 "packed_linear: expected one to three weights, and a bias or None for each");
-        a.count = static_cast<int>(count), a.is_gated = is_gated;
+        a.count = static_cast<int>(count), a.gate = gate_of(activation);
         for (int i = 0; i < a.count; ++i) take_weight(r, i, nb::object(weights[i]), nb::object(biases[i]));
-        require(!is_gated || (count == 2 && a.num_rows[0] == a.num_rows[1]),
+        require(!activation || (count == 2 && a.num_rows[0] == a.num_rows[1]),
                 "packed_linear: a gated product takes two weights of one size");
         int64_t width = 0;
-        for (int i = 0; i < (is_gated ? 1 : a.count); ++i) width += a.num_rows[i];
+        for (int i = 0; i < (activation ? 1 : a.count); ++i) width += a.num_rows[i];
         r.promise(DType::f32, with_length(a.x, width));
         if (residual.is_none()) return;
         const Tensor& added = r.take(a.residual, residual);
@@ -480,10 +532,16 @@ void check_places(const Tensor& tables, const Tensor& streams, const Tensor& slo
                 "streams and slots must be one integer a token");
 }
 
+void check_sinks(const Tensor& sinks, int64_t num_heads) {
+    require(is_float(sinks.dtype) && sinks.ndim == 1 && is_contiguous(sinks) && sinks.shape[0] == num_heads,
+            "attention: sinks must be one float a query head");
+}
+
 template <>
 struct Binding<Attention> {
     static void read(Reading<Attention>& r, nb::handle q, nb::handle keys, nb::handle values,
-                     nb::handle tables, nb::handle streams, nb::handle slots, double scale, int64_t window) {
+                     nb::handle tables, nb::handle streams, nb::handle slots, double scale, int64_t window,
+                     std::optional<double> softcap, std::optional<nb::object> sinks) {
         Attention& a = r.args;
         r.take(a.q, q), r.take(a.keys, keys), r.take(a.values, values);
         r.take(a.tables, tables), r.take(a.streams, streams), r.take(a.slots, slots);
@@ -496,7 +554,10 @@ struct Binding<Attention> {
         require(dim <= kMaxHeadDim && num_heads / num_kv_heads * (dim + 2) <= kMaxGroupFloats,
                 "attention: too many or too wide heads share a key head");
         require(window >= 0, "attention: the window must not be negative");
+        require(softcap.value_or(0) >= 0, "attention: the soft cap must not be negative");
+        if (sinks) check_sinks(r.take(a.sinks, *sinks), num_heads);
         a.scale = static_cast<float>(scale), a.window = window;
+        a.softcap = static_cast<float>(softcap.value_or(0));
         r.promise_like(q, a.q);
     }
 };

@@ -1,6 +1,7 @@
 // The native core as Python sees it. Each op is there twice: `rms_norm(...)` runs it, `bind_rms_norm(...)`
 // checks it once and returns a Call that runs it again and again, on the same tensors or on others of the
 // same layout. These four files, bindings.cpp and binding_*.h, are the only ones that know Python.
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
 #include <atomic>
@@ -16,9 +17,18 @@ using namespace infini;
 
 namespace {
 
+template <class T>
+constexpr bool kIsOptional = false;
+template <class T>
+constexpr bool kIsOptional<std::optional<T>> = true;
+
+// None reaches our own checks and their messages; what is optional may be left out.
 template <class P>
 auto any_object() {
-    return nb::arg().none();  // None reaches our own checks and their messages
+    if constexpr (kIsOptional<P>)
+        return nb::arg().none() = nb::none();
+    else
+        return nb::arg().none();
 }
 
 // The three functions of an op: `name(out, ...)` runs it, `accepts_name` only says whether it would, and

@@ -55,12 +55,15 @@ struct Linear {
 
 struct QuantizedLinear : Linear {};
 
+// What becomes of the first of two products before it multiplies the second; none: they stay side by side
+enum class Gate : uint8_t { none, silu, gelu_tanh };
+
 struct PackedLinear {
     Tensor y, x, residual, weight[kPackedWeights], bias[kPackedWeights];  // without data where there is none
     BlockType type[kPackedWeights];
     int64_t num_rows[kPackedWeights];
     int count, activation_bits;
-    bool is_gated;
+    Gate gate;
     static constexpr Roles kRoles{.outputs = 1, .tensors = 3 + 2 * kPackedWeights, .overwritten = 1 << 2};
 };
 

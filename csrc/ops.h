@@ -19,7 +19,11 @@
     X(silu, Unary)                             \
     X(gelu, Gelu)                              \
     X(swiglu, Binary)                          \
+    X(geglu, Geglu)                            \
     X(add, Binary)                             \
+    X(add_scaled, AddScaled)                   \
+    X(scale, Scale)                            \
+    X(softcap, Softcap)                        \
     X(softmax, Softmax)                        \
     X(causal_softmax, CausalSoftmax)           \
     X(embedding, Embedding)                    \

@@ -1,5 +1,6 @@
 // packed_linear: y = x Wᵀ + bias in float32, over weights packed 16 rows side by side (quant.h); of up to
-//                three weights the columns one after another; + residual; or, of two, silu(first) * second.
+//                three weights the columns one after another; + residual; or, of two, gate(first) * second,
+//                the gate being silu or gelu_tanh.
 //   y[m][n] = sum over groups g of x_scale[m][g] * (scale[n][g] * dot[m][n][g] + minimum[n][g] * sum[m][g])
 // The activations of a group of 32 are rounded to x_scale * q (rounding.h); sum is the sum of its q, and dot
 // the integer dot product of q with the weight's fields (dots.h, amx_packed.h). Integers are exact in any
@@ -67,7 +68,7 @@ struct Problem {
 
     int64_t num_strips() const {
         int64_t count = num_strips(0);
-        for (int i = 1; i < a.count && !a.is_gated; ++i) count += num_strips(i);
+        for (int i = 1; i < a.count && a.gate == Gate::none; ++i) count += num_strips(i);
         return count;
     }
 
@@ -113,16 +114,21 @@ struct Problem {
             }
     }
 
+    // total = gate(total) * up
+    template <class F>
+    static void gate_by(F f, float* total, const float* up, const Strip& s, int64_t num_rows) {
+        for (int64_t at = 0; at < s.num_panels * kPackedBandRows * kRows; at += kPackedBandRows * kRows)
+            map([f](vf gate, vf up) { return f(gate) * up; }, num_rows * kRows, total + at, total + at,
+                up + at);
+    }
+
     void run(const Strip& s, int64_t m, int64_t num_rows) const {
         alignas(64) float total[kPackedPanels * kPackedBandRows * kRows],
             up[kPackedPanels * kPackedBandRows * kRows];
         multiply(total, s.weight, s, m, num_rows);
-        if (a.is_gated) {
-            multiply(up, 1, s, m, num_rows);
-            for (int64_t at = 0; at < s.num_panels * kPackedBandRows * kRows; at += kPackedBandRows * kRows)
-                map([](vf gate, vf up) { return gate * sigmoid(gate) * up; }, num_rows * kRows, total + at,
-                    total + at, up + at);
-        }
+        if (a.gate != Gate::none) multiply(up, 1, s, m, num_rows);
+        if (a.gate == Gate::silu) gate_by([](vf x) { return x * sigmoid(x); }, total, up, s, num_rows);
+        if (a.gate == Gate::gelu_tanh) gate_by([](vf x) { return gelu_tanh(x); }, total, up, s, num_rows);
         write(s, total, m, num_rows);
     }
 

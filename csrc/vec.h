@@ -326,4 +326,18 @@ inline vf reciprocal(vf x) {
 // Zero below -87, so that x * sigmoid(x) of minus infinity is NaN, as it is in torch
 inline vf sigmoid(vf x) { return select(x < splat(-87.0f), vf{}, reciprocal(1.0f + exp_saturated(-x))); }
 
+// x * (1 + tanh(u)) / 2, u = sqrt(2/pi) * (x + 0.044715 x^3)
+inline vf gelu_tanh(vf x) { return x * sigmoid(1.5957691f * fma(0.044715f * x, x * x, x)); }
+
+// tanh(x) within 2 units in the last place: near zero a polynomial, since 1 - 2 / (e^2x + 1) cancels there
+inline vf tanh(vf x) {
+    const vu sign = as_bits(x) & 0x80000000u;
+    const vf magnitude = as_float(as_bits(x) ^ sign), square = x * x;
+    const vf p0 = fma(square, splat(-5.70498872745e-3f), splat(2.06390887954e-2f));
+    const vf p1 = fma(fma(p0, square, splat(-5.37397155531e-2f)), square, splat(1.33314422036e-1f));
+    const vf near = fma(magnitude * square, fma(p1, square, splat(-3.33332819422e-1f)), magnitude);
+    const vf far = 1.0f - 2.0f * reciprocal(1.0f + exp_saturated(2.0f * magnitude));
+    return as_float(as_bits(select(magnitude < splat(0.625f), near, far)) | sign);
+}
+
 }  // namespace infini::INFINI_LEVEL

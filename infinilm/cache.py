@@ -63,22 +63,32 @@ class BlockShape:
         return keys.nbytes + values.nbytes
 
 
-def attend(pools: tuple[Tensor, Tensor], q: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
+def attend(  # noqa: PLR0913  where keys are, who looks, and how
+    pools: tuple[Tensor, Tensor],
+    q: Tensor,
+    batch: Batch,
+    scale: float,
+    window: int | None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Let q [N, H, D] attend to all that each token may see -> [N, H, D]; their keys are in the pools.
 
-    In several calls where one takes long on a CPU; the bits are the same.
+    softcap and sinks [H] are those of `ops.attention`. In several calls where one takes long on a CPU; the
+    bits are the same.
     """
     num_keys = max(batch.lengths)
     work = q[0].numel() * min(num_keys, window or num_keys)  # of a token
     size = max(CALL_WORK // work // LANES, 1) * LANES  # the kernel takes so many together
+    how = scale, window or 0, softcap, sinks
     if len(q) <= size or not q.is_cpu:
-        return ops.attention(q, *pools, batch.block_tables, batch.streams, batch.slots, scale, window or 0)
+        return ops.attention(q, *pools, batch.block_tables, batch.streams, batch.slots, *how)
     out = torch.empty_like(q)
     for start in range(0, len(q), size):
         part, streams, slots, attended = (
             t[start : start + size] for t in (q, batch.streams, batch.slots, out)
         )
-        ops.attention(part, *pools, batch.block_tables, streams, slots, scale, window or 0, out=attended)
+        ops.attention(part, *pools, batch.block_tables, streams, slots, *how, out=attended)
     return out
 
 

@@ -31,25 +31,93 @@ def problem(
 
 
 def attend(
-    q: Tensor, pools: tuple[Tensor, Tensor, Tensor], places: Iterable[Place], window: int = 0
+    q: Tensor,
+    pools: tuple[Tensor, Tensor, Tensor],
+    places: Iterable[Place],
+    window: int = 0,
+    bend: tuple[float, Tensor | None] = (0.0, None),
 ) -> Tensor:
     streams, slots = torch.tensor(list(places)).t().contiguous()
-    return ops.attention(q[streams, slots], *pools, streams, slots, 0.2, window)
+    return ops.attention(q[streams, slots], *pools, streams, slots, 0.2, window, *bend)
 
 
+SINKS = torch.linspace(-2, 3, 6)  # of six heads
+BENDS = {"straight": (0.0, None), "capped": (1.5, None), "sinking": (0.0, SINKS), "both": (1.5, SINKS)}
+
+
+@pytest.mark.parametrize("bend", ["straight", "both"])
 @pytest.mark.parametrize("window", [0, 40, 300])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_token_gets_the_same_bits_alone_in_a_batch_and_in_a_prompt(
-    dtype: torch.dtype, window: int, level: str
+    dtype: torch.dtype, window: int, bend: str, level: str
 ) -> None:
     q, pools = problem(dtype)
+    how = window, BENDS[bend]
     for stream, slot in ((0, 0), (1, 255), (2, 256), (0, 699)):
-        alone = attend(q, pools, [(stream, slot)], window)[0]
+        alone = attend(q, pools, [(stream, slot)], *how)[0]
         batch = [(s, (slot + 97 * s) % LENGTH) for s in range(3)] * 2
         batch[4] = (stream, slot)
-        assert torch.equal(attend(q, pools, batch, window)[4], alone)
+        assert torch.equal(attend(q, pools, batch, *how)[4], alone)
         prompt = [(stream, s) for s in range(max(0, slot - 50), slot + 1)]
-        assert torch.equal(attend(q, pools, prompt, window)[-1], alone)
+        assert torch.equal(attend(q, pools, prompt, *how)[-1], alone)
+
+
+def by_the_book(q: Tensor, k: Tensor, v: Tensor, window: int, softcap: float, sinks: Tensor | None) -> Tensor:
+    """Attention of one stream in float64, from its definition: q [T, H, D], k and v [T, K, D]"""
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
+    scores = scores.masked_fill((distance < 0) | (distance >= (window or len(q))), -torch.inf)
+    if sinks is not None:
+        beside = sinks.double()[:, None, None].expand(-1, len(q), 1)
+        scores = torch.cat([scores, beside], -1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(q)], v)
+
+
+@pytest.mark.parametrize("bend", BENDS)
+@pytest.mark.parametrize("size", [64, 80, 96, 128, 256])
+def test_caps_sinks_and_windows_mean_what_their_formula_says(size: int, bend: str, level: str) -> None:
+    generator = torch.Generator().manual_seed(size)
+    for length in (1, 37, 301):
+        q = 2 * torch.randn(length, 6, size, generator=generator)
+        k, v = torch.randn(2, length, 2, size, generator=generator)
+        padded = torch.zeros(2, 1, 2, 320, size)
+        padded[:, 0, :, :length] = torch.stack([k, v]).transpose(1, 2)
+        pools, places = (
+            paged(*padded, block_size=64),
+            (torch.zeros(length, dtype=torch.int64), torch.arange(length)),
+        )
+        for window in (0, 40):
+            found = ops.attention(q, *pools, *places, size**-0.5, window, *BENDS[bend])
+            wanted = by_the_book(q.double(), k.double(), v.double(), window, *BENDS[bend])
+            torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_without_a_cap_and_with_sinks_that_weigh_nothing_bits_are_those_of_plain_attention(
+    level: str,
+) -> None:
+    q, pools = problem()
+    for places in ([(1, 600)], [(0, slot) for slot in range(250, 290)]):
+        plain = attend(q, pools, places)
+        assert torch.equal(attend(q, pools, places, 0, (0.0, torch.full((6,), -torch.inf))), plain)
+        assert torch.equal(attend(q, pools, places, 0, (0.0, None)), plain)
+
+
+def test_a_sink_that_outweighs_every_key_leaves_nothing(level: str) -> None:
+    q, pools = problem()
+    sinks = torch.tensor([0.0, 300.0, 0.0, 1e30, 0.0, 0.0])
+    found = attend(q, pools, [(1, 600), (0, 3)], 0, (0.0, sinks))
+    assert found[:, [1, 3]].abs().max() < 1e-30 and (found[:, [0, 2, 4, 5]].abs().amax(-1) > 1e-3).all()
+
+
+def test_kernels_decline_sinks_that_are_not_one_for_each_head() -> None:
+    q, pools = problem()
+    place = torch.tensor([0])
+    for bad in (SINKS[:5], SINKS[None], SINKS.double(), torch.ones(12)[::2], 3.0):
+        assert ops.attention.pick(q[0, :1], *pools, place, place, 0.2, 0, 0.0, bad) is None
+    assert ops.attention.pick(q[0, :1], *pools, place, place, 0.2, 0, -1.0) is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -69,7 +137,7 @@ def test_one_two_and_three_threads_give_the_same_bits(level: str, keep_threads: 
             results = []
             for count in (1, 2, 3):
                 infinicore.set_num_threads(count)
-                results.append(attend(q, pools, places))
+                results.append(attend(q, pools, places, 0, BENDS["both"]))
             assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 

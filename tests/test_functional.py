@@ -25,6 +25,11 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def geglu(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
+    gelu = torch.nn.functional.gelu(gate.double(), approximate=approximate)
+    return gelu.mul(up.double()).to(gate.dtype)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_activations_and_softmax_match_torch(dtype: torch.dtype, level: str) -> None:
     x, y = random(3, 50, dtype=dtype), random(3, 50, dtype=dtype, seed=1)
@@ -32,6 +37,8 @@ def test_activations_and_softmax_match_torch(dtype: torch.dtype, level: str) -> 
     for found, wanted in (
         (F.silu(x), torch.nn.functional.silu(x)),
         (F.swiglu(x, y), torch.nn.functional.silu(x.double()).mul(y.double()).to(dtype)),
+        (F.geglu(x, y), geglu(x, y, "tanh")),
+        (F.geglu(x, y, "none"), geglu(x, y, "none")),
         (F.gelu(x), torch.nn.functional.gelu(x)),
         (F.gelu(x, "tanh"), torch.nn.functional.gelu(x, approximate="tanh")),
         (F.gelu(x, "fast"), (x.double() * torch.sigmoid(1.702 * x.double())).to(dtype)),
@@ -257,6 +264,8 @@ X = torch.randn(3, 4)
         (lambda: F.silu(X, out=torch.empty(3, 4, dtype=torch.float16)), TypeError),
         (lambda: F.silu(X, out=torch.empty(3, 4, device="meta")), TypeError),
         (lambda: F.gelu(X, "quick"), ValueError),
+        (lambda: F.geglu(X, X, "quick"), ValueError),
+        (lambda: F.geglu(X, torch.randn(4)), ValueError),
         (lambda: F.softmax(X, 2), IndexError),
         (lambda: F.softmax(X, -3), IndexError),
         (lambda: F.swiglu(X, torch.randn(4)), ValueError),
@@ -334,6 +343,7 @@ CALLS: dict[str, dict[str, object]] = {
     },
     "silu": {"input": X, "out": X.clone()},
     "swiglu": {"input": X, "other": X, "out": X.clone()},
+    "geglu": {"input": X, "other": X, "approximate": "tanh", "out": X.clone()},
     "gelu": {"input": X, "approximate": "none", "out": X.clone()},
     "softmax": {"input": X, "dim": 0, "out": X.clone()},
 }
@@ -387,6 +397,7 @@ def test_gradients_flow_through_every_function_that_has_one() -> None:
         lambda x: F.rms_norm(x, [8], weight),
         lambda x: F.layer_norm(x, [8], weight, weight),
         lambda x: F.swiglu(x, x.flip(0)),
+        lambda x: F.geglu(x, x.flip(0)),
         lambda x: F.causal_softmax(x),
         lambda x: F.rope(x.view(3, 1, 8), torch.arange(3), sin, cos, RopeAlgo.GPT_J),
     ):

@@ -13,6 +13,7 @@ from torch import Tensor
 from infinicore import nn, ops
 from infinicore.graph import Arena, Graph, RecordError
 from infinicore.nn import functional as F
+from infinicore.nn.fused import gated_linear
 from infinicore.ops.attention_reference import paged, unfold_keys
 from infinicore.ops.reference import random_blocks
 from infinicore.quantization import BlockType
@@ -55,6 +56,25 @@ def test_a_replay_calls_the_same_products_attention_and_cache_on_new_values(leve
         place = tables[0, new_position // 64], slice(None), new_position % 64
         assert unfold_keys(keys)[place].any() and values[place].any()
         assert torch.equal(replayed, step()) and replayed.any()
+
+
+def test_a_replay_calls_what_gemma_and_granite_add_on_new_values(level: str) -> None:
+    gate, up = random_blocks(BlockType.Q4_0, 64, 2).pack(), random_blocks(BlockType.Q8_0, 64, 2).pack()
+    keys, values, tables = paged(*torch.randn(2, 1, 4, 320, 16), block_size=64)
+    x, sinks, stream, position = torch.randn(1, 64), torch.randn(4), torch.tensor([0]), torch.tensor([260])
+
+    def step() -> Tensor:
+        q = ops.scale(x, 8.0).view(1, 4, 16)
+        y = ops.attention(q, keys, values, tables, stream, position, 0.25, 100, 2.0, sinks).view(1, 64)
+        y = ops.add_scaled(x, gated_linear(y, gate, up, activation="gelu_tanh"), 0.22)
+        return ops.softcap(F.geglu(y, x), 3.0)
+
+    graph = Graph.record(step)
+    for new_position in (261, 262, 3):
+        x.normal_(), sinks.normal_()
+        position.fill_(new_position)
+        assert torch.equal(graph.replay().clone(), step())
+    assert len(graph) == 6
 
 
 def test_what_a_replay_would_leave_out_is_refused() -> None:

@@ -14,7 +14,7 @@ from gguf_files import llama_weights, write_folder
 from torch import Tensor
 
 import infinicore
-from infinicore import nn
+from infinicore import nn, ops
 from infinicore.ops.reference import random_blocks
 from infinicore.quantization import BlockType
 from infinilm import DynamicCache, cache, runner
@@ -144,6 +144,21 @@ def test_logits_do_not_depend_on_how_attention_is_cut(
     whole = all_logits(model, batch)
     monkeypatch.setattr(cache, "CALL_WORK", 1)  # 16 tokens a call, the least there is
     assert torch.equal(all_logits(model, batch), whole)
+
+
+def test_a_soft_cap_and_sinks_reach_attention_however_it_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    held, (q, k, v) = DynamicCache(16), torch.randn(3, 40, 4, 32, generator=generator)
+    batch = held.place([40])
+    pools = held.room(0, batch, (4, 32), k)
+    places = batch.block_tables, batch.streams, batch.slots
+    ops.store_kv(*pools, k, v, *places, out=pools)
+    sinks = torch.linspace(-1, 1, 4)
+    whole = cache.attend(pools, q, batch, 0.2, 30, softcap=1.5, sinks=sinks)
+    wanted = ops.attention.reference(q, *pools, *places, 0.2, 30, 1.5, sinks)
+    torch.testing.assert_close(whole, wanted, rtol=2e-5, atol=2e-6)
+    monkeypatch.setattr(cache, "CALL_WORK", 1)
+    assert torch.equal(cache.attend(pools, q, batch, 0.2, 30, softcap=1.5, sinks=sinks), whole)
 
 
 @torch.inference_mode()

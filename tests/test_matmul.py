@@ -196,7 +196,7 @@ def test_activations_of_any_size_are_rounded_as_the_reference_does(
     scale: float, bits: int, level: str
 ) -> None:
     weight, x = random_blocks(BlockType.Q4_0, 20, 2).pack(bits), rows(3, 64) * scale
-    wanted = ops.packed_linear.reference(x, (weight,), (None,), None, False)
+    wanted = ops.packed_linear.reference(x, (weight,), (None,), None)
     torch.testing.assert_close(F.linear(x, weight), wanted, rtol=1e-4, atol=1e-5 * scale)
 
 
@@ -238,8 +238,9 @@ def test_products_that_share_their_input_have_the_bits_of_each_alone(bits: int, 
         together = linear_group(x, packed, biases)
         assert all(map(torch.equal, together, alone))
         assert torch.equal(linear_add(x, packed[0], None, residual), residual + alone[0])
-        gated = gated_linear(x, packed[0], packed[1], up_bias=biases[1])
-        torch.testing.assert_close(gated, F.swiglu(alone[0], alone[1]), rtol=1e-6, atol=0)
+        for activation, gate in (("silu", F.swiglu), ("gelu_tanh", F.geglu)):
+            gated = gated_linear(x, packed[0], packed[1], up_bias=biases[1], activation=activation)
+            torch.testing.assert_close(gated, gate(alone[0], alone[1]), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("weight", [BIG, BIG.pack()], ids=["blocks", "packed"])
@@ -272,7 +273,7 @@ def test_a_packed_product_is_added_to_the_residual_in_place(num_outputs: int, le
         rows(3, num_outputs),
     )
     wanted = linear_add(x, weight, None, residual)
-    found = ops.packed_linear(x, (weight,), (None,), residual, False, out=residual)
+    found = ops.packed_linear(x, (weight,), (None,), residual, out=residual)
     assert found is residual and torch.equal(found, wanted)
 
 
@@ -382,7 +383,7 @@ def test_a_weight_that_cannot_be_is_refused(type: int, num_rows: int, bits: int)
         _native.Weight(PACKED, type, num_rows, bits)
 
 
-RIGHT = {"y": Y, "x": X, "weights": (packed(),), "biases": (None,), "residual": None, "is_gated": False}
+RIGHT = {"y": Y, "x": X, "weights": (packed(),), "biases": (None,), "residual": None, "activation": None}
 PAIR = {"weights": (packed(), packed()), "biases": (None, None)}
 
 
@@ -404,8 +405,9 @@ PAIR = {"weights": (packed(), packed()), "biases": (None, None)}
         {"y": X[:, :5]},
         {"residual": torch.ones(3, 4)},
         {"residual": Y.double()},
-        {"is_gated": True},
-        PAIR | {"is_gated": True, "weights": (packed(), packed(num_rows=4))},
+        {"activation": "silu"},
+        PAIR | {"activation": "relu"},
+        PAIR | {"activation": "gelu_tanh", "weights": (packed(), packed(num_rows=4))},
         PAIR,
         PAIR | {"y": torch.empty(3, 9)},
         PAIR | {"y": torch.empty(3, 11)},

@@ -28,8 +28,8 @@ NN = """
     PositionalEmbedding RBELinear RMSNorm RoPE RowParallelLinear SiLU Softmax functional
 """
 FUNCTIONAL = """
-    RopeAlgo add_rms_norm causal_softmax embedding gelu layer_norm linear random_sample rms_norm rope silu
-    softmax swiglu
+    RopeAlgo add_rms_norm causal_softmax embedding geglu gelu layer_norm linear random_sample rms_norm rope
+    silu softmax swiglu
 """
 
 INFINILM = """
@@ -50,6 +50,7 @@ FUNCTIONS = {
     F.silu: "input, inplace=False, *, out=None",
     F.swiglu: "input, other, *, out=None",
     F.add_rms_norm: "input, residual, normalized_shape, weight, eps=1e-5, *, out=None",
+    F.geglu: "input, other, approximate='tanh', *, out=None",
     F.gelu: "input, approximate='none', *, out=None",
     F.layer_norm: "input, normalized_shape, weight=None, bias=None, eps=1e-5, *, out=None",
     F.softmax: "input, dim=-1, *, out=None",

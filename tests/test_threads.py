@@ -141,7 +141,7 @@ def test_a_thread_that_goes_on_to_the_next_region_begins_it_anew(keep_threads: N
     rows = torch.randn(50, 1, 64, generator=generator)
 
     def products() -> list[Tensor]:
-        return [ops.packed_linear(row, (weight,), (None,), None, False) for row in rows]
+        return [ops.packed_linear(row, (weight,), (None,), None) for row in rows]
 
     infinicore.set_num_threads(1)
     wanted = products()

@@ -161,7 +161,11 @@ def test_gates_may_lie_side_by_side_with_what_they_gate(dtype: torch.dtype) -> N
     for size in (1, 577, 1024, 2305):
         gate, up = random(5, 2 * size, dtype=dtype).chunk(2, -1)
         assert_near(run(ops.swiglu, gate, up), wanted(ops.swiglu, gate, up), dtype)
+        assert_near(run(ops.geglu, gate, up, "tanh"), wanted(ops.geglu, gate, up, "tanh"), dtype)
+        assert_near(run(ops.add_scaled, gate, up, 0.22), wanted(ops.add_scaled, gate, up, 0.22), dtype)
         assert_near(run(ops.silu, up), wanted(ops.silu, up), dtype)
+        assert_near(run(ops.softcap, up, 1.5), wanted(ops.softcap, up, 1.5), dtype)
+        assert_near(run(ops.scale, up, 59.75), wanted(ops.scale, up, 59.75), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -255,6 +259,19 @@ def test_attention_of(batch: str, size: int, dtype: torch.dtype) -> None:
     slots, streams = BATCHES[batch]()
     for window, block_size in ((0, 16), (40, 64)):
         args = problem(dtype, size, 2, block_size, slots, streams, window)
+        assert_near(run(ops.attention, *args), wanted(ops.attention, *args), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", HEAD_SIZES)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_attention_with_a_soft_cap_and_sinks_of(batch: str, size: int, dtype: torch.dtype) -> None:
+    if IS_INTERPRETED and (size != 64 or dtype != torch.float32):
+        pytest.skip("the interpreter is slow")
+    slots, streams = BATCHES[batch]()
+    sinks = random(8, dtype=dtype)
+    for window, softcap, beside in ((0, 1.5, sinks), (40, 0.0, sinks), (40, 50.0, None)):
+        args = *problem(dtype, size, 2, 32, slots, streams, window), softcap, beside
         assert_near(run(ops.attention, *args), wanted(ops.attention, *args), dtype)
 
 

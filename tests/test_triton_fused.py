@@ -174,13 +174,17 @@ def test_layers_that_lie_together_give_what_they_give_apart() -> None:
 
     norm = nn.RMSNorm(96, dtype=HALF, device=DEVICE)
     gates, heads = layers(40, 40), layers(6 * 16, 2 * 16, 2 * 16)
+
+    def gated(x: Tensor) -> Tensor:
+        return torch.cat([project_gated(x, *gates, norm, name) for name in ("silu", "gelu_tanh")])
+
     for num_rows in (1, 3):
         x = random(num_rows, 96, dtype=HALF)
         where = heads_problem(num_rows, 16, HALF, False)
-        apart = project_gated(x, *gates, norm), project_heads(x, heads, norm, where), where[4].clone()
+        apart = gated(x), project_heads(x, heads, norm, where), where[4].clone()
         lay_together(*gates), lay_together(*heads)
         where[4].zero_()
-        joined = project_gated(x, *gates, norm), project_heads(x, heads, norm, where), where[4]
+        joined = gated(x), project_heads(x, heads, norm, where), where[4]
         assert_near(joined, tuple(t.double() for t in apart), HALF)
 
 

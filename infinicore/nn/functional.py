@@ -24,6 +24,7 @@ __all__ = [
     "add_rms_norm",
     "causal_softmax",
     "embedding",
+    "geglu",
     "gelu",
     "layer_norm",
     "linear",
@@ -106,7 +107,7 @@ def linear(
     check_linear(input, weight, bias)
     check_out("linear", out, input, (*input.shape[:-1], weight.shape[0]))
     if isinstance(weight, PackedTensor):
-        return ops.packed_linear(input, (weight,), (bias,), None, False, out=out)
+        return ops.packed_linear(input, (weight,), (bias,), None, out=out)
     op = ops.quantized_linear if isinstance(weight, QuantizedTensor) else ops.linear
     return op(input, weight, bias, out=out)
 
@@ -267,10 +268,20 @@ def swiglu(input: Tensor, other: Tensor, *, out: Tensor | None = None) -> Tensor
     return ops.swiglu(input, other, out=out)
 
 
+def geglu(input: Tensor, other: Tensor, approximate: str = "tanh", *, out: Tensor | None = None) -> Tensor:
+    """gelu(input, approximate) * other"""
+    check_approximate("geglu", approximate)
+    if (y := ops.geglu.attempt(out, input, other, approximate)) is not None:
+        return y
+    check_float("geglu", "input", input)
+    check_like("geglu", input, "other", other, input.shape)
+    check_out("geglu", out, input, input.shape)
+    return ops.geglu(input, other, approximate, out=out)
+
+
 def gelu(input: Tensor, approximate: str = "none", *, out: Tensor | None = None) -> Tensor:
     """input * Phi(input): exactly ("none"), in its tanh form, or as input * sigmoid(1.702 input) ("fast")"""
-    if approximate not in ("none", "tanh", "fast"):
-        raise ValueError(f"gelu: approximate must be 'none', 'tanh' or 'fast', but is {approximate!r}")
+    check_approximate("gelu", approximate)
     if (y := ops.gelu.attempt(out, input, approximate)) is not None:
         return y
     check_float("gelu", "input", input)
@@ -366,6 +377,11 @@ def check_normalized(function: str, input: Tensor, normalized_shape: int | Seque
         shapes = f"input shape {tuple(input.shape)} does not end in normalized_shape {tuple(wanted)}"
         raise ShapeError(f"{function}: {shapes}")
     return wanted
+
+
+def check_approximate(function: str, approximate: str) -> None:
+    if approximate not in ("none", "tanh", "fast"):
+        raise ValueError(f"{function}: approximate must be 'none', 'tanh' or 'fast', but is {approximate!r}")
 
 
 def check_weight(input: Tensor, weight: Tensor | QuantizedTensor) -> None:

@@ -6,7 +6,7 @@ one after the other, dense ones or tiles, are multiplied as one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ def linear_add(
     F.check_linear(input, weight, bias)
     F.check_like("linear", input, "residual", residual, (*input.shape[:-1], weight.shape[0]))
     if isinstance(weight, PackedTensor):
-        return ops.packed_linear(input, (weight,), (bias,), residual, False)
+        return ops.packed_linear(input, (weight,), (bias,), residual)
     return ops.linear_add(input, weight, bias, residual)
 
 
@@ -43,32 +43,44 @@ def linear_group(
         return tuple(F.linear(input, weight, bias) for weight, bias in zip(weights, biases, strict=True))
     for weight, bias in zip(weights, biases, strict=True):
         F.check_linear(input, weight, bias)
-    y = ops.packed_linear(input, tuple(weights), tuple(biases), None, False)
+    y = ops.packed_linear(input, tuple(weights), tuple(biases), None)
     return torch.split(y, [weight.shape[0] for weight in weights], -1)
 
 
-def gated_linear(
+GATES = {"silu": F.swiglu, "gelu_tanh": F.geglu}
+
+
+def gate_of(activation: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """The function of gate and up that an activation names"""
+    if activation not in GATES:
+        raise ValueError(f"activation must be one of {', '.join(map(repr, GATES))}, but is {activation!r}")
+    return GATES[activation]
+
+
+def gated_linear(  # noqa: PLR0913  two products, what comes before and after them
     input: Tensor,
     gate: Tensor | QuantizedTensor,
     up: Tensor | QuantizedTensor,
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
     norm: RMSNorm | None = None,
+    activation: str = "silu",
 ) -> Tensor:
-    """swiglu(linear(input, gate), linear(input, up)), the input normalised first if there is a norm.
+    """activation(linear(input, gate)) * linear(input, up), the input normalised first if there is a norm.
 
-    In one pass where both are packed.
+    The activation is "silu" or "gelu_tanh". In one pass where both are packed.
     """
+    by = gate_of(activation)
     whole = None if input.is_cpu or gate.shape != up.shape else joined((gate, up), (gate_bias, up_bias))
     if whole is not None:
         F.check_linear(input, *whole)
-        return ops.gated_linear(input, *scale_of(norm, input), *whole)
+        return ops.gated_linear(input, *scale_of(norm, input), *whole, activation)
     input = input if norm is None else norm(input)
     if not can_share_input((gate, up)) or gate.shape != up.shape:
-        return F.swiglu(*linear_group(input, (gate, up), (gate_bias, up_bias)))
+        return by(*linear_group(input, (gate, up), (gate_bias, up_bias)))
     F.check_linear(input, gate, gate_bias)
     F.check_linear(input, up, up_bias)
-    return ops.packed_linear(input, (gate, up), (gate_bias, up_bias), None, True)
+    return ops.packed_linear(input, (gate, up), (gate_bias, up_bias), None, activation)
 
 
 def scale_of(norm: RMSNorm | None, input: Tensor) -> tuple[Tensor | None, float]:

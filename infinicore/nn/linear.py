@@ -14,7 +14,7 @@ from infinicore import ops
 from infinicore.checks import check_place, integer, positive
 from infinicore.distributed import Communicator
 from infinicore.nn import functional as F
-from infinicore.nn.fused import gated_linear, joined, linear_add, linear_group, scale_of
+from infinicore.nn.fused import gate_of, gated_linear, joined, linear_add, linear_group, scale_of
 from infinicore.nn.module import Parameter
 from infinicore.nn.norm import RMSNorm
 from infinicore.nn.weight import WeightLayer
@@ -133,12 +133,17 @@ def project(x: Tensor, *layers: BaseLinear) -> tuple[Tensor, ...]:
     return linear_group(x, [layer.weight for layer in layers], [layer.bias for layer in layers])
 
 
-def project_gated(x: Tensor, gate: BaseLinear, up: BaseLinear, norm: RMSNorm | None = None) -> Tensor:
-    """swiglu(gate(x), up(x)), in one pass where their weights are packed; of norm(x) if there is a norm"""
+def project_gated(
+    x: Tensor, gate: BaseLinear, up: BaseLinear, norm: RMSNorm | None = None, activation: str = "silu"
+) -> Tensor:
+    """activation(gate(x)) * up(x), in one pass where their weights are packed; of norm(x) if there is a norm
+
+    The activation is "silu" or "gelu_tanh".
+    """
     if type(gate) is not Linear or type(up) is not Linear:
         x = x if norm is None else norm(x)
-        return F.swiglu(gate(x), up(x))
-    return gated_linear(x, gate.weight, up.weight, gate.bias, up.bias, norm)
+        return gate_of(activation)(gate(x), up(x))
+    return gated_linear(x, gate.weight, up.weight, gate.bias, up.bias, norm, activation)
 
 
 def project_heads(

@@ -107,9 +107,26 @@ def attention_samples(dtype: torch.dtype) -> Samples:
                 for rows in dict.fromkeys((torch.float32, dtype)):
                     q = random(len(slots), num_heads, dim, dtype=rows)
                     yield q, keys, values, tables, *places, dim**-0.5, window
+    yield from bent_attention_samples(dtype)
     for slots in ([6, 7, 3], [530, 270, 2], list(range(20, 60))):
         for bad in NOT_FINITE:
             yield from spoilt_attention_samples(dtype, slots, bad)
+
+
+BENDS = ((0.7, False), (0.0, True), (2.0, True))  # a soft cap, and whether there are sinks
+
+
+def bent_attention_samples(dtype: torch.dtype) -> Samples:
+    """With soft caps that bend most scores, with sinks, and with both"""
+    for num_heads, num_kv_heads, dim, window in ((6, 2, 33, 0), (8, 1, 64, 300), (3, 1, 32, 40)):
+        for slots in ([6, 7, 3], [530, 2], list(range(20, 60))):
+            k, v = (random(2, num_kv_heads, 768, dim, dtype=dtype).flip(i) for i in (0, 2))
+            keys, values, tables = paged(k, v, 64, dtype if dim < 64 else torch.uint8)
+            places = torch.tensor([i % 2 for i in range(len(slots))]), torch.tensor(slots)
+            q, sinks = random(len(slots), num_heads, dim, dtype=dtype), random(num_heads, dtype=dtype)
+            for softcap, has_sinks in BENDS:
+                bend = softcap, sinks if has_sinks else None
+                yield q, keys, values, tables, *places, dim**-0.5, window, *bend
 
 
 def spoilt_attention_samples(dtype: torch.dtype, slots: list[int], bad: float) -> Samples:
@@ -121,10 +138,11 @@ def spoilt_attention_samples(dtype: torch.dtype, slots: list[int], bad: float) -
         (q[1, 2], keys[0, 1, max(slots) - 3], values[0, 1, max(slots) - 3])[spoilt][5] = bad
         keys, values, tables = paged(keys, values, 64)
         yield q, keys, values, tables.int(), *places, 17**-0.5, 0
+        yield q, keys, values, tables.int(), *places, 17**-0.5, 0, 0.7, random(4, dtype=torch.float32)
 
 
 @op(attention_samples, DEFAULT_TOLERANCES | {torch.float32: Tolerance(2e-5, 2e-6)})
-def attention(
+def attention(  # noqa: PLR0913  what a token is, what it sees, and how
     q: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -133,8 +151,13 @@ def attention(
     slots: Tensor,
     scale: float,
     window: int,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Each token attends to the keys of its stream up to its slot, the last `window` of them (0: all).
+
+    Scores are scale * q . k, bent to softcap * tanh(score / softcap) where softcap > 0. sinks [H] are logits
+    that take part in each head's softmax without a value.
 
     q [N, H, D], keys [P, K, S/16, D, 16] with a lane for each key, values [P, K, S, D], block_tables [B, M],
     streams and slots [N] -> [N, H, D]. The key of a slot lies in block block_tables[stream, slot // S]. Pools
@@ -151,7 +174,7 @@ def attention(
             for rows in (unfold_keys(keys[blocks]), values[blocks])
         )
         for some in tokens.split(TOKENS_AT_ONCE):
-            y[some] = attend(q[some], k, v, slots[some], scale, window)
+            y[some] = attend(q[some], k, v, slots[some], scale, window, softcap, sinks)
     return y
 
 
@@ -189,7 +212,16 @@ def blocks_seen(block_tables: Tensor, stream: int, slots: Tensor, window: int, v
 TOKENS_AT_ONCE = 128  # so that the scores of a long prompt take no more memory than its keys
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, scale: float, window: int) -> Tensor:
+def attend(  # noqa: PLR0913  those of attention
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
     """Attention of some tokens of one stream: q [N, H, D], k and v [K, T, D], slots [N] -> [N, H, D]"""
     column = torch.arange(k.shape[1], device=q.device)
     visible = column <= slots[:, None]  # [N, T]
@@ -197,9 +229,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, scale: float, window:
         visible = visible & (column > slots[:, None] - window)
     grouped = torch.unflatten(wide(q), 1, (len(k), -1)).movedim(0, 2)  # [K, H/K, N, D]
     scores = grouped @ k.to(grouped.dtype).transpose(1, 2).unsqueeze(1) * scale
-    weights = torch.softmax(scores.masked_fill(~visible, -torch.inf), -1)  # [K, H/K, N, T]
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = softmax(scores.masked_fill(~visible, -torch.inf), sinks)  # [K, H/K, N, T]
     y = weigh(weights, v.to(grouped.dtype).unsqueeze(1), visible)
     return y.movedim(2, 0).flatten(1, 2).to(q.dtype)
+
+
+def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Over the last dimension of scores [K, H/K, N, T], and a sink [H] beside them if there are any"""
+    if sinks is None:
+        return torch.softmax(scores, -1)
+    beside = sinks.to(scores.dtype).view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+    return torch.softmax(torch.cat([scores, beside], -1), -1)[..., :-1]
 
 
 def weigh(weights: Tensor, v: Tensor, visible: Tensor) -> Tensor:

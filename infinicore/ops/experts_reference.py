@@ -134,7 +134,7 @@ def experts(  # noqa: PLR0913  what a mixture is made of
 
 def product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     if isinstance(weight, PackedTensor):
-        return packed_linear(x, (weight,), (bias,), None, False)
+        return packed_linear(x, (weight,), (bias,), None)
     if isinstance(weight, QuantizedTensor):
         return quantized_linear(x, weight, bias)
     return linear(x, weight, bias)

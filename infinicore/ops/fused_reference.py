@@ -14,6 +14,7 @@ from torch import Tensor
 
 from infinicore.ops.attention_reference import paged, store_kv
 from infinicore.ops.reference import (
+    GATES,
     HALF_PRODUCT,
     PRODUCT,
     add,
@@ -24,7 +25,6 @@ from infinicore.ops.reference import (
     rms_norm,
     rope,
     rope_tables,
-    swiglu,
 )
 from infinicore.ops.registry import op
 from infinicore.quantization import QuantizedTensor
@@ -62,13 +62,23 @@ def gated_linear_samples(dtype: torch.dtype) -> Samples:
         biases = None if bias is None else torch.cat([bias, residual.reshape(-1, len(weight))[0]])
         yield x, random(x.shape[-1], dtype=dtype), 1e-5, both, biases
         yield x, None, 0.0, both, biases
+    for _ in range(2):
+        yield x, None, 0.0, both, biases, "gelu_tanh"
 
 
 @op(gated_linear_samples, PRODUCT | HALF_PRODUCT)
-def gated_linear(x: Tensor, norm: Tensor | None, eps: float, weight: Weight, bias: Tensor | None) -> Tensor:
-    """swiglu(gate, up) of x [*, E], normalised first if there is a norm; weight [2 I, E] is that of both"""
+def gated_linear(
+    x: Tensor,
+    norm: Tensor | None,
+    eps: float,
+    weight: Weight,
+    bias: Tensor | None,
+    activation: str = "silu",
+) -> Tensor:
+    """activation(gate) * up of x [*, E], normalised first if there is a norm; weight [2 I, E] is of both"""
     normed = x if norm is None else rms_norm(x, norm, eps)
-    return swiglu(*product(normed, weight, bias).chunk(2, -1))
+    gate, options = GATES[activation]
+    return gate(*product(normed, weight, bias).chunk(2, -1), *options)
 
 
 def places(num_tokens: int, size: int, dtype: torch.dtype) -> tuple[Any, ...]:

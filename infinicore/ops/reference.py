@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infinicore.ops.registry import Tolerance, op
+from infinicore.ops.registry import Op, Tolerance, op
 from infinicore.quantization import BlockType, PackedTensor, QuantizedTensor
 
 # R rows, E row length, S sequence, H heads, D head size, T keys, V vocabulary
@@ -200,10 +200,61 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return (g * torch.sigmoid(g) * wide(up)).to(gate.dtype)
 
 
+def geglu_samples(dtype: torch.dtype) -> Samples:
+    for approximate in ("none", "tanh", "fast"):
+        for gate, up in pair_samples(dtype):
+            yield gate, up, approximate
+
+
+@op(geglu_samples)
+def geglu(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
+    """gelu(gate) * up"""
+    return (gelu.reference(wide(gate), approximate) * wide(up)).to(gate.dtype)
+
+
+# What a gate is called: its op, and what that takes beside gate and up
+GATES: dict[str, tuple[Op[Tensor], tuple[str, ...]]] = {"silu": (swiglu, ()), "gelu_tanh": (geglu, ("tanh",))}
+
+
 @op(pair_samples)
 def add(a: Tensor, b: Tensor) -> Tensor:
     """a + b"""
     return a + b
+
+
+def add_scaled_samples(dtype: torch.dtype) -> Samples:
+    for a, b in pair_samples(dtype):
+        yield a, b, 0.22
+
+
+@op(add_scaled_samples)
+def add_scaled(a: Tensor, b: Tensor, factor: float) -> Tensor:
+    """a + factor * b"""
+    return (wide(a) + factor * wide(b)).to(a.dtype)
+
+
+def scale_samples(dtype: torch.dtype) -> Samples:
+    for (x,) in row_samples(dtype):
+        yield x, 59.866518
+        yield x, -0.1
+
+
+@op(scale_samples)
+def scale(x: Tensor, factor: float) -> Tensor:
+    """factor * x; who wants the factor rounded to the dtype of x gives it so"""
+    return (factor * wide(x)).to(x.dtype)
+
+
+def softcap_samples(dtype: torch.dtype) -> Samples:
+    for (x,) in row_samples(dtype):
+        yield x, 30.0
+        yield x, 0.5
+
+
+@op(softcap_samples)
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """cap * tanh(x / cap): what is small stays, and nothing is larger than cap"""
+    return (cap * torch.tanh(wide(x) / cap)).to(x.dtype)
 
 
 @op(row_samples)
@@ -351,12 +402,14 @@ def rounded_activations(x: Tensor, bits: int) -> Tensor:
 def packed_linear_samples(dtype: torch.dtype) -> Samples:
     for bits in (8, 12, 16):
         for x, weight, bias in quantized_linear_samples(dtype):
-            yield x, (weight.pack(bits),), (bias,), None, False
+            yield x, (weight.pack(bits),), (bias,), None, None
     x, first = random(3, 64, dtype=dtype), random_blocks(BlockType.Q4_1, 40, 2).pack()
     second, third = random_blocks(BlockType.Q8_0, 16, 2).pack(), random_blocks(BlockType.Q5_0, 7, 2).pack()
-    yield x, (first, second, third), (random(40, dtype=dtype), None, random(7, dtype=dtype)), None, False
-    yield x, (first, second), (None, None), random(3, 56, dtype=dtype), False
-    yield x, (first, random_blocks(BlockType.Q4_0, 40, 2).pack()), (None, random(40, dtype=dtype)), None, True
+    yield x, (first, second, third), (random(40, dtype=dtype), None, random(7, dtype=dtype)), None, None
+    yield x, (first, second), (None, None), random(3, 56, dtype=dtype)
+    pair, biases = (first, random_blocks(BlockType.Q4_0, 40, 2).pack()), (None, random(40, dtype=dtype))
+    for activation in GATES:
+        yield x, pair, biases, None, activation
 
 
 # Scales and minimums are applied to sums over a group, which are larger than the values they leave.
@@ -366,18 +419,22 @@ def packed_linear(
     weights: Sequence[PackedTensor],
     biases: Sequence[Tensor | None],
     residual: Tensor | None,
-    is_gated: bool,
+    activation: str | None = None,
 ) -> Tensor:
     """x @ weight.T + bias for each of up to three weights, side by side, with x rounded to 8, 12 or 16 bits.
 
-    Gated, silu(first) * second of two weights; then the residual is added.
+    With an activation, "silu" or "gelu_tanh", activation(first) * second of two; then the residual is added.
     """
     rounded = rounded_activations(x, weights[0].activation_bits)
     products = [
         torch.nn.functional.linear(rounded, weight.dequantize(x.dtype), bias)
         for weight, bias in zip(weights, biases, strict=True)
     ]
-    y = torch.nn.functional.silu(products[0]) * products[1] if is_gated else torch.cat(products, -1)
+    if activation is None:
+        y = torch.cat(products, -1)
+    else:
+        gate, options = GATES[activation]
+        y = gate.reference(*products, *options)
     return y if residual is None else residual + y
 
 

@@ -25,7 +25,7 @@ from infinicore.ops.registry import OPS, Kernel
 
 FAMILIES = {
     "norm": ("rms_norm", "add_rms_norm"),
-    "elementwise": ("add", "silu", "swiglu"),
+    "elementwise": ("add", "add_scaled", "scale", "softcap", "silu", "swiglu", "geglu"),
     "rope": ("rope",),
     "embedding": ("embedding",),
     "linear": ("linear", "linear_add", "gated_linear"),

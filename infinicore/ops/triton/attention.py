@@ -18,6 +18,8 @@ from infinicore.ops.triton.attention_runs import launch_runs
 from infinicore.ops.triton.cache import are_places, are_pools
 from infinicore.ops.triton.tensors import FLOATS, are_plain, fits, settled, target
 
+LOG2_E = math.log2(math.e)
+
 
 def accepts_attention(  # noqa: PLR0913  those of the op
     out: Any,
@@ -29,6 +31,8 @@ def accepts_attention(  # noqa: PLR0913  those of the op
     slots: Tensor,
     scale: float,
     window: int,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> bool:
     return (
         are_pools(keys, values)
@@ -38,6 +42,7 @@ def accepts_attention(  # noqa: PLR0913  those of the op
         and q.shape[1] % values.shape[1] == 0
         and q.shape[2] == values.shape[3]
         and are_places(len(q), keys.device, block_tables, streams, slots)
+        and (sinks is None or (are_plain(keys.device, FLOATS, sinks) and sinks.shape == q.shape[1:2]))
         and fits(out, q.shape, q.dtype, q.device)
     )
 
@@ -52,19 +57,24 @@ def attention(  # noqa: PLR0913  those of the op
     slots: Tensor,
     scale: float,
     window: int,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    y = target(out, q, q, keys, values, block_tables, streams, slots)
+    has_sinks = () if sinks is None else (sinks,)
+    y = target(out, q, q, keys, values, block_tables, streams, slots, *has_sinks)
     q = q if q.stride(2) == 1 else q.contiguous()
     tables, streams, slots = (t.contiguous() for t in (block_tables, streams, slots))
     num_blocks, num_kv_heads, _, size = values.shape
     group = q.shape[1] // num_kv_heads
-    # exp2 is what the device has
-    sizes = (scale * math.log2(math.e), window, len(q), *tables.shape, num_blocks, num_kv_heads, group, size)
+    # exp2 is what the device has, so scores are in powers of two; a cap multiplies what tanh makes of them.
+    scale, cap = (scale / softcap, softcap * LOG2_E) if softcap > 0 else (scale * LOG2_E, 0.0)
+    sizes = (scale, cap, window, len(q), *tables.shape, num_blocks, num_kv_heads, group, size)
+    tensors = q, keys, values, tables, streams, slots, None if sinks is None else sinks.contiguous()
     if infinicore.deterministic:
-        launch_each(y, (q, keys, values, tables, streams, slots), sizes)
+        launch_each(y, tensors, sizes)
         return settled(y, out)
     has_runs = len(q) > max(len(tables), LONG.value - 1)
-    launch_alone(y, (q, keys, values, tables, streams, slots), sizes, has_runs)
+    launch_alone(y, tensors, sizes, has_runs)
     if has_runs:
-        launch_runs(y, (q, keys, values, tables, streams, slots), sizes)
+        launch_runs(y, tensors, sizes)
     return settled(y, out)

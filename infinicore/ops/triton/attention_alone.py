@@ -17,7 +17,16 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import infinicore
-from infinicore.ops.triton.attention_places import LONG, arithmetic, in_run, lanes_at, padded, place_of
+from infinicore.ops.triton.attention_places import (
+    LONG,
+    arithmetic,
+    capped,
+    in_run,
+    lanes_at,
+    padded,
+    place_of,
+    with_sinks,
+)
 from infinicore.ops.triton.cache import LANES
 from infinicore.ops.triton.tensors import num_processors, overlap, wait_for_inputs
 
@@ -58,13 +67,14 @@ def list_kernel(list_ptr, stream_ptr, N, LONG: tl.constexpr, TILE: tl.constexpr,
 
 @triton.jit
 def lane_scores(
-    q, key_ptr, first, lost, key, seen, end, scale, D,
-    LANES: tl.constexpr, DIM: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    q, key_ptr, first, lost, key, seen, end, scale, cap, D,
+    CAPS: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """[HEADS, LANES]; the keys are [D, LANES] in one piece"""
     d, lane = tl.arange(0, DIM)[:, None], tl.arange(0, LANES)[None, :]
     keys = tl.load(key_ptr + first + (d * LANES + lane), mask=d < D, other=0.0).to(DTYPE)
-    scores = tl.dot(q, keys, input_precision=PRECISION) * scale + lost
+    scores = capped(tl.dot(q, keys, input_precision=PRECISION) * scale, cap, CAPS) + lost
     return tl.where((key + lane >= seen) & (key + lane < end), scores, -float("inf"))
 
 
@@ -82,8 +92,9 @@ def add_lanes(
 
 @triton.jit
 def attend_alone(
-    sums, largest, total, q, seen, begin, end, lost, key_ptr, value_ptr, table, scale, K, P, head, D,
-    S: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    sums, largest, total, q, seen, begin, end, lost, key_ptr, value_ptr, table, scale, cap, K, P, head, D,
+    CAPS: tl.constexpr, S: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What the heads of a group sum up over the keys from begin to end, as far as those are seen.
 
@@ -96,11 +107,12 @@ def attend_alone(
         next_first, next_first_lost = lanes_at(table, key + 2 * LANES, seen, end, K, P, head, D, S, LANES)
         next_second, next_second_lost = lanes_at(table, key + 3 * LANES, seen, end, K, P, head, D, S, LANES)
         scores = lane_scores(
-            q, key_ptr, first, first_lost + lost, key, seen, end, scale, D, LANES, DIM, DTYPE, PRECISION
-        )
+            q, key_ptr, first, first_lost + lost, key, seen, end, scale, cap, D,
+            CAPS, LANES, DIM, DTYPE, PRECISION,
+        )  # fmt: skip
         others = lane_scores(
-            q, key_ptr, second, second_lost + lost, key + LANES, seen, end, scale, D,
-            LANES, DIM, DTYPE, PRECISION,
+            q, key_ptr, second, second_lost + lost, key + LANES, seen, end, scale, cap, D,
+            CAPS, LANES, DIM, DTYPE, PRECISION,
         )  # fmt: skip
         new = tl.maximum(largest, tl.max(tl.maximum(scores, others), 1))
         base = tl.where(new == -float("inf"), 0.0, new)
@@ -119,8 +131,9 @@ def attend_alone(
 
 @triton.jit
 def fold_parts(
-    y_ptr, part_ptr, weight_ptr, arrival_ptr, token, head, slot, window, K, G, D,
-    DIM: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, FOLDED: tl.constexpr,
+    y_ptr, part_ptr, weight_ptr, arrival_ptr, sink_ptr, token, head, slot, window, K, G, D,
+    HAS_SINKS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
+    FOLDED: tl.constexpr,
 ):  # fmt: skip
     """The heads of a group from their parts, by whoever is the last to have written one"""
     tl.debug_barrier()
@@ -140,7 +153,8 @@ def fold_parts(
             sums = tl.load(at, mask=is_used[:, :, None], other=0.0)
             base = tl.max(largest, 1)
             weight = tl.exp2(largest - tl.where(base == -float("inf"), 0.0, base)[:, None])
-            y = tl.sum(sums * weight[:, :, None], 1) / tl.sum(total * weight, 1)[:, None]
+            total = with_sinks(tl.sum(total * weight, 1), base, sink_ptr, head * G + g, g < G, HAS_SINKS)
+            y = tl.sum(sums * weight[:, :, None], 1) / total[:, None]
             is_value = (g < G)[:, None] & (d < D)[None, :]
             tl.store(y_ptr + row[:, None] * D + d[None, :], y.to(y_ptr.dtype.element_ty), mask=is_value)
 
@@ -148,7 +162,8 @@ def fold_parts(
 @triton.jit(do_not_specialize=["window", "N", "B", "M", "P"])
 def alone_kernel(
     y_ptr, part_ptr, weight_ptr, arrival_ptr, list_ptr, q_ptr, key_ptr, value_ptr, table_ptr, stream_ptr,
-    slot_ptr, q_token_stride, q_head_stride, scale, window, N, B, M, P, K, G, D,
+    slot_ptr, sink_ptr, q_token_stride, q_head_stride, scale, cap, window, N, B, M, P, K, G, D,
+    CAPS: tl.constexpr, HAS_SINKS: tl.constexpr,
     S: tl.constexpr, LANES: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr,
     SPLITS: tl.constexpr, FOLDED: tl.constexpr, HAS_RUNS: tl.constexpr, DTYPE: tl.constexpr,
     PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
@@ -170,10 +185,11 @@ def alone_kernel(
             total, sums = tl.zeros((HEADS,), tl.float32), tl.zeros((HEADS, DIM), tl.float32)
             sums, largest, total = attend_alone(
                 sums, largest, total, q, seen, begin, end, lost, key_ptr, value_ptr, table_ptr + stream * M,
-                scale, K, P, head, D, S, LANES, DIM, DTYPE, PRECISION,
+                scale, cap, K, P, head, D, CAPS, S, LANES, DIM, DTYPE, PRECISION,
             )  # fmt: skip
             row = (token * K + head) * G + g
             if SPLITS == 1:
+                total = with_sinks(total, largest, sink_ptr, head * G + g, g < G, HAS_SINKS)
                 y = (sums / total[:, None]).to(y_ptr.dtype.element_ty)
                 tl.store(y_ptr + row[:, None] * D + d[None, :], y, mask=is_value)
             else:
@@ -183,16 +199,16 @@ def alone_kernel(
                 tl.store(weight_ptr + 2 * part + 1, total, mask=g < G)
         if FOLDED > 0:
             fold_parts(
-                y_ptr, part_ptr, weight_ptr, arrival_ptr, token, head, slot, window, K, G, D,
-                DIM, KEYS, SPLITS, FOLDED,
+                y_ptr, part_ptr, weight_ptr, arrival_ptr, sink_ptr, token, head, slot, window, K, G, D,
+                HAS_SINKS, DIM, KEYS, SPLITS, FOLDED,
             )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["window", "N", "B", "M"])
 def fold_kernel(
-    y_ptr, part_ptr, weight_ptr, list_ptr, stream_ptr, slot_ptr, window, N, B, M, H, D,
-    S: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, HAS_RUNS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    y_ptr, part_ptr, weight_ptr, list_ptr, stream_ptr, slot_ptr, sink_ptr, window, N, B, M, H, D,
+    HAS_SINKS: tl.constexpr, S: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
+    HAS_RUNS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """The parts of a head of one token, weighed by their largest scores"""
     wait_for_inputs(OVERLAPS)
@@ -210,7 +226,8 @@ def fold_kernel(
         base = tl.max(largest, 0)
         weight = tl.exp2(largest - tl.where(base == -float("inf"), 0.0, base))
         # A part that is not used has the weight 0 and nothing to weigh.
-        y = tl.sum(sums * weight[:, None], 0) / tl.sum(total * weight, 0)
+        y = tl.sum(sums * weight[:, None], 0)
+        y /= with_sinks(tl.sum(total * weight, 0), base, sink_ptr, head, True, HAS_SINKS)
         tl.store(y_ptr + (token * H + head) * D + d, y.to(y_ptr.dtype.element_ty), mask=d < D)
 
 
@@ -248,8 +265,9 @@ def plan_of(num_programs: int, q: Tensor, num_kv_heads: int, is_wide: bool, has_
     return Plan(splits, is_folded, *alone_tile(is_wide, dim))
 
 
-def launch_alone(y: Tensor, tensors: tuple[Tensor, ...], sizes: tuple[Any, ...], has_runs: bool) -> None:
-    q, _, values, tables, streams, slots = tensors
+def launch_alone(y: Tensor, tensors: tuple[Any, ...], sizes: tuple[Any, ...], has_runs: bool) -> None:
+    q, _, values, tables, streams, slots, sinks = tensors
+    _, cap, window, _, num_streams, room, *_ = sizes
     num_tokens, num_heads, size = q.shape
     num_kv_heads, block_size = values.shape[1:3]
     alone = listed(streams) if has_runs else streams
@@ -258,19 +276,19 @@ def launch_alone(y: Tensor, tensors: tuple[Tensor, ...], sizes: tuple[Any, ...],
     math_of, dim, group = arithmetic(q, values), padded(size), num_heads // num_kv_heads
     plan = plan_of(num_programs, q, num_kv_heads, math_of["DTYPE"] == tl.float32, has_runs)
     shared = {"S": block_size, "DIM": dim, "KEYS": 2 * LANES, "SPLITS": plan.splits, "HAS_RUNS": has_runs}
+    shared["HAS_SINKS"] = sinks is not None
     num_parts = num_tokens * num_heads * plan.splits if plan.splits > 1 else 0
     parts, weights = (q.new_empty(num_parts, n, dtype=torch.float32) for n in (dim, 2))
     arrived = arrivals(values) if plan.is_folded else None
     alone_kernel[(num_programs, num_kv_heads, plan.splits)](
         y, parts, weights, arrived, alone, *tensors, *q.stride()[:2], *sizes,
-        LANES=LANES, HEADS=padded(group), FOLDED=folded_heads(plan, dim, group),
+        CAPS=cap > 0, LANES=LANES, HEADS=padded(group), FOLDED=folded_heads(plan, dim, group),
         num_warps=plan.num_warps, num_stages=plan.num_stages, **shared, **math_of, **overlap(q.device),
     )  # fmt: skip
     if plan.splits > 1 and not plan.is_folded:
-        _, window, _, num_streams, room, *_ = sizes
         fold_kernel[(num_programs, num_heads)](
-            y, parts, weights, alone, streams, slots, window, num_tokens, num_streams, room, num_heads, size,
-            num_warps=4, **shared, **overlap(q.device),
+            y, parts, weights, alone, streams, slots, sinks, window, num_tokens, num_streams, room, num_heads,
+            size, num_warps=4, **shared, **overlap(q.device),
         )  # fmt: skip
 
 
@@ -292,15 +310,15 @@ def arrivals(pool: Tensor) -> Tensor:
     return found
 
 
-def launch_each(y: Tensor, tensors: tuple[Tensor, ...], sizes: tuple[Any, ...]) -> None:
+def launch_each(y: Tensor, tensors: tuple[Any, ...], sizes: tuple[Any, ...]) -> None:
     """Every token as if it stood alone, with the splits it would have then"""
-    q, keys, values, tables, streams, slots = tensors
-    scale, window, _, *rest = sizes
+    q, keys, values, tables, streams, slots, sinks = tensors
+    scale, cap, window, _, *rest = sizes
     size = max(MOST_FOLDED // values.shape[1], 1)
     for parts in zip(*(t.split(size) for t in (y, q, streams, slots)), strict=True):
         y_part, q_part, streams_part, slots_part = parts
-        some = q_part, keys, values, tables, streams_part, slots_part
-        launch_alone(y_part, some, (scale, window, len(q_part), *rest), False)
+        some = q_part, keys, values, tables, streams_part, slots_part, sinks
+        launch_alone(y_part, some, (scale, cap, window, len(q_part), *rest), False)
 
 
 def listed(streams: Tensor) -> Tensor:

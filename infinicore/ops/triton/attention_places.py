@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from infinicore.ops.triton.tensors import tanh
+
 # N tokens, B streams, M blocks of a stream, P blocks of a pool, S slots of a block, H query heads,
 # K key/value heads, G query heads of each, D head size, KEYS keys that are looked at together
 LONG = tl.constexpr(8)  # tokens of one stream in a row that make a run
@@ -50,6 +52,23 @@ def lanes_at(table_ptr, key, seen, end, K, P, head, D, S: tl.constexpr, LANES: t
     is_there = (block >= 0) & (block < P)
     lost = tl.where(is_there, 0.0, float("nan"))
     return ((tl.where(is_there, block, 0) * K + head) * S + key % S) * D, lost
+
+
+@triton.jit
+def capped(scores, cap, CAPS: tl.constexpr):
+    """cap * tanh(scores), if there is a cap"""
+    if CAPS:
+        scores = cap * tanh(scores)
+    return scores
+
+
+@triton.jit
+def with_sinks(total, largest, sink_ptr, head, is_head, HAS_SINKS: tl.constexpr):
+    """The sums of weights, and what the sinks of these heads add to them"""
+    if HAS_SINKS:
+        sink = tl.load(sink_ptr + head, mask=is_head, other=0.0).to(tl.float32)
+        total += tl.exp2(sink * 1.4426950408889634 - largest)
+    return total
 
 
 def arithmetic(q: Tensor, values: Tensor) -> dict[str, Any]:

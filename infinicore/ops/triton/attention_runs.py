@@ -8,7 +8,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from infinicore.ops.triton.attention_places import LONG, arithmetic, in_run, lanes_at, padded, place_of
+from infinicore.ops.triton.attention_places import (
+    LONG,
+    arithmetic,
+    capped,
+    in_run,
+    lanes_at,
+    padded,
+    place_of,
+    with_sinks,
+)
 from infinicore.ops.triton.cache import LANES
 from infinicore.ops.triton.tensors import overlap, wait_for_inputs
 
@@ -61,7 +70,8 @@ def weigh(scores, largest):
 
 @triton.jit
 def add_keys(
-    sums, total, largest, q, slot, key_ptr, value_ptr, table, begin, end, last, scale, window, K, P, head, D,
+    sums, total, largest, q, slot, key_ptr, value_ptr, table, begin, end, last, scale, cap, window,
+    K, P, head, D, CAPS: tl.constexpr,
     S: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -76,7 +86,8 @@ def add_keys(
         is_there = key <= last
         first, missing = blocks_of(table, key, is_there, K, P, head, S)
         keys = load_keys(key_ptr, first, key, d, D, S, LANES).to(DTYPE)
-        scores = tl.dot(q, keys, input_precision=PRECISION) * scale + missing[None, :]
+        scores = tl.dot(q, keys, input_precision=PRECISION) * scale
+        scores = capped(scores, cap, CAPS) + missing[None, :]
         is_seen = (key[None, :] <= slot[:, None]) & ((window <= 0) | (key[None, :] > slot[:, None] - window))
         weights, largest, scaled = weigh(tl.where(is_seen, scores, -float("inf")), largest)
         values = load_values(value_ptr, first, key, is_there, d, D, S).to(DTYPE)
@@ -98,8 +109,9 @@ def chosen(group, first, second, third, fourth):
 
 @triton.jit
 def add_whole_keys(
-    sums, total, largest, q, key_ptr, value_ptr, table, begin, end, scale, K, P, head, D,
-    S: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    sums, total, largest, q, key_ptr, value_ptr, table, begin, end, scale, cap, K, P, head, D,
+    CAPS: tl.constexpr, S: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """add_keys where all tokens see all keys: four times LANES at once, whose addresses are found one round
     ahead, a number for each LANES"""
@@ -118,7 +130,7 @@ def add_whole_keys(
         at = (first + k % LANES)[None, :] + (d * LANES)[:, None]
         at = tl.max_contiguous(tl.multiple_of(at, (1, LANES)), (1, LANES))
         keys = tl.load(key_ptr + at, mask=(d < D)[:, None], other=0.0).to(DTYPE)
-        scores = tl.dot(q, keys, input_precision=PRECISION) * scale + lost
+        scores = capped(tl.dot(q, keys, input_precision=PRECISION) * scale, cap, CAPS) + lost
         weights, largest, scaled = weigh(scores, largest)
         at = (first + k % LANES * D)[:, None] + d[None, :]
         values = tl.load(value_ptr + at, mask=(d < D)[None, :], other=0.0).to(DTYPE)
@@ -129,8 +141,9 @@ def add_whole_keys(
 
 @triton.jit(do_not_specialize=["window", "N", "B", "M", "P"])
 def runs_kernel(
-    y_ptr, q_ptr, key_ptr, value_ptr, table_ptr, stream_ptr, slot_ptr,
-    q_token_stride, q_head_stride, scale, window, N, B, M, P, K, G, D,
+    y_ptr, q_ptr, key_ptr, value_ptr, table_ptr, stream_ptr, slot_ptr, sink_ptr,
+    q_token_stride, q_head_stride, scale, cap, window, N, B, M, P, K, G, D,
+    CAPS: tl.constexpr, HAS_SINKS: tl.constexpr,
     S: tl.constexpr, LANES: tl.constexpr, LONG: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr,
     KEYS: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -163,16 +176,17 @@ def runs_kernel(
         total, sums = tl.zeros((TOKENS,), tl.float32), tl.zeros((TOKENS, DIM), tl.float32)
         sums, total, largest = add_keys(
             sums, total, largest, q, slot, key_ptr, value_ptr, table, begin, whole, last,
-            scale, window, K, P, head // G, D, S, LANES, DIM, KEYS, DTYPE, PRECISION,
+            scale, cap, window, K, P, head // G, D, CAPS, S, LANES, DIM, KEYS, DTYPE, PRECISION,
         )  # fmt: skip
         sums, total, largest = add_whole_keys(
             sums, total, largest, q, key_ptr, value_ptr, table, whole, parted,
-            scale, K, P, head // G, D, S, LANES, DIM, DTYPE, PRECISION,
+            scale, cap, K, P, head // G, D, CAPS, S, LANES, DIM, DTYPE, PRECISION,
         )  # fmt: skip
         sums, total, largest = add_keys(
             sums, total, largest, q, slot, key_ptr, value_ptr, table, parted, last + 1, last,
-            scale, window, K, P, head // G, D, S, LANES, DIM, KEYS, DTYPE, PRECISION,
+            scale, cap, window, K, P, head // G, D, CAPS, S, LANES, DIM, KEYS, DTYPE, PRECISION,
         )  # fmt: skip
+        total = with_sinks(total, largest, sink_ptr, head, True, HAS_SINKS)
         y = sums / total[:, None] + lost[:, None]
         y_at = y_ptr + (rows * K * G + head)[:, None] * D + d[None, :]
         tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=is_own[:, None] & (d < D)[None, :])
@@ -187,14 +201,15 @@ def runs_tile(is_wide: bool, dim: int) -> tuple[int, int, int, int]:
     return (128, 64, 8, 3) if dim <= 128 else (64, 32, 4, 3)
 
 
-def launch_runs(y: Tensor, tensors: tuple[Tensor, ...], sizes: tuple[Any, ...]) -> None:
-    q, _, values, *_ = tensors
+def launch_runs(y: Tensor, tensors: tuple[Any, ...], sizes: tuple[Any, ...]) -> None:
+    q, _, values, *_, sinks = tensors
     num_tokens, num_heads, size = q.shape
     math_of = arithmetic(q, values)
     dim = padded(size)
     tokens, keys, num_warps, num_stages = runs_tile(math_of["DTYPE"] == tl.float32, dim)
     runs_kernel[(num_heads, triton.cdiv(num_tokens, tokens))](
         y, *tensors, *q.stride()[:2], *sizes,
+        CAPS=sizes[1] > 0, HAS_SINKS=sinks is not None,
         S=values.shape[2], LANES=LANES, LONG=LONG, TOKENS=tokens, DIM=dim, KEYS=keys,
         num_warps=num_warps, num_stages=num_stages, **math_of, **overlap(q.device),
     )  # fmt: skip

@@ -248,10 +248,17 @@ def multiplied(
 
 
 def accepts_gated_linear(
-    out: Any, x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None
+    out: Any,
+    x: Tensor,
+    norm: Tensor | None,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str = "silu",
 ) -> bool:
     return (
-        are_product(x, weight, bias)
+        activation == "silu"
+        and are_product(x, weight, bias)
         and len(weight) % 2 == 0
         and weight.shape[1] <= LARGEST_TILE
         and are_few(x, weight, True)
@@ -261,7 +268,13 @@ def accepts_gated_linear(
 
 
 def gated_linear(
-    out: Tensor | None, x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None
+    out: Tensor | None,
+    x: Tensor,
+    norm: Tensor | None,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str = "silu",
 ) -> Tensor:
     like = torch.empty((*x.shape[:-1], len(weight) // 2), dtype=x.dtype, device=x.device)
     y = target(out, like, x, weight, *(t for t in (norm, bias) if t is not None))

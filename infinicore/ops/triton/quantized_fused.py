@@ -55,17 +55,30 @@ def linear_add(
 
 
 def accepts_gated_linear(
-    out: Any, x: Tensor, norm: Tensor | None, eps: float, weight: Any, bias: Tensor | None
+    out: Any,
+    x: Tensor,
+    norm: Tensor | None,
+    eps: float,
+    weight: Any,
+    bias: Tensor | None,
+    activation: str = "silu",
 ) -> bool:
     return (
-        are_one(x, weight, bias, norm)
+        activation == "silu"
+        and are_one(x, weight, bias, norm)
         and weight.shape[0] % (2 * TILE_ROWS) == 0
         and fits(out, (*x.shape[:-1], weight.shape[0] // 2), x.dtype, x.device)
     )
 
 
 def gated_linear(
-    out: Tensor | None, x: Tensor, norm: Tensor | None, eps: float, weight: TiledTensor, bias: Tensor | None
+    out: Tensor | None,
+    x: Tensor,
+    norm: Tensor | None,
+    eps: float,
+    weight: TiledTensor,
+    bias: Tensor | None,
+    activation: str = "silu",
 ) -> Tensor:
     like = torch.empty((*x.shape[:-1], weight.shape[0] // 2), dtype=x.dtype, device=x.device)
     y = target(out, like, x, *weight.planes, *(t for t in (norm, bias) if t is not None))
