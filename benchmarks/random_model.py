@@ -24,6 +24,7 @@ from infinilm.hub import resolve
 FOLDER = Path(__file__).parent.parent / "build" / "models"
 MIX = "Q4_K_M"  # what most files are: Q4_K, and Q6_K where more bits are worth most
 TYPES = (*BlockType.__members__, MIX, "BF16")
+REPLACED = ("general.architecture", "general.file_type", "general.name")
 SPREAD = 0.02  # of the weights
 VOCAB_SIZE = 49152  # the built-in tokenizer's
 
@@ -32,15 +33,13 @@ VOCAB_SIZE = 49152  # the built-in tokenizer's
 class Size:
     """What decides how much work a token is; the defaults are the shape of Llama 3.2 1B."""
 
+    architecture: str = "llama"
     num_layers: int = 16
     hidden_size: int = 2048
     intermediate_size: int = 8192
     num_heads: int = 32
     num_kv_heads: int = 8
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_heads
+    head_dim: int = 64
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor by its GGUF name; the output is tied to the embedding."""
@@ -50,31 +49,68 @@ class Size:
         return vocabulary | shapes | {"output_norm.weight": (self.hidden_size,)}
 
     def layer_shapes(self) -> dict[str, tuple[int, ...]]:
-        hidden, wide, narrow = self.hidden_size, self.intermediate_size, self.num_kv_heads * self.head_dim
+        hidden, inner = self.hidden_size, self.intermediate_size
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return {
             "attn_norm.weight": (hidden,),
-            "attn_q.weight": (hidden, hidden),
-            "attn_k.weight": (narrow, hidden),
-            "attn_v.weight": (narrow, hidden),
-            "attn_output.weight": (hidden, hidden),
+            "attn_q.weight": (queries, hidden),
+            "attn_k.weight": (keys, hidden),
+            "attn_v.weight": (keys, hidden),
+            "attn_output.weight": (hidden, queries),
             "ffn_norm.weight": (hidden,),
-            "ffn_gate.weight": (wide, hidden),
-            "ffn_up.weight": (wide, hidden),
-            "ffn_down.weight": (hidden, wide),
+            "ffn_gate.weight": (inner, hidden),
+            "ffn_up.weight": (inner, hidden),
+            "ffn_down.weight": (hidden, inner),
         }
 
     def metadata(self) -> dict[str, int]:
         return {
-            "llama.block_count": self.num_layers,
-            "llama.embedding_length": self.hidden_size,
-            "llama.feed_forward_length": self.intermediate_size,
-            "llama.attention.head_count": self.num_heads,
-            "llama.attention.head_count_kv": self.num_kv_heads,
-            "llama.rope.dimension_count": self.head_dim,
+            "block_count": self.num_layers,
+            "embedding_length": self.hidden_size,
+            "feed_forward_length": self.intermediate_size,
+            "attention.head_count": self.num_heads,
+            "attention.head_count_kv": self.num_kv_heads,
+            "rope.dimension_count": self.head_dim,
         }
 
 
-ONE_BILLION, SMALL = Size(), Size(num_layers=2)
+@dataclass(frozen=True)
+class Mixture(Size):
+    """Layers of Qwen3 30B-A3B, of whose 128 experts a token goes through 8; fewer of them than it has."""
+
+    architecture: str = "qwen3moe"
+    num_layers: int = 6
+    intermediate_size: int = 768
+    num_kv_heads: int = 4
+    head_dim: int = 128
+    num_experts: int = 128
+    num_chosen: int = 8
+
+    def layer_shapes(self) -> dict[str, tuple[int, ...]]:
+        mlp = [f"ffn_{part}.weight" for part in ("gate", "up", "down")]
+        shared = {name: shape for name, shape in super().layer_shapes().items() if name not in mlp}
+        hidden, inner, count = self.hidden_size, self.intermediate_size, self.num_experts
+        heads = {f"attn_{part}_norm.weight": (self.head_dim,) for part in "qk"}
+        experts: dict[str, tuple[int, ...]] = {
+            "ffn_gate_inp.weight": (count, hidden),
+            "ffn_gate_exps.weight": (count, inner, hidden),
+            "ffn_up_exps.weight": (count, inner, hidden),
+            "ffn_down_exps.weight": (count, hidden, inner),
+        }
+        return shared | heads | experts
+
+    def metadata(self) -> dict[str, int]:
+        return super().metadata() | {
+            "attention.key_length": self.head_dim,
+            "attention.value_length": self.head_dim,
+            "expert_count": self.num_experts,
+            "expert_used_count": self.num_chosen,
+            "expert_feed_forward_length": self.intermediate_size,
+        }
+
+
+ONE_BILLION, SMALL, MIXTURE = Size(), Size(num_layers=2), Mixture()
+SIZES = {"1B": ONE_BILLION, "4B-A0.5B": MIXTURE}
 
 
 def cached_model(type_name: str, size: Size = ONE_BILLION) -> Path:
@@ -91,7 +127,7 @@ def write_model(path: Path, type_name: str, size: Size = ONE_BILLION) -> None:
     """Written beside its place and renamed, so that nobody meets half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".part")
-    writer = gguf.GGUFWriter(partial, "llama")
+    writer = gguf.GGUFWriter(partial, size.architecture)
     add_metadata(writer, size)
     tensors = {
         name: (shape, kind_of(name, shape, type_name, size.num_layers))
@@ -112,9 +148,14 @@ def write_model(path: Path, type_name: str, size: Size = ONE_BILLION) -> None:
 
 def add_metadata(writer: gguf.GGUFWriter, size: Size) -> None:
     """The built-in model's fields, its tokenizer among them, with this size's own."""
-    own = size.metadata() | {"general.name": "random weights"}
+    own = size.metadata()
     for key, value, types in built_in_fields():
-        writer.add_key_value(key, own.get(key, value), types[0], types[-1] if len(types) > 1 else None)
+        name = key.removeprefix("llama.")
+        if name not in own:
+            key = f"{size.architecture}.{name}" if name != key else key
+            writer.add_key_value(key, value, types[0], types[-1] if len(types) > 1 else None)
+    for name, number in own.items():
+        writer.add_uint32(f"{size.architecture}.{name}", number)
 
 
 @cache
@@ -124,14 +165,16 @@ def built_in_fields() -> list[tuple[str, Any, list[gguf.GGUFValueType]]]:
     return [
         (key, field.contents(), field.types)
         for key, field in fields.items()
-        if not key.startswith("GGUF.") and key not in ("general.architecture", "general.file_type")
+        if not key.startswith("GGUF.") and key not in REPLACED
     ]
 
 
 def kind_of(name: str, shape: tuple[int, ...], type_name: str, num_layers: int) -> str:
-    """Vectors stay in float32, as in every quantised file."""
+    """Vectors and routers stay in float32, as in every quantised file."""
     if len(shape) == 1:
         return "F32"
+    if name.endswith("ffn_gate_inp.weight"):
+        return "F32 at random"
     if type_name != MIX:
         return type_name
     is_output = name == "token_embd.weight"
@@ -147,7 +190,7 @@ def has_more_bits(name: str, num_layers: int) -> bool:
 
 
 def add_tensor(writer: gguf.GGUFWriter, name: str, shape: tuple[int, ...], kind: str) -> None:
-    ggml_type = gguf.GGMLQuantizationType[kind]
+    ggml_type = gguf.GGMLQuantizationType[kind.split()[0]]
     in_bytes = gguf.quant_shape_to_byte_shape(shape, ggml_type)
     writer.add_tensor_info(name, in_bytes, np.dtype(np.uint8), int(np.prod(in_bytes)), ggml_type)
 
@@ -157,6 +200,8 @@ def random_bytes(shape: tuple[int, ...], kind: str) -> np.ndarray[Any, Any]:
     generator = torch.Generator().manual_seed(0)
     if kind == "F32":
         return torch.ones(shape).view(torch.uint8).numpy()
+    if kind == "F32 at random":
+        return torch.empty(shape).normal_(0, SPREAD, generator=generator).view(torch.uint8).numpy()
     if kind == "BF16":
         rows = torch.empty(shape, dtype=torch.bfloat16).normal_(0, SPREAD, generator=generator)
         return rows.view(torch.uint8).numpy()
@@ -165,7 +210,7 @@ def random_bytes(shape: tuple[int, ...], kind: str) -> np.ndarray[Any, Any]:
 
 def random_blocks(shape: tuple[int, ...], type: BlockType, generator: torch.Generator) -> Tensor:
     """Bytes at random, with the scales that make weights of them"""
-    size = (shape[0], type.bytes_per_row(shape[1]))
+    size = (*shape[:-1], type.bytes_per_row(shape[-1]))
     blocks = torch.randint(256, size, dtype=torch.uint8, generator=generator)
     set_scales(blocks, type, scales_of(type))
     return blocks

@@ -14,6 +14,9 @@ from torch import Tensor
 from infinicore.nn import RBELinear
 from infinilm.checkpoint import BlockType, Checkpoint, QuantizedTensor, open_checkpoint, quantize
 from infinilm.hub import resolve
+from infinilm.models.registry import read_config
+from infinilm.models.stored import Stored
+from infinilm.models.weights import stored_weights
 
 NUM_ROWS = 1536  # of a matrix, at most: the embedding has 49,152
 BLOCK_SIZE = 64
@@ -23,17 +26,18 @@ COLUMNS = "{:<26} {:<6} {:>6} {:>7} {:>9} {:>9} {:>13}"
 
 def weights_of(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
     """The embedding, a matrix from the first, the middle and the last layer, and a random one."""
-    last = checkpoint.config["num_hidden_layers"] - 1
-    yield "embed_tokens", dense(checkpoint, "model.embed_tokens.weight")
-    yield "layer 0, q_proj", dense(checkpoint, "model.layers.0.self_attn.q_proj.weight")
-    yield f"layer {last // 2}, gate_proj", dense(checkpoint, f"model.layers.{last // 2}.mlp.gate_proj.weight")
-    yield f"layer {last}, down_proj", dense(checkpoint, f"model.layers.{last}.mlp.down_proj.weight")
+    config = read_config(checkpoint)
+    stored, last = stored_weights(checkpoint, config), config.num_hidden_layers - 1
+    yield "embed_tokens", dense(stored, "model.embed_tokens.weight")
+    yield "layer 0, q_proj", dense(stored, "model.layers.0.self_attn.q_proj.weight")
+    yield f"layer {last // 2}, gate_proj", dense(stored, f"model.layers.{last // 2}.mlp.gate_proj.weight")
+    yield f"layer {last}, down_proj", dense(stored, f"model.layers.{last}.mlp.down_proj.weight")
     yield "random, normal", torch.randn(512, 512, generator=torch.Generator().manual_seed(0))
 
 
-def dense(checkpoint: Checkpoint, name: str) -> Tensor:
-    stored = checkpoint.tensor(name)
-    tensor = stored.dequantize() if isinstance(stored, QuantizedTensor) else stored.float()
+def dense(stored: Stored, name: str) -> Tensor:
+    weight = stored[name].read()
+    tensor = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight.float()
     return tensor[:NUM_ROWS]
 
 

@@ -36,6 +36,7 @@ from infinilm.bench import Measured, random_prompts
 from infinilm.checkpoint import open_checkpoint
 from infinilm.load import Answer, Load, Pace, Question, Target
 from infinilm.load.wire import Address, request
+from infinilm.models.registry import read_config
 
 MODEL = BUILT_IN
 PEERS = Path("build/peers/bin/python")
@@ -271,7 +272,7 @@ def open_loop(targets: dict[str, Target], rates: Sequence[float], runs: Runs, fo
 def added_time(target: Target, path: Path, num_threads: int, num_rounds: int, found: Found) -> None:
     """The same prompts in the engine's own process and through HTTP; a first round of each is not counted."""
     with open_checkpoint(path) as checkpoint:
-        vocab_size = checkpoint.config["vocab_size"]
+        vocab_size = read_config(checkpoint).vocab_size
     asked = [Question(prompt, NUM_NEW) for prompt in random_prompts(vocab_size, PROMPT, CLIENTS[AT], seed=1)]
     with engine_alone(path, num_threads) as alone:
         for number in range(-1, num_rounds):

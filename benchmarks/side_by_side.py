@@ -26,7 +26,12 @@ from benchmarks.report import ModelResult
 from benchmarks.timing import REST, rounds_within
 from infinilm.bench import Measured, read_bandwidth
 from infinilm.checkpoint import open_checkpoint
+from infinilm.config import LlamaConfig
 from infinilm.hub import resolve
+from infinilm.models.mixture import MixtureConfig
+from infinilm.models.registry import read_config
+from infinilm.models.stored import Stored
+from infinilm.models.weights import stored_weights
 
 BUILT_IN = "135M Q4_1"
 NUM_DECODED = 32
@@ -74,6 +79,7 @@ PLANS: dict[str, Plan] = {
     "1B Q4_K_M": {prefill(512): FAST, decode(): FAST, **STREAMS},
     "1B Q8_0": {prefill(512): ALL, decode(): ALL},
     "1B BF16": {prefill(512): PAIR, decode(): PAIR},
+    "4B-A0.5B Q4_0": {prefill(512): PAIR, decode(): PAIR, decode(0, 8): PAIR},
 }
 QUICK: dict[str, Plan] = {
     BUILT_IN: {prefill(512): MODES, decode(): MODES},
@@ -96,9 +102,10 @@ def path_of(model: str) -> Path:
         return resolve(None)
     if model not in PLANS:
         return Path(model)
-    from benchmarks.random_model import cached_model
+    from benchmarks.random_model import SIZES, cached_model
 
-    return cached_model(model.split()[1])
+    size, type_name = model.split()
+    return cached_model(type_name, SIZES[size])
 
 
 # ---- one model ----
@@ -142,8 +149,9 @@ def leave_out(name: str, error: WorkerError) -> None:
 
 def new_result(name: str, path: Path, workers: dict[str, Worker]) -> ModelResult:
     with open_checkpoint(path) as checkpoint:
-        config, weight_bytes = checkpoint.config, checkpoint.num_bytes
-    sizes = (config[key] for key in ("num_hidden_layers", "num_key_value_heads", "head_dim"))
+        config = read_config(checkpoint)
+        weight_bytes = bytes_read(stored_weights(checkpoint, config), config)
+    sizes = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
     return ModelResult(
         name,
         file_bytes=path.stat().st_size,
@@ -152,6 +160,13 @@ def new_result(name: str, path: Path, workers: dict[str, Worker]) -> ModelResult
         load_seconds={name: worker.load_seconds for name, worker in workers.items()},
         imported_bytes={name: worker.imported_bytes for name, worker in workers.items()},
     )
+
+
+def bytes_read(stored: Stored, config: LlamaConfig) -> int:
+    """By one token, which goes through some of the experts where there are such"""
+    share = config.num_experts_per_tok / config.num_experts if isinstance(config, MixtureConfig) else 1.0
+    parts = {name: weight.num_bytes for name, weight in stored.items()}
+    return int(sum(size * (share if ".experts." in name else 1.0) for name, size in parts.items()))
 
 
 def measure(result: ModelResult, task: Task, workers: dict[str, Worker], num_rounds: int) -> None:

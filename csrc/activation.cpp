@@ -3,7 +3,7 @@
 // gelu_tanh(x) = x * (1 + tanh(u)) / 2 = x * sigmoid(2u), u = sqrt(2/pi) * (x + 0.044715 x^3)
 // geglu(a, b) = gelu(a) * b, of any of the three
 // scale(x) = factor * x                   add_scaled(a, b) = a + factor * b
-// softcap(x) = cap * tanh(x / cap)
+// softcap(x) = cap * tanh(x / cap)        gate_rows(x, g) = x * sigmoid(g), a g for each row
 // Elementwise: y may be an input.
 #include "activation.h"
 #include "rows.h"
@@ -114,6 +114,20 @@ int64_t swiglu(const Binary& args) {
 
 int64_t add(const Binary& args) {
     return binary(args, [](vf a, vf b) { return a + b; });
+}
+
+int64_t gate_rows(const GateRows& a) {
+    with_type(a.x.dtype, [&](auto type) {
+        using T = decltype(type);
+        const Rows y{a.y}, x{a.x}, gates{a.gates};
+        for_rows(a.x, [&](int64_t begin, int64_t end) {
+            for (int64_t r = begin; r < end; ++r) {
+                const vf share = splat(sigmoid(load_n(gates.at<const T>(r), 1))[0]);
+                map([share](vf v) { return v * share; }, x.length(), y.at<T>(r), x.at<const T>(r));
+            }
+        });
+    });
+    return kOk;
 }
 
 int64_t scale(const Scale& a) {

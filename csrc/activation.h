@@ -28,6 +28,11 @@ struct Geglu {
     static constexpr Roles kRoles = Binary::kRoles;
 };
 
+struct GateRows {
+    Tensor y, x, gates;
+    static constexpr Roles kRoles{.outputs = 1, .tensors = 3, .overwritten = 1 << 1};
+};
+
 struct Scale {
     Tensor y, x;
     float factor;

@@ -155,6 +155,19 @@ struct Binding<Gelu> {
 };
 
 template <>
+struct Binding<GateRows> {
+    static void read(Reading<GateRows>& r, nb::handle x, nb::handle gates) {
+        check_float_rows(r.take(r.args.x, x));
+        check_float_rows(r.take(r.args.gates, gates));
+        const Tensor &rows = r.args.x, &each = r.args.gates;
+        bool fits = each.dtype == rows.dtype && each.ndim == rows.ndim && each.shape[each.ndim - 1] == 1;
+        for (int i = 0; fits && i + 1 < rows.ndim; ++i) fits = each.shape[i] == rows.shape[i];
+        require(fits, "gate_rows: expected a gate for each row, of its dtype");
+        r.promise_like(x, r.args.x);
+    }
+};
+
+template <>
 struct Binding<Scale> {
     static void read(Reading<Scale>& r, nb::handle x, double factor) {
         check_float_rows(r.take(r.args.x, x));

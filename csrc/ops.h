@@ -22,6 +22,7 @@
     X(geglu, Geglu)                            \
     X(add, Binary)                             \
     X(add_scaled, AddScaled)                   \
+    X(gate_rows, GateRows)                     \
     X(scale, Scale)                            \
     X(softcap, Softcap)                        \
     X(softmax, Softmax)                        \

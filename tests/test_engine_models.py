@@ -31,7 +31,7 @@ from infinilm.models.llama import LlamaForCausalLM
 
 __all__ = ["make"]
 
-KINDS = ["phi3, window", "phi4-mini", "olmo2", "smollm3"]
+KINDS = ["phi3, window", "phi4-mini", "olmo2", "smollm3", "gemma2", "gemma3", "granite", "qwen3moe", "gptoss"]
 MAX_LENGTH = 60
 
 

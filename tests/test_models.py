@@ -19,6 +19,10 @@ LONGROPE = {
     "long_factor": [2.0 + 0.5 * i for i in range(6)],
     "partial_rotary_factor": 0.75,
 }
+GEMMA_ROPES = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+}
 QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3", {}),
@@ -26,6 +30,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi4-mini": (
         "Phi3",
         {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32, "tie_word_embeddings": True},
+    ),
+    "gemma2": ("Gemma2", {"head_dim": 16, "sliding_window": 9}),
+    "gemma2, its own scale": (
+        "Gemma2",
+        {"head_dim": 16, "num_hidden_layers": 3, "query_pre_attn_scalar": 40, "attn_logit_softcapping": None},
+    ),
+    "gemma3": ("Gemma3", {"head_dim": 16, "sliding_window": 9, "num_hidden_layers": 7}),
+    "gemma3, scaled": ("Gemma3", {"head_dim": 16, "sliding_window": 9, "rope_parameters": GEMMA_ROPES}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 8.0,
+        },
+    ),
+    "gptoss": (
+        "GptOss",
+        {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 16, "sliding_window": 9},
     ),
     "mixtral": ("Mixtral", {"num_local_experts": 5}),
     "mixtral, window": ("Mixtral", {"num_local_experts": 4, "sliding_window": 9}),

@@ -51,8 +51,54 @@ def stacked(weights: Weights, config: Any) -> Weights:
     return weights | {name: torch.stack(parts) for name, parts in found.items()}
 
 
+def dealt(weights: Weights, config: Any) -> Weights:
+    """Gate and up apart, as rows"""
+    found: Weights = {}
+    for name, weight in weights.items():
+        rows = weight.transpose(1, 2) if name.endswith("_proj") else weight
+        if "gate_up_proj" in name:
+            for start, part in enumerate(("gate", "up")):
+                found[suffixed(name.replace("gate_up", part))] = rows[:, start::2]
+        else:
+            found[suffixed(name)] = rows
+    return found
+
+
+def suffixed(name: str) -> str:
+    """GGUF's names end in weight or bias."""
+    if name.endswith("_proj_bias"):
+        return name.removesuffix("_bias") + ".bias"
+    return name if name.endswith((".weight", ".bias")) else name + ".weight"
+
+
 def nothing(writer: Any, config: Any) -> None:
     """What all have says all"""
+
+
+def caps(writer: Any, config: Any) -> None:
+    writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+    writer.add_final_logit_softcapping(config.final_logit_softcapping)
+
+
+def gemma3_scaled(writer: Any, config: Any) -> None:
+    writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+    writer.add_rope_scaling_factor(8.0)
+    writer.add_rope_freq_base_swa(300.0)
+
+
+def multipliers(writer: Any, config: Any) -> None:
+    writer.add_embedding_scale(config.embedding_multiplier)
+    writer.add_residual_scale(config.residual_multiplier)
+    writer.add_attention_scale(config.attention_multiplier)
+    writer.add_logit_scale(config.logits_scaling)
+
+
+def gpt_oss(writer: Any, config: Any) -> None:
+    experts(writer, config)
+    scaling = config.rope_parameters
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(scaling["factor"])
+    writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
 
 
 def experts(writer: Any, config: Any) -> None:
@@ -76,6 +122,11 @@ KINDS: dict[str, tuple[str, tuple[Callable[[Weights, Any], Weights], ...], Calla
     "phi3": ("PHI3", (), nothing),
     "phi3, window": ("PHI3", (), nothing),
     "phi4-mini": ("PHI3", (with_factors,), phi3_mini),
+    "gemma2": ("GEMMA2", (plus_one,), caps),
+    "gemma3": ("GEMMA3", (plus_one,), nothing),
+    "gemma3, scaled": ("GEMMA3", (plus_one,), gemma3_scaled),
+    "granite": ("GRANITE", (paired,), multipliers),
+    "gptoss": ("GPT_OSS", (dealt,), gpt_oss),
     "mixtral": ("LLAMA", (paired, stacked), experts),
     "mixtral, window": ("LLAMA", (paired, stacked), experts),
     "olmoe": ("OLMOE", (stacked,), experts),

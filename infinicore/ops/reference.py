@@ -233,6 +233,18 @@ def add_scaled(a: Tensor, b: Tensor, factor: float) -> Tensor:
     return (wide(a) + factor * wide(b)).to(a.dtype)
 
 
+def gate_rows_samples(dtype: torch.dtype) -> Samples:
+    for (x,) in row_samples(dtype):
+        yield x, random(*x.shape[:-1], 1, dtype=dtype, scale=4.0)
+    yield random(4, 33, dtype=dtype), torch.tensor([[-100.0], [0.0], [100.0], [torch.nan]], dtype=dtype)
+
+
+@op(gate_rows_samples)
+def gate_rows(x: Tensor, gates: Tensor) -> Tensor:
+    """x * sigmoid(gates), a gate for each row: [*, E], [*, 1] -> [*, E]"""
+    return (wide(x) * torch.sigmoid(wide(gates))).to(x.dtype)
+
+
 def scale_samples(dtype: torch.dtype) -> Samples:
     for (x,) in row_samples(dtype):
         yield x, 59.866518

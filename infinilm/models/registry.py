@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 # Files of this folder that register a model when they are imported.
 FILES = (
+    "gemma2",
+    "gemma3",
+    "gpt_oss",
+    "granite",
     "llama",
     "mixtral",
     "olmo2",

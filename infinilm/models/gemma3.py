@@ -1,0 +1,128 @@
+"""Gemma 3, its text: Gemma 2 with norms of query and key heads, and frequencies of their own for windows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from reprlib import repr as short
+from typing import Any
+
+from torch import Tensor
+
+from infinicore import nn
+from infinilm.config import LlamaConfig, scaling_of
+from infinilm.models import gemma2
+from infinilm.models.gguf import GGUF
+from infinilm.models.llama import LlamaDecoderLayer
+from infinilm.models.registry import register
+from infinilm.models.stored import Stored
+from infinilm.rope import MAX_THETA, LlamaRoPE, RopeParameters, check_number, check_whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma3Config(gemma2.Gemma2Config):
+    model_types = ("gemma3_text", "gemma3")
+    layers_of_27b = 62
+    vocab_size: int = 262208
+    max_position_embeddings: int = 131072
+    rope_theta: float = 1000000.0
+    rope_local_base_freq: float = 10000.0
+    sliding_window_pattern: int = 6  # of so many layers the last has no window
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    local_rope: RopeParameters = field(init=False, repr=False)
+
+    @classmethod
+    def adapted(cls, content: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Of a model that also sees, the text; newer files have two kinds of rope among rope_parameters."""
+        if isinstance(content.get("text_config"), Mapping):
+            tokens = {key: content[key] for key in content if key.endswith("token_id")}
+            content = {**content["text_config"], **tokens, "model_type": "gemma3"}
+        content, scaling = dict(super().adapted(content)), scaling_of(content)
+        if "full_attention" in scaling or "sliding_attention" in scaling:
+            content |= {"rope_parameters": None, "rope_scaling": scaling_of_kind(scaling, "full_attention")}
+            local = scaling_of_kind(scaling, "sliding_attention")
+            if local.get("rope_type", "default") != "default":
+                raise ValueError(f"rope_parameters: {short(local)} is not supported where there is a window")
+            if local.get("rope_theta") is not None:
+                content["rope_local_base_freq"] = local["rope_theta"]
+        return content
+
+    def __post_init__(self, torch_dtype: Any) -> None:
+        super().__post_init__(torch_dtype)
+        self._set(local_rope=self.rope_of(self.rope_local_base_freq, None))
+        if not self.rope.is_fixed:
+            raise ValueError(f"rope_scaling {short(self.rope_scaling)} is not supported in a gemma3 model")
+
+    def usually_has_window(self, layer: int) -> bool:
+        return bool((layer + 1) % check_whole("sliding_window_pattern", self.sliding_window_pattern, 1, 4096))
+
+    def _check(self) -> None:
+        super()._check()
+        theta = check_number("rope_local_base_freq", self.rope_local_base_freq, MAX_THETA)
+        self._set(rope_local_base_freq=theta)
+
+
+def scaling_of_kind(scaling: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    found = scaling.get(kind) or {}
+    if not isinstance(found, Mapping):
+        raise ValueError(f"rope_parameters: {kind} must be a mapping, but is {short(found)}")
+    return found
+
+
+class Gemma3RoPE(LlamaRoPE):
+    """That of layers without a window; `local` is that of layers with one."""
+
+    def __init__(self, parameters: RopeParameters, local: RopeParameters) -> None:
+        super().__init__(parameters)
+        self.local = LlamaRoPE(local)
+
+    def anew(self) -> LlamaRoPE:
+        return Gemma3RoPE(self.rope_parameters, self.local.rope_parameters)
+
+    def reaching(self, num_positions: int, like: Tensor) -> LlamaRoPE:
+        longer = super().reaching(num_positions, like)
+        if isinstance(longer, Gemma3RoPE) and longer is not self:
+            longer.local = self.local.reaching(num_positions, like)
+        return longer
+
+
+class Gemma3Attention(gemma2.Gemma2Attention):
+    def __init__(self, config: Gemma3Config, layer_idx: int = 0) -> None:
+        super().__init__(config, layer_idx)
+        self.q_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().project(x)
+        return self.q_norm(q), self.k_norm(k), v
+
+    def rope_of(self, rope: nn.RoPE | None) -> nn.RoPE | None:
+        return rope.local if isinstance(rope, Gemma3RoPE) and self.sliding_window is not None else rope
+
+
+class Gemma3DecoderLayer(gemma2.Gemma2DecoderLayer):
+    attention_class = Gemma3Attention
+
+
+class Gemma3Model(gemma2.Gemma2Model):
+    def __init__(self, config: Gemma3Config, layer_class: type[LlamaDecoderLayer]) -> None:
+        super().__init__(config, layer_class)
+        self.rope_instance = Gemma3RoPE(config.rope, config.local_rope)
+
+
+@register(GGUF("gemma3", {"rope.freq_base_swa": "rope_local_base_freq"}, gemma2.GGUF_NORMS, has_windows=True))
+class Gemma3ForCausalLM(gemma2.Gemma2ForCausalLM):
+    config_class = Gemma3Config
+    layer_class = Gemma3DecoderLayer
+    model_class = Gemma3Model
+
+    @classmethod
+    def arrange(cls, stored: Stored, config: LlamaConfig) -> None:
+        stored.move(
+            "language_model.", ""
+        )  # of a model that also sees; where it stands depends on who saved it
+        stored.move("model.language_model.", "model.")
+        for part in ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_"):
+            stored.drop(part)
+        super().arrange(stored, config)
