@@ -16,7 +16,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from infinilm import tokenizer as module
 from infinilm.tokenizer import Detokenizer, Tokenizer, TokenizerError
-from infinilm.tokenizer.gguf import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED
+from infinilm.tokenizer.pieces import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED
 
 RECORDED = json.loads((Path(__file__).parent / "data" / "smollm2_tokenizer.json").read_text())
 FAMILY = "👩‍👩‍👧‍👦"
@@ -514,7 +514,9 @@ def test_a_broken_configuration_file_is_refused_by_name(tmp_path, name, content,
 
 
 def test_a_folder_without_tokenizer_json_is_refused_with_the_way_out(tmp_path):
-    with pytest.raises(TokenizerError, match=r"tokenizer.json does not exist; .*save_pretrained"):
+    with pytest.raises(
+        TokenizerError, match=r"tokenizer.json does not exist, nor does a tokenizer.model; .*save_pretrained"
+    ):
         Tokenizer.from_folder(tmp_path)
 
 
@@ -817,5 +819,5 @@ def test_a_token_so_long_that_cutting_it_would_never_end_is_refused():
 def test_a_vocabulary_of_more_places_to_cut_than_any_is_refused():
     tokens = [f"{index:0500}" for index in range(17_000)]
     metadata = sentencepiece_metadata(tokens=tokens, scores=[0.0] * 17_000, token_type=[NORMAL] * 17_000)
-    with pytest.raises(TokenizerError, match="ggml.tokens has 8500000 characters, but at most 8388608"):
+    with pytest.raises(TokenizerError, match="the tokens have 8500000 characters, but at most 8388608"):
         Tokenizer.from_gguf(metadata)

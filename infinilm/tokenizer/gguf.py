@@ -11,6 +11,15 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from infinilm.tokenizer.error import BYTE_TOKEN, TokenizerError
+from infinilm.tokenizer.pieces import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    USER_DEFINED,
+    check_pieces,
+    merges_by_score,
+)
 
 
 @dataclass(frozen=True)
@@ -56,14 +65,6 @@ TEXT_SPLITS = {
     "qwen2": TextSplit([_isolate(_QWEN2), _TO_BYTES], normalizer=normalizers.NFC()),
     "tekken": TextSplit([_isolate(_TEKKEN), _TO_BYTES], ignore_merges=True, adds_bos=True),
 }
-
-# The values of tokenizer.ggml.token_type.
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-
-# Cutting a token in all places costs its length squared; no real sentencepiece token comes near this.
-MAX_PIECE_LENGTH = 512
-# Each character is a place to cut. The largest vocabularies have two million.
-MAX_PIECE_CHARACTERS = 1 << 23
 
 
 class GgufVocabulary:
@@ -140,21 +141,9 @@ class GgufVocabulary:
         return pairs
 
     def _merges_by_score(self) -> list[tuple[str, str]]:
-        """Sentencepiece joins the neighbours whose union scores best: each cut of each token, best first."""
         scores = self._per_token("ggml.scores", lambda v: type(v) is float and math.isfinite(v), "a float")
-        pieces = {token: scores[index] for token, index in self._ids.items() if self._types[index] == NORMAL}
-        if (total := sum(map(len, pieces))) > MAX_PIECE_CHARACTERS:
-            raise TokenizerError(
-                f"tokenizer.ggml.tokens has {total} characters, but at most {MAX_PIECE_CHARACTERS}"
-            )
-        ranked = []
-        for piece, score in pieces.items():
-            for cut in range(1, len(piece)):
-                left, right = piece[:cut], piece[cut:]
-                if left in pieces and right in pieces:
-                    ranked.append((-score, -cut, left, right))
-        ranked.sort(key=lambda entry: entry[:2])
-        return [(left, right) for _, _, left, right in ranked]
+        normal = (index for index, kind in enumerate(self._types) if kind == NORMAL)
+        return merges_by_score({self._tokens[index]: scores[index] for index in normal})
 
     def _token_types(self) -> list[int]:
         if "tokenizer.ggml.token_type" not in self._metadata:
@@ -167,8 +156,8 @@ class GgufVocabulary:
                 raise self._token_error(index, f"which is also token {self._ids[token]}")
             if kind == BYTE and not BYTE_TOKEN.fullmatch(token):
                 raise self._token_error(index, "but a byte token is <0x00> to <0xFF>")
-            if self._kind == "llama" and len(token) > MAX_PIECE_LENGTH:
-                raise self._token_error(index, f"but a token has at most {MAX_PIECE_LENGTH} characters")
+        if self._kind == "llama":
+            check_pieces(self._tokens)
 
     def _token_error(self, index: int, rule: str) -> TokenizerError:
         return TokenizerError(f"tokenizer.ggml.tokens[{index}] is {short(self._tokens[index])}, {rule}")
