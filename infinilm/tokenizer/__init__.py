@@ -24,7 +24,7 @@ from infinilm.tokenizer.bounds import check_bounds
 from infinilm.tokenizer.chat import Renderer, break_up, check_messages, unused_character, with_content
 from infinilm.tokenizer.error import BYTE_TOKEN, TokenizerError
 from infinilm.tokenizer.gguf import GgufVocabulary
-from infinilm.tokenizer.normalizer import Normalizer, any_of, any_token
+from infinilm.tokenizer.normalizer import Normalizer, any_token
 from infinilm.tokenizer.sentencepiece import SentencePieceVocabulary
 from infinilm.tokenizer.sentencepiece_format import MAX_BYTES as MAX_SENTENCEPIECE_BYTES
 from infinilm.tokenizer.sentencepiece_format import SentencePieceFile
@@ -183,7 +183,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _special_pattern(self) -> re.Pattern[str]:
-        return any_of(self._added_tokens[i].content for i in self.special_token_ids)
+        return any_token(self._added_tokens[i] for i in self.special_token_ids)
 
     @functools.cached_property
     def _added_pattern(self) -> re.Pattern[str]:
