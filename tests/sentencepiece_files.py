@@ -48,6 +48,6 @@ def piece(text: str | bytes, score: float = 0.0, kind: int = NORMAL) -> bytes:
     return field(1, field(1, raw) + field(2, score) + field(3, kind))
 
 
-def whole(*pieces: bytes, trainer: bytes = field(3, 2), normalizer: bytes = b"") -> bytes:
+def model_file(*pieces: bytes, trainer: bytes = field(3, 2), normalizer: bytes = b"") -> bytes:
     """A model file, of byte pairs if nothing else is said."""
     return b"".join(pieces) + field(2, trainer) + field(3, normalizer)

@@ -1,6 +1,7 @@
 """A folder with tokenizer.model alone: as sentencepiece itself and, around special tokens, transformers."""
 
 import json
+import random
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,10 @@ from sentencepiece_files import (
     UNKNOWN,
     UNUSED,
     field,
+    model_file,
     piece,
     train,
     varint,
-    whole,
 )
 
 from infinilm.tokenizer import Detokenizer, Tokenizer, TokenizerError
@@ -286,75 +287,81 @@ def table(size: int, *units: int, rest: bytes = b"") -> bytes:
 
 
 def test_a_file_written_field_by_field_is_read(tmp_path):
-    ours = load(tmp_path, whole(*GOOD))
+    ours = load(tmp_path, model_file(*GOOD))
     assert [ours.token_bytes(i) for i in ours.encode("a a")] == [b"<s>", b" a", b" a"]
 
 
 def test_fields_that_nobody_knows_and_fields_in_other_orders_are_read_over(tmp_path):
     unknown = field(99, b"x") + field(98, 7) + field(97, 1.5) + varint(96 << 3 | 1) + bytes(8)
     turned = field(1, field(3, 1) + field(2, -3.0) + unknown + field(1, "▁a".encode()))
-    ours = load(tmp_path, whole(unknown, *GOOD[:-1], turned))
+    ours = load(tmp_path, model_file(unknown, *GOOD[:-1], turned))
     assert ours.encode("a", add_special_tokens=False) == [5]
 
 
 BROKEN = {
     "nothing": (b"", "has 0 pieces for what is unknown, but must have one"),
-    "a text": (b"aGVsbG8= 0\nd29ybGQ= 1\n", "is no (whole )?sentencepiece model"),
-    "cut short": (whole(*GOOD)[:-3], "is no whole sentencepiece model"),
+    "a text": (b"aGVsbG8= 0\nd29ybGQ= 1\n", "is (no protobuf|cut short, or no protobuf)"),
+    "cut short": (model_file(*GOOD)[:-3], "is cut short, or no protobuf: a field of"),
     "a length beyond all": (b"\x0a" + varint(2**62), "a field of 4611686018427387904 bytes, 0 left"),
     "an integer without end": (b"\xff" * 99, "no integer at byte 0"),
     "a group": (b"\x0b", "a field of kind 3"),
-    "no text": (whole(*GOOD, piece("")), "piece 6 has text '', score 0.0 and kind 1"),
-    "a score that is no number": (whole(*GOOD, piece("b", float("nan"))), "score nan"),
-    "a score without end": (whole(*GOOD, piece("b", float("-inf"))), "score -inf"),
-    "an unknown kind": (whole(*GOOD, piece("b", kind=9)), "kind 9; but .* a kind from 1 to 6"),
-    "a kind below all": (whole(*GOOD, piece("b", kind=-1)), "kind -1"),
+    "no text": (model_file(*GOOD, piece("")), "piece 6 has text '', score 0.0 and kind 1"),
+    "a score that is no number": (model_file(*GOOD, piece("b", float("nan"))), "score nan"),
+    "a score without end": (model_file(*GOOD, piece("b", float("-inf"))), "score -inf"),
+    "an unknown kind": (model_file(*GOOD, piece("b", kind=9)), "kind 9; but .* a kind from 1 to 6"),
+    "a kind below all": (model_file(*GOOD, piece("b", kind=-1)), "kind -1"),
     "a kind that is a text": (
-        whole(*GOOD, field(1, field(3, b"x"))),
+        model_file(*GOOD, field(1, field(3, b"x"))),
         "'kind' is of kind 2, but must be of kind 0",
     ),
     "a text that is a number": (
-        whole(*GOOD, field(1, field(1, 7))),
+        model_file(*GOOD, field(1, field(1, 7))),
         "'text' is of kind 0, but must be of kind 2",
     ),
-    "not UTF-8": (whole(*GOOD, piece(b"\xff")), "'utf-8' codec"),
-    "a piece twice": (whole(*GOOD, piece("a")), "piece 4 is 'a', which is also piece 6"),
-    "nothing unknown": (whole(*GOOD[1:]), "has 0 pieces for what is unknown"),
-    "two unknown": (whole(*GOOD, piece("b", kind=UNKNOWN)), "has 2 pieces for what is unknown"),
-    "unused": (whole(*GOOD, piece("b", kind=UNUSED)), "piece 6, 'b', is marked as unused"),
-    "a byte that is none": (whole(*GOOD, piece("<0xZZ>", kind=BYTE)), "piece 6 is '<0xZZ>', but a byte is"),
+    "not UTF-8": (model_file(*GOOD, piece(b"\xff")), "'utf-8' codec"),
+    "a piece twice": (model_file(*GOOD, piece("a")), "piece 4 is 'a', which is also piece 6"),
+    "nothing unknown": (model_file(*GOOD[1:]), "has 0 pieces for what is unknown"),
+    "two unknown": (model_file(*GOOD, piece("b", kind=UNKNOWN)), "has 2 pieces for what is unknown"),
+    "unused": (model_file(*GOOD, piece("b", kind=UNUSED)), "piece 6, 'b', is marked as unused"),
+    "a byte that is none": (
+        model_file(*GOOD, piece("<0xZZ>", kind=BYTE)),
+        "piece 6 is '<0xZZ>', but a byte is",
+    ),
     "bytes without a use": (
-        whole(*GOOD, *ALL_BYTES),
+        model_file(*GOOD, *ALL_BYTES),
         "has 256 pieces for bytes, but 'byte_fallback' is False",
     ),
     "half the bytes": (
-        whole(*GOOD, *ALL_BYTES[:128], trainer=field(3, 2) + field(35, 1)),
+        model_file(*GOOD, *ALL_BYTES[:128], trainer=field(3, 2) + field(35, 1)),
         "has 128 pieces for bytes, but 'byte_fallback' is True",
     ),
-    "a long piece": (whole(*GOOD, piece("a" * 513)), "but a token has at most 512 characters"),
+    "a long piece": (model_file(*GOOD, piece("a" * 513)), "but a token has at most 512 characters"),
     "a model of words": (
-        whole(*GOOD, trainer=field(3, 3)),
+        model_file(*GOOD, trainer=field(3, 3)),
         "of type word are not supported; unigram and bpe are",
     ),
-    "a model of type 77": (whole(*GOOD, trainer=field(3, 77)), "of type 77 are not supported"),
+    "a model of type 77": (model_file(*GOOD, trainer=field(3, 77)), "of type 77 are not supported"),
     "spaces behind words": (
-        whole(*GOOD, trainer=field(3, 2) + field(24, 1)),
+        model_file(*GOOD, trainer=field(3, 2) + field(24, 1)),
         "treat_whitespace_as_suffix is not",
     ),
     "spaces as they are": (
-        whole(*GOOD, normalizer=field(5, 0)),
+        model_file(*GOOD, normalizer=field(5, 0)),
         "escape_whitespaces = false is not supported",
     ),
-    "a table for decoding": (whole(*GOOD) + field(5, table(4, 0)), "a table for decoding is not supported"),
+    "a table for decoding": (
+        model_file(*GOOD) + field(5, table(4, 0)),
+        "a table for decoding is not supported",
+    ),
     "a table too large": (
-        whole(*GOOD, normalizer=field(2, bytes(3 << 20))),
+        model_file(*GOOD, normalizer=field(2, bytes(3 << 20))),
         "has 3145728 bytes, more than 2097152",
     ),
-    "a table of nothing": (whole(*GOOD, normalizer=table(0)), "has 4 bytes, 0 of them for keys"),
-    "a table cut short": (whole(*GOOD, normalizer=table(400, 0)), "has 8 bytes, 400 of them for keys"),
-    "a table of odd size": (whole(*GOOD, normalizer=table(5, 0, 0)), "has 12 bytes, 5 of them for keys"),
+    "a table of nothing": (model_file(*GOOD, normalizer=table(0)), "has 4 bytes, 0 of them for keys"),
+    "a table cut short": (model_file(*GOOD, normalizer=table(400, 0)), "has 8 bytes, 400 of them for keys"),
+    "a table of odd size": (model_file(*GOOD, normalizer=table(5, 0, 0)), "has 12 bytes, 5 of them for keys"),
     "very many control pieces of a unigram model": (
-        whole(*GOOD, *(piece(f"<{i}>", kind=CONTROL) for i in range(2000)), trainer=b""),
+        model_file(*GOOD, *(piece(f"<{i}>", kind=CONTROL) for i in range(2000)), trainer=b""),
         "has 2003 control pieces, but at most 1024",
     ),
 }
@@ -368,7 +375,7 @@ def test_a_broken_model_is_refused_with_the_rule(tmp_path, model, found):
 
 def test_ids_of_roles_that_are_no_tokens_are_none(tmp_path):
     trainer = field(3, 2) + field(41, 99) + field(42, -1) + field(43, -(2**40))
-    ours = load(tmp_path, whole(*GOOD, trainer=trainer))
+    ours = load(tmp_path, model_file(*GOOD, trainer=trainer))
     assert (ours.bos_token_id, ours.eos_token_ids) == (None, ())
 
 
@@ -391,3 +398,18 @@ def test_a_changed_table_rewrites_or_refuses(changes):
         raw[place % len(raw)] = byte
     with suppress(ValueError):
         CharacterTable(bytes(raw)).rewrite("aé①\u1100\u1161 \ufdfa" * 3)
+
+
+def test_changed_models_are_loaded_and_encode_or_are_refused(tmp_path):
+    rng, num_loaded = random.Random(2), 0
+    originals = [LLAMA, model_file(*GOOD), model_file(*GOOD, trainer=field(3, 1), normalizer=field(4, 0))]
+    for _ in range(600):
+        raw = bytearray(rng.choice(originals))
+        for _ in range(rng.randint(1, 3)):
+            place = rng.randrange(len(raw))
+            raw[place : place + rng.randrange(3)] = rng.choice([b"", b"\0", b"\xff", rng.randbytes(1)])
+        with suppress(TokenizerError):
+            ours = load(tmp_path, bytes(raw))
+            assert all(token_id < ours.vocab_size for token_id in ours.encode("a <s> \U0001f600 aa"))
+            num_loaded += 1
+    assert 0 < num_loaded < 600

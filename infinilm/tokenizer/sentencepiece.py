@@ -46,12 +46,13 @@ class SentencePieceVocabulary:
         self.roles.setdefault("unk_token", self._unknown)
 
     def build_library(self) -> tokenizers.Tokenizer:
+        added = self._added_tokens()
         library = tokenizers.Tokenizer(self._unigram() if self._file.is_unigram else self._bpe())
         library.normalizer = normalizers.Replace(" ", SPACE)
         if self._file.is_unigram:
             library.pre_tokenizer = pre_tokenizers.Split(Regex(self._cuts()), "merged_with_previous")
         library.decoder = self._decoder()
-        self._add_tokens(library)
+        _add_tokens(library, added)
         library.post_processor = self._frame(library)
         return library
 
@@ -127,23 +128,13 @@ class SentencePieceVocabulary:
             )
         return default if value is None else value
 
-    def _add_tokens(self, library: tokenizers.Tokenizer) -> None:
-        """In the order of their ids, since the library numbers them itself."""
-        tokens = self._added_tokens()
-        if len(tokens) > MAX_ADDED_TOKENS:
-            raise ValueError(
-                f"{len(tokens)} tokens are special or whole, but {MAX_ADDED_TOKENS} is the limit"
-            )
-        library.add_tokens(list(tokens.values()))
-        for token_id, token in tokens.items():
-            if (found := library.token_to_id(token.content)) != token_id:
-                rule = f"is token {found} of tokenizer.model; added ids follow on without a gap"
-                raise TokenizerError(f"added token {token_id} is {short(token.content)}, but that {rule}")
-
     def _added_tokens(self) -> dict[int, AddedToken]:
+        """By id, in order"""
         kinds = (UNKNOWN, CONTROL) if self._file.is_unigram else (UNKNOWN, CONTROL, USER_DEFINED)
-        own = [index for kind in kinds for index in self._ids_of_kind(kind)]
-        return {token_id: self._added_token(token_id) for token_id in sorted({*own, *self._given})}
+        ids = {*self._given, *(index for kind in kinds for index in self._ids_of_kind(kind))}
+        if len(ids) > MAX_ADDED_TOKENS:
+            raise ValueError(f"{len(ids)} tokens are special or whole, but {MAX_ADDED_TOKENS} is the limit")
+        return {token_id: self._added_token(token_id) for token_id in sorted(ids)}
 
     def _added_token(self, token_id: int) -> AddedToken:
         kind = self._file.kinds[token_id] if token_id < len(self._tokens) else None
@@ -160,6 +151,14 @@ class SentencePieceVocabulary:
 
     def _ids_of_kind(self, kind: int) -> list[int]:
         return [index for index, found in enumerate(self._file.kinds) if found == kind]
+
+
+def _add_tokens(library: tokenizers.Tokenizer, tokens: Mapping[int, AddedToken]) -> None:
+    library.add_tokens(list(tokens.values()))
+    for token_id, token in tokens.items():
+        if (found := library.token_to_id(token.content)) != token_id:  # the library numbers them itself
+            rule = f"is token {found} of tokenizer.model; added ids follow on without a gap"
+            raise TokenizerError(f"added token {token_id} is {short(token.content)}, but that {rule}")
 
 
 def _check_trie(tokens: Iterable[str]) -> None:

@@ -1,28 +1,24 @@
-"""A sentencepiece model, tokenizer.model: a protobuf read by hand, nothing in it believed unchecked.
-
-A message is a run of fields, each a number and a kind in one integer, then its value. A length is held
-against the bytes there are before anything is read, and messages lie two deep, whatever the file says.
-"""
+"""A sentencepiece model, tokenizer.model: what its protobuf says, and whether that can be."""
 
 import math
-import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from reprlib import repr as short
 from typing import Any, Self
 
 from infinilm.tokenizer.error import BYTE_TOKEN
 from infinilm.tokenizer.pieces import BYTE, NORMAL, UNKNOWN, UNUSED, check_pieces
+from infinilm.tokenizer.protobuf import FLOAT, SIZED, ProtobufReader
 
 # The largest there are: 5 MB, 262,144 pieces, and a table of half a megabyte.
 MAX_BYTES = 1 << 24
-MAX_PIECES = 1 << 20
+MAX_PIECES = 1 << 19
+MAX_FIELDS = 1 << 21
 MAX_TABLE_BYTES = 1 << 21
 
-VARINT, FIXED64, SIZED, FIXED32 = 0, 1, 2, 5
 UNIGRAM, BPE = 1, 2
 
-# By field number: the name, and what the value is.
+# Its messages, as far as they matter here.
 PIECE = {1: ("text", str), 2: ("score", float), 3: ("kind", int)}
 TRAINER = {
     3: ("model_type", int),
@@ -38,9 +34,6 @@ NORMALIZER = {
     4: ("remove_extra_whitespaces", bool),
     5: ("escape_whitespaces", bool),
 }
-FLOAT = struct.Struct("<f")
-KINDS = {str: SIZED, bytes: SIZED, float: FIXED32, int: VARINT, bool: VARINT}
-
 
 Piece = tuple[str, float, int]  # text, score, kind
 
@@ -87,19 +80,20 @@ def _read_model(raw: bytes) -> tuple[list[Piece], dict[str, Any], dict[str, Any]
     normalizer: dict[str, Any] = {}
     denormalizer: dict[str, Any] = {}
     specs = {2: (trainer, TRAINER), 3: (normalizer, NORMALIZER), 5: (denormalizer, NORMALIZER)}
-    for number, kind, value in _fields(raw):
+    reader = ProtobufReader(MAX_FIELDS)
+    for number, kind, value in reader.fields(raw):
         if number == 1 and kind == SIZED:
-            pieces.append(_read_piece(value, len(pieces)))
+            pieces.append(_read_piece(reader, value, len(pieces)))
         elif number in specs and kind == SIZED:
             found, schema = specs[number]
-            found |= _read_message(value, schema)
+            found |= reader.message(value, schema)
     return pieces, trainer, normalizer, denormalizer
 
 
-def _read_piece(raw: bytes, index: int) -> Piece:
+def _read_piece(reader: ProtobufReader, raw: bytes, index: int) -> Piece:
     if index >= MAX_PIECES:
         raise ValueError(f"has more than {MAX_PIECES} pieces")
-    text, score, kind = _read_usual_piece(raw) or _read_any_piece(raw)
+    text, score, kind = _read_usual_piece(raw) or _read_any_piece(reader, raw)
     if not text or not math.isfinite(score) or not NORMAL <= kind <= BYTE:
         found = f"piece {index} has text {short(text)}, score {score} and kind {kind}"
         raise ValueError(f"{found}; but a piece has a text, a finite score and a kind from 1 to 6")
@@ -119,64 +113,10 @@ def _read_usual_piece(raw: bytes) -> Piece | None:
     return None
 
 
-def _read_any_piece(raw: bytes) -> Piece:
+def _read_any_piece(reader: ProtobufReader, raw: bytes) -> Piece:
     piece: dict[str, Any] = {"text": "", "score": 0.0, "kind": NORMAL}
-    piece |= _read_message(raw, PIECE)
+    piece |= reader.message(raw, PIECE)
     return piece["text"], piece["score"], piece["kind"]
-
-
-def _read_message(raw: bytes, schema: Mapping[int, tuple[str, type]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for number, kind, value in _fields(raw):
-        if number not in schema:
-            continue
-        name, wanted = schema[number]
-        if kind != KINDS[wanted]:
-            raise ValueError(f"field {name!r} is of kind {kind}, but must be of kind {KINDS[wanted]}")
-        found[name] = _value(value, wanted)
-    return found
-
-
-def _value(value: Any, wanted: type) -> Any:
-    if wanted is str:
-        return value.decode("utf-8")
-    if wanted is float:
-        return FLOAT.unpack(value)[0]
-    if wanted is int:  # the lower half, in two's complement
-        return (value & 0xFFFFFFFF ^ 0x80000000) - 0x80000000
-    return bool(value) if wanted is bool else value
-
-
-def _fields(raw: bytes) -> Iterator[tuple[int, int, Any]]:
-    """(number, kind, value) of each: an integer, or the bytes that a text, a message or a float is made of"""
-    place, end = 0, len(raw)
-    while place < end:
-        tag, place = _varint(raw, place)
-        number, kind = tag >> 3, tag & 7
-        if kind == VARINT:
-            value, place = _varint(raw, place)
-            yield number, kind, value
-            continue
-        if kind == SIZED:
-            size, place = _varint(raw, place)
-        elif kind in (FIXED32, FIXED64):
-            size = 4 if kind == FIXED32 else 8
-        else:
-            raise ValueError(f"is no sentencepiece model: a field of kind {kind} before byte {place}")
-        if size > end - place:
-            raise ValueError(f"is no whole sentencepiece model: a field of {size} bytes, {end - place} left")
-        yield number, kind, raw[place : place + size]
-        place += size
-
-
-def _varint(raw: bytes, place: int) -> tuple[int, int]:
-    """An integer of seven bits a byte, the least first, and where it ends"""
-    value = 0
-    for index, byte in enumerate(raw[place : place + 10]):
-        value |= (byte & 0x7F) << 7 * index
-        if byte < 0x80:
-            return value, place + index + 1
-    raise ValueError(f"is no sentencepiece model: no integer at byte {place} of {len(raw)}")
 
 
 def _check_support(trainer: dict[str, Any], normalizer: dict[str, Any], denormalizer: dict[str, Any]) -> None:
