@@ -384,6 +384,14 @@ def test_a_template_file_wins_over_the_config(tmp_path):
     assert Tokenizer.from_folder(folder).apply_chat_template(MESSAGES) == "file"
 
 
+def test_a_template_may_stand_in_the_file_of_a_processor(tmp_path):
+    folder = write_folder(tmp_path, byte_level_library())
+    (folder / "chat_template.json").write_text('{"chat_template": "processor"}')
+    assert Tokenizer.from_folder(folder).apply_chat_template(MESSAGES) == "processor"
+    folder = write_folder(tmp_path, byte_level_library(), chat_template="config")
+    assert Tokenizer.from_folder(folder).apply_chat_template(MESSAGES) == "config"
+
+
 def test_the_default_of_several_templates_is_used(tmp_path):
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
     folder = write_folder(tmp_path, byte_level_library(), chat_template=named)
