@@ -34,7 +34,7 @@ HUGGING_FACE_ID = re.compile(
 DIGITS = "[0-9]" * 5  # in the name of a part of a split file
 
 # Weights that are not safetensors may run code when loaded; "consolidated" files are the same weights again.
-WANTED_FILES = ["*.json", "*.safetensors", "*.jinja"]
+WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 UNWANTED_FILES = ["consolidated*", "original/*"]
 
 

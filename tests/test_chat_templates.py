@@ -69,9 +69,16 @@ TOO_DEEP = {
 WRONG = {
     "its own message": (
         "{{ raise_exception('roles must <alternate>') }}",
-        "chat template: roles must <alternate>$",
+        "chat template: refuses this conversation: roles must <alternate>$",
     ),
-    "a long message": ("{{ raise_exception('a' * 10**6) }}", "chat template: a{2000}$"),
+    "no system role": (
+        "{{ raise_exception('System role not supported') }}",
+        "System role not supported; put its text at the beginning of the first user message$",
+    ),
+    "a long message": (
+        "{{ raise_exception('a' * 10**6) }}",
+        "chat template: refuses this conversation: a{2000}$",
+    ),
     "a long range": ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
     "a long number": ("{{ 10 ** 5000 }}", "4300 digits"),
     "loops nested": (LOOP * 30 + END * 30, "too many statically nested blocks"),

@@ -43,6 +43,7 @@ from gguf_files import (
     u64,
     whole_file,
 )
+from sentencepiece_files import CONTROL, UNKNOWN, field, model_file, piece
 from tokenizers import decoders, models
 
 from infinilm.checkpoint import CheckpointError
@@ -115,6 +116,19 @@ def write(name: str, content: str | bytes | Callable[[], str]) -> Callable[[Path
 
 def tokenizer(**changes: Any) -> Callable[[Path], None]:
     return write("tokenizer.json", json.dumps(tiny_tokenizer() | changes))
+
+
+def sentencepiece_model(make: Callable[[], bytes]) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / "tokenizer.json").unlink()
+        (folder / "tokenizer.model").write_bytes(make())
+
+    return change
+
+
+def good_pieces() -> list[bytes]:
+    letters = [piece(letter, -float(index)) for index, letter in enumerate(LETTERS[:36])]
+    return [piece("<unk>", kind=UNKNOWN), piece("<s>", kind=CONTROL), piece("</s>", kind=CONTROL), *letters]
 
 
 def gguf_value(key: str, make: Callable[[], bytes]) -> Callable[[Path], Path]:
@@ -474,6 +488,81 @@ ROWS |= {
         safetensors_header(lambda: b'{"__metadata__":{"a":"\xf0\x9f\x98\x80' + b"x" * 16_000_000 + b'"}}'),
         "weights|tensors|layers",
         megabytes=200,
+    ),
+}
+
+# A sentencepiece model
+
+UNIGRAM = field(3, 1)
+ROWS |= {
+    "sentencepiece": Row(sentencepiece_model(lambda: model_file(*good_pieces())), None),
+    "sentencepiece, unigram": Row(
+        sentencepiece_model(lambda: model_file(*good_pieces(), trainer=UNIGRAM)), None
+    ),
+    "sentencepiece, a link out": Row(
+        lambda folder: [sentencepiece_model(lambda: b"")(folder), link_out("tokenizer.model")(folder)][1],
+        "tokenizer.model: is a link out of its folder",
+    ),
+    "sentencepiece, too large": Row(
+        sentencepiece_model(lambda: model_file(*good_pieces()) + bytes(20_000_000)),
+        "tokenizer.model: has 2000.* bytes, more than 16777216",
+        64,
+    ),
+    "sentencepiece, more tokens than rows": Row(
+        sentencepiece_model(lambda: model_file(*good_pieces(), piece("xx"), piece("yy"))),
+        "the tokenizer has token ids up to 40, but the model 40 rows",
+    ),
+    "sentencepiece, more pieces than any": Row(
+        sentencepiece_model(lambda: model_file(*(piece(f"{index:x}") for index in range(600_000)))),
+        "tokenizer.model: has more than 524288 pieces",
+        160,
+    ),
+    "sentencepiece, eight million fields": Row(
+        sentencepiece_model(lambda: b"\x78\x00" * 8_000_000),
+        "tokenizer.model: has more than 2097152 fields",
+        64,
+    ),
+    "sentencepiece, eight million fields in pieces": Row(
+        sentencepiece_model(lambda: field(1, field(1, b"a") + b"\x78\x00" * 7_900_000)),
+        "tokenizer.model: has more than 2097152 fields",
+        64,
+    ),
+    "sentencepiece, one long piece": Row(
+        sentencepiece_model(lambda: model_file(*good_pieces(), piece("x" * 16_000_000))),
+        "tokenizer.model: token 39 is .*, but a token has at most 512 characters",
+        120,
+    ),
+    "sentencepiece, nine million characters": Row(
+        sentencepiece_model(
+            lambda: model_file(*good_pieces(), *(piece(f"{index:0500}") for index in range(18_000)))
+        ),
+        "tokenizer.model: the tokens have 90000.* characters, but at most 8388608",
+        120,
+    ),
+    "sentencepiece, a tree of five million": Row(
+        sentencepiece_model(
+            lambda: model_file(
+                *good_pieces(),
+                *(piece(f"{index:05}" + "y" * 500) for index in range(10_000)),
+                trainer=UNIGRAM,
+            )
+        ),
+        "tokenizer.model: its pieces have 50.* beginnings, but at most 2097152",
+        120,
+    ),
+    "sentencepiece, symbols without end": Row(
+        sentencepiece_model(
+            lambda: model_file(*good_pieces(), *(piece(f"{i:x}z", kind=4) for i in range(400_000)))
+        ),
+        "tokenizer.model: 400003 tokens are special or whole, but 16384 is the limit",
+        250,
+    ),
+    "sentencepiece, pieces of one letter": Row(
+        sentencepiece_model(
+            lambda: model_file(*good_pieces(), *(piece("a" * n, -n / 2) for n in range(2, 512)))
+        ),
+        "the tokenizer has token ids up to 548",
+        160,
     ),
 }
 

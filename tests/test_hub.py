@@ -409,7 +409,7 @@ def test_an_id_becomes_the_folder_of_its_snapshot(tmp_path, hugging_face):
 def test_weights_that_could_run_code_are_never_asked_for(hugging_face):
     asked = hugging_face("model.safetensors")
     resolve("org/name")
-    assert asked["allow_patterns"] == ["*.json", "*.safetensors", "*.jinja"]
+    assert asked["allow_patterns"] == ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
 
 def test_a_repository_without_safetensors_is_refused_with_the_way_out(hugging_face):

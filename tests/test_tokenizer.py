@@ -16,7 +16,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from infinilm import tokenizer as module
 from infinilm.tokenizer import Detokenizer, Tokenizer, TokenizerError
-from infinilm.tokenizer.gguf import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED
+from infinilm.tokenizer.pieces import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED
 
 RECORDED = json.loads((Path(__file__).parent / "data" / "smollm2_tokenizer.json").read_text())
 FAMILY = "👩‍👩‍👧‍👦"
@@ -384,6 +384,14 @@ def test_a_template_file_wins_over_the_config(tmp_path):
     assert Tokenizer.from_folder(folder).apply_chat_template(MESSAGES) == "file"
 
 
+def test_a_template_may_stand_in_the_file_of_a_processor(tmp_path):
+    folder = write_folder(tmp_path, byte_level_library())
+    (folder / "chat_template.json").write_text('{"chat_template": "processor"}')
+    assert Tokenizer.from_folder(folder).apply_chat_template(MESSAGES) == "processor"
+    folder = write_folder(tmp_path, byte_level_library(), chat_template="config")
+    assert Tokenizer.from_folder(folder).apply_chat_template(MESSAGES) == "config"
+
+
 def test_the_default_of_several_templates_is_used(tmp_path):
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
     folder = write_folder(tmp_path, byte_level_library(), chat_template=named)
@@ -514,7 +522,9 @@ def test_a_broken_configuration_file_is_refused_by_name(tmp_path, name, content,
 
 
 def test_a_folder_without_tokenizer_json_is_refused_with_the_way_out(tmp_path):
-    with pytest.raises(TokenizerError, match=r"tokenizer.json does not exist; .*save_pretrained"):
+    with pytest.raises(
+        TokenizerError, match=r"tokenizer.json does not exist, nor does a tokenizer.model; .*save_pretrained"
+    ):
         Tokenizer.from_folder(tmp_path)
 
 
@@ -566,10 +576,32 @@ DIGITS = ["1 2", "12 3", "123 4", "Ġ 1", "Ġ Ġ"]
         ("gpt-2", "..\n", ["..", "\n"]),
         ("llama-bpe", ".\n", [".\n"]),
         ("tekken", "./", ["./"]),
+        ("refact", "1234", ["1", "2", "3", "4"]),
+        ("refact", "  1", ["  ", "1"]),
+        ("starcoder", "1234", ["1", "2", "3", "4"]),
+        ("olmo", "1234", ["1234"]),
+        ("mpt", "..\n", ["..", "\n"]),
+        ("phi-2", "  1", [" ", " 1"]),
+        ("smaug-bpe", "1234", ["123", "4"]),
+        ("dbrx", "1234", ["123", "4"]),
+        ("dbrx", ".\n", [".\n"]),
+        ("llama3", "1234", ["123", "4"]),
+        ("gpt-4o", "1234", ["123", "4"]),
+        ("gpt-4o", "aBC", ["a", "B", "C"]),
+        ("gpt-4o", "./", ["./"]),
+        ("gpt-4o", "a's", ["a's"]),
+        ("llama4", "a's", ["a's"]),
+        ("tekken", "a's", ["a", "'s"]),
+        ("dbrx", "a's", ["a", "'s"]),
+        ("qwen2", "a\u0323", ["ạ"]),
+        ("qwen35", "q\u0323", ["q\u0323"]),
+        ("qwen35", "1234", ["1", "2", "3", "4"]),
+        ("deepseek-r1-qwen", "1234", ["1", "2", "3", "4"]),
+        ("deepseek-r1-qwen", "a\u0323", ["a", "\u0323"]),
     ],
 )
 def test_each_pre_tokenizer_cuts_words_in_its_way(pre, text, pieces):
-    merges = [*DIGITS, "a B", "aB C", ". .", ". Ċ", ". /"]
+    merges = [*DIGITS, "a B", "aB C", ". .", ". Ċ", ". /", "' s", "a 's", "Ì £", "q Ì£", "á º", "áº ¡"]
     assert pieces_of(Tokenizer.from_gguf(byte_level_metadata(merges, pre=pre)), text) == pieces
 
 
@@ -580,13 +612,15 @@ def test_an_added_token_decodes_as_it_is_written():
     assert pieces_of(Tokenizer.from_gguf(metadata), "a naïve") == ["a", " ", "naïve"]
 
 
-def test_qwen2_composes_characters_first():
-    ours = Tokenizer.from_gguf(byte_level_metadata(["a b"], pre="qwen2"))
+@pytest.mark.parametrize("pre", ["qwen2", "qwen35", "olmo", "mpt"])
+def test_some_compose_characters_first(pre):
+    ours = Tokenizer.from_gguf(byte_level_metadata(["a b"], pre=pre))
     assert ours.encode("e\u0301") == ours.encode("é")
 
 
-def test_llama_bpe_takes_a_whole_word_that_is_a_token_without_its_merges():
-    metadata = byte_level_metadata(["a b"], pre="llama-bpe")
+@pytest.mark.parametrize("pre", ["llama-bpe", "smaug-bpe", "tekken"])
+def test_some_take_a_whole_word_that_is_a_token_without_its_merges(pre):
+    metadata = byte_level_metadata(["a b"], pre=pre)
     metadata["tokenizer.ggml.tokens"] += ["abc"]
     metadata["tokenizer.ggml.token_type"] += [NORMAL]
     assert pieces_of(Tokenizer.from_gguf(metadata), "abc") == ["abc"]
@@ -598,6 +632,7 @@ def test_llama_bpe_takes_a_whole_word_that_is_a_token_without_its_merges():
         ({}, []),
         ({"pre": "llama-bpe"}, [0]),
         ({"pre": "llama-bpe", "add_bos_token": False}, []),
+        ({"pre": "smaug-bpe"}, []),
         ({"add_bos_token": True, "add_eos_token": True}, [0, 1]),
     ],
 )
@@ -605,9 +640,38 @@ def test_a_gguf_says_whether_bos_and_eos_frame_a_text(changes, ids):
     assert Tokenizer.from_gguf(byte_level_metadata(["a b"], **changes)).encode("") == ids
 
 
-def test_the_end_of_turn_token_also_ends_generation():
-    metadata = byte_level_metadata(["a b"], eot_token_id=0)
+@pytest.mark.parametrize("name", ["eot", "eom"])
+def test_the_ends_of_a_turn_and_of_a_message_also_end_generation(name):
+    metadata = byte_level_metadata(["a b"], **{f"{name}_token_id": 0})
     assert Tokenizer.from_gguf(metadata).eos_token_ids == (1, 0)
+
+
+@pytest.mark.parametrize(
+    "added, ends",
+    [
+        (["<|user|>", "<|end|>"], ["</s>", "<|end|>"]),
+        (["<start_of_turn>", "<end_of_turn>"], ["</s>", "<end_of_turn>"]),
+        (["<|im_start|>", "<|im_end|>"], ["</s>", "<|im_end|>"]),
+        (["<|eot_id|>", "<|eom_id|>"], ["</s>", "<|eot_id|>", "<|eom_id|>"]),
+        (["<|start|>", "<|end|>", "<|return|>", "<|call|>"], ["</s>", "<|return|>", "<|call|>"]),
+    ],
+)
+def test_tokens_that_end_a_turn_are_known_by_name(added, ends):
+    """Phi, Gemma, Qwen, Llama and GPT-OSS, of whose files many name the end of a text alone."""
+    for kind in (CONTROL, USER_DEFINED):
+        metadata = byte_level_metadata(["a b"])
+        metadata["tokenizer.ggml.tokens"] += added
+        metadata["tokenizer.ggml.token_type"] += [kind] * len(added)
+        ours = Tokenizer.from_gguf(metadata)
+        assert [ours._library.id_to_token(i) for i in ours.eos_token_ids] == ends
+        assert ours.special_token_ids >= set(ours.eos_token_ids)
+
+
+def test_an_ordinary_token_that_is_called_so_ends_nothing():
+    metadata = byte_level_metadata(["a b"])
+    metadata["tokenizer.ggml.tokens"] += ["<|end|>"]
+    metadata["tokenizer.ggml.token_type"] += [NORMAL]
+    assert Tokenizer.from_gguf(metadata).eos_token_ids == (1,)
 
 
 def test_arrays_may_be_tuples():
@@ -623,7 +687,7 @@ def test_arrays_may_be_tuples():
         ({"model": None}, "ggml.model is None, but must be one of gpt2, llama"),
         (
             {"pre": "nonsense"},
-            "ggml.pre is 'nonsense', but must be one of default, gpt-2, smollm, llama-bpe, qwen2",
+            "ggml.pre is 'nonsense', but must be one of default, gpt-2, phi-2, smollm, .*, gpt-4o, llama4$",
         ),
         ({"pre": ["gpt-2"]}, "ggml.pre"),
         ({"tokens": []}, "ggml.tokens is .* must be a non-empty array"),
@@ -779,6 +843,30 @@ def test_without_a_space_prefix_none_is_added_or_taken():
     assert ids == [ours._library.token_to_id("▁the")]
 
 
+def test_runs_of_spaces_that_are_tokens_are_found_whole():
+    """Gemma's, which files spell with spaces, since they are found before those become signs."""
+    metadata = sentencepiece_metadata(add_space_prefix=False)
+    metadata["tokenizer.ggml.tokens"] += ["  ", "   "]
+    metadata["tokenizer.ggml.token_type"] += [USER_DEFINED] * 2
+    metadata["tokenizer.ggml.scores"] += [0.0] * 2
+    assert pieces_of(Tokenizer.from_gguf(metadata), "t     t") == ["t", "   ", "  ", "t"]
+
+
+def test_special_tokens_of_phi_3_take_the_white_space_behind_them():
+    metadata = sentencepiece_metadata()
+    metadata["tokenizer.ggml.tokens"] += ["<|user|>", "<|end|>"]
+    metadata["tokenizer.ggml.token_type"] += [CONTROL] * 2
+    metadata["tokenizer.ggml.scores"] += [0.0] * 2
+    metadata["tokenizer.chat_template"] = "<s><|user|>\n{{ messages[0].content }}<|end|>\n"
+    phi, llama = (
+        Tokenizer.from_gguf(metadata | {"general.architecture": name}) for name in ("phi3", "llama")
+    )
+    assert phi.encode("<|user|>\n the<|end|>\n") == llama.encode("<|user|>the<|end|>")
+    assert phi.encode("<s> the") == llama.encode("<s> the")
+    written = [{"role": "user", "content": "the<|end|>"}]  # as text, and the template's own as ever
+    assert phi.encode_chat(written)[:3] == llama.encode("<s><|user|>the")[:3]
+
+
 def test_merges_in_the_file_are_taken_as_they_are():
     ours = Tokenizer.from_gguf(sentencepiece_metadata(merges=["a a"]))
     assert pieces_of(ours, "aaa") == ["", "aa", "a"]
@@ -817,5 +905,5 @@ def test_a_token_so_long_that_cutting_it_would_never_end_is_refused():
 def test_a_vocabulary_of_more_places_to_cut_than_any_is_refused():
     tokens = [f"{index:0500}" for index in range(17_000)]
     metadata = sentencepiece_metadata(tokens=tokens, scores=[0.0] * 17_000, token_type=[NORMAL] * 17_000)
-    with pytest.raises(TokenizerError, match="ggml.tokens has 8500000 characters, but at most 8388608"):
+    with pytest.raises(TokenizerError, match="the tokens have 8500000 characters, but at most 8388608"):
         Tokenizer.from_gguf(metadata)

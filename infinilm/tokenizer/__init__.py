@@ -24,6 +24,10 @@ from infinilm.tokenizer.bounds import check_bounds
 from infinilm.tokenizer.chat import Renderer, break_up, check_messages, unused_character, with_content
 from infinilm.tokenizer.error import BYTE_TOKEN, TokenizerError
 from infinilm.tokenizer.gguf import GgufVocabulary
+from infinilm.tokenizer.normalizer import Normalizer, any_token
+from infinilm.tokenizer.sentencepiece import SentencePieceVocabulary
+from infinilm.tokenizer.sentencepiece_format import MAX_BYTES as MAX_SENTENCEPIECE_BYTES
+from infinilm.tokenizer.sentencepiece_format import SentencePieceFile
 
 __all__ = ["Detokenizer", "Tokenizer", "TokenizerError"]
 
@@ -51,12 +55,14 @@ class Tokenizer:
         roles: Mapping[str, str],
         eos_token_ids: tuple[int, ...],
         chat_template: str | None,
+        normalizer: Normalizer | None = None,
     ) -> None:
         self._library = library
         self._plain_library = _with_special_tokens_as_text(library)
         self._added_tokens = library.get_added_tokens_decoder()
         self._spelling = _spelling_of(library)
         self._roles = roles
+        self._normalizer = normalizer
         self.special_token_ids = frozenset(i for i, token in self._added_tokens.items() if token.special)
         self.vocab_size = _vocab_size(library)
         self.eos_token_ids = eos_token_ids
@@ -64,16 +70,16 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Self:
-        """Load tokenizer.json, which says all about encoding, and the names in the files beside it."""
+        """Load tokenizer.json, or else tokenizer.model, and the names in the files beside it."""
         folder = Folder(Path(path), TokenizerError)
         with _errors_of(str(path)):
-            library = _read_library(folder)
             names = folder.read_object("special_tokens_map.json", MAX_NAMES_BYTES) or {}
             config = names | (folder.read_object("tokenizer_config.json", MAX_NAMES_BYTES) or {})
-            roles = _roles_in(config)
-            _mark_special(library, roles.values())
-            _try_out(library, str(folder.path / "tokenizer.json"))
-            return cls(library, roles, _eos_ids_in(folder, library, roles), _template_in(folder, config))
+            found = _read_vocabulary(folder, config)
+            _mark_special(found.library, found.roles.values())
+            _try_out(found.library, str(found.path))
+            eos_ids, template = _eos_ids_in(folder, found), _template_in(folder, config)
+            return cls(found.library, found.roles, eos_ids, template, found.normalizer)
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, object]) -> Self:
@@ -94,10 +100,22 @@ class Tokenizer:
         As in Hugging Face tokenizers, a special token written in the text ("<|im_end|>") becomes that token;
         with allow_special=False it stays plain text. A text that already begins with BOS gets no second one.
         """
-        library = self._library if allow_special else self._plain_library
-        ids = _encode(library, text, add_special_tokens)
+        ids = self._encode_stretch(text, add_special_tokens, allow_special)
         has_two_bos = add_special_tokens and len(ids) > 1 and ids[0] == ids[1] == self.bos_token_id
         return ids[1:] if has_two_bos else ids
+
+    def _encode_stretch(
+        self, text: str, add_special_tokens: bool, allow_special: bool, is_start: bool = True
+    ) -> list[int]:
+        library = self._library if allow_special else self._plain_library
+        with _errors_of("encode"):
+            _check_text(text)
+            if self._normalizer is not None:
+                kept_whole = self._added_pattern if allow_special else self._plain_added_pattern
+                text = self._normalizer.rewrite_between(kept_whole, text, is_start)
+            # As a batch of one, for which the library lets go of the GIL: a long text takes seconds.
+            (found,) = library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return list(found.ids)
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of token_ids; bytes that are not UTF-8 become U+FFFD."""
@@ -160,14 +178,22 @@ class Tokenizer:
         ids = []
         for position, piece in enumerate(self._special_pattern.split(text)):
             is_special = position % 2 == 1  # the pattern is one group, so its matches stand between the rest
-            ids += self.encode(piece.replace(marker, ""), add_special_tokens=False, allow_special=is_special)
+            ids += self._encode_stretch(piece.replace(marker, ""), False, is_special, is_start=position == 0)
         return ids
 
     @functools.cached_property
     def _special_pattern(self) -> re.Pattern[str]:
-        specials = (self._added_tokens[i].content for i in self.special_token_ids)
-        longest_first = sorted(specials, key=len, reverse=True)
-        return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+        return any_token(self._added_tokens[i] for i in self.special_token_ids)
+
+    @functools.cached_property
+    def _added_pattern(self) -> re.Pattern[str]:
+        """What the library takes out of a text before anything is done to it."""
+        return any_token(token for token in self._added_tokens.values() if not token.normalized)
+
+    @functools.cached_property
+    def _plain_added_pattern(self) -> re.Pattern[str]:
+        tokens = self._added_tokens.values()
+        return any_token(token for token in tokens if not token.normalized and not token.special)
 
     @functools.cached_property
     def _renderer(self) -> Renderer:
@@ -219,14 +245,10 @@ def _errors_of(subject: str) -> Iterator[None]:
         raise TokenizerError(f"{subject}: the tokenizers library failed: {error}") from error
 
 
-def _encode(library: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+def _check_text(text: object) -> None:
     if not isinstance(text, str):
         raise TokenizerError(f"encode takes a str, but got {type(text).__name__}")
-    with _errors_of("encode"):
-        text.encode()  # half a surrogate pair: Python says where, the library only that it is no text
-        # As a batch of one, for which the library lets go of the GIL: a long text takes seconds.
-        (found,) = library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return list(found.ids)
+    text.encode()  # half a surrogate pair: Python says where, the library only that it is no text
 
 
 def _try_out(library: tokenizers.Tokenizer, source: str) -> None:
@@ -344,10 +366,44 @@ def _with_decoder_step(spelling: Spelling, step: dict[str, Any]) -> Spelling:
 # --- A Hugging Face folder ----------------------------------------------------------------------------------
 
 
-def _read_library(folder: Folder) -> tokenizers.Tokenizer:
+@dataclass(frozen=True)
+class _Vocabulary:
+    """What a folder's file, tokenizer.json or tokenizer.model, says about encoding."""
+
+    path: Path
+    library: tokenizers.Tokenizer
+    roles: Mapping[str, str]
+    normalizer: Normalizer | None = None
+
+
+def _read_vocabulary(folder: Folder, config: Mapping[str, Any]) -> _Vocabulary:
+    roles = _roles_in(config)
+    if folder.find("tokenizer.json") is None and folder.find("tokenizer.model") is not None:
+        return _read_sentencepiece(folder, config, roles)
+    return _Vocabulary(folder.path / "tokenizer.json", _read_json(folder), roles)
+
+
+def _read_sentencepiece(folder: Folder, config: Mapping[str, Any], roles: Mapping[str, str]) -> _Vocabulary:
+    path, raw = folder.path / "tokenizer.model", folder.read("tokenizer.model", MAX_SENTENCEPIECE_BYTES)
+    if "added_tokens_decoder" not in config:  # older folders have a file for it
+        added = folder.read_object("added_tokens.json", MAX_NAMES_BYTES) or {}
+        given = {
+            str(token_id): {"content": text, "special": text in roles.values()}
+            for text, token_id in added.items()
+        }
+        config = {**config, "added_tokens_decoder": given}
+    with _errors_of(str(path)):
+        pieces = SentencePieceVocabulary(SentencePieceFile.parse(raw or b""), config, roles)
+        return _Vocabulary(path, pieces.build_library(), pieces.roles, pieces.build_normalizer())
+
+
+def _read_json(folder: Folder) -> tokenizers.Tokenizer:
     path, raw = folder.path / "tokenizer.json", folder.read("tokenizer.json", MAX_TOKENIZER_BYTES)
     if raw is None:
-        raise TokenizerError(f"{path} does not exist; transformers' tokenizer.save_pretrained writes one")
+        raise TokenizerError(
+            f"{path} does not exist, nor does a tokenizer.model; "
+            "transformers' tokenizer.save_pretrained writes one"
+        )
     if raw.count(b",") > MAX_TOKENIZER_VALUES:
         raise TokenizerError(f"{path}: its JSON has more than {MAX_TOKENIZER_VALUES} values")
     with _errors_of(str(path)):
@@ -369,13 +425,12 @@ def _roles_in(config: Mapping[str, Any]) -> dict[str, str]:
     return roles
 
 
-def _eos_ids_in(folder: Folder, library: tokenizers.Tokenizer, roles: Mapping[str, str]) -> tuple[int, ...]:
+def _eos_ids_in(folder: Folder, found: _Vocabulary) -> tuple[int, ...]:
     """The tokenizer's EOS first, then those that the generation settings, or else the model's, name."""
-    own = library.token_to_id(roles["eos_token"]) if "eos_token" in roles else None
-    if own is None and "eos_token" in roles:
-        raise TokenizerError(
-            f"{folder.path}: 'eos_token' {short(roles['eos_token'])} is not in tokenizer.json"
-        )
+    eos = found.roles.get("eos_token")
+    own = found.library.token_to_id(eos) if eos is not None else None
+    if own is None and eos is not None:
+        raise TokenizerError(f"{folder.path}: 'eos_token' {short(eos)} is not in {found.path.name}")
     model, generation = (folder.read_object(f"{name}config.json") or {} for name in ("", "generation_"))
     named = (model | generation).get("eos_token_id")
     ids = [own, *(named if isinstance(named, list) else [named])]
@@ -391,9 +446,16 @@ def _eos_ids_in(folder: Folder, library: tokenizers.Tokenizer, roles: Mapping[st
 def _template_in(folder: Folder, config: Mapping[str, Any]) -> str | None:
     with _errors_of(f"{folder.path}: 'chat_template'"):
         raw = folder.read("chat_template.jinja", MAX_TEMPLATE_BYTES)
-        template = config.get("chat_template") if raw is None else raw.decode("utf-8")
+        template = _template_beside(folder, config) if raw is None else raw.decode("utf-8")
         if isinstance(template, list):  # several, each with a name
             template = {entry["name"]: entry["template"] for entry in template}.get("default")
         if not isinstance(template, str | None):
             raise TypeError(f"must be a string, but is a {type(template).__name__}")
     return template
+
+
+def _template_beside(folder: Folder, config: Mapping[str, Any]) -> Any:
+    """In the settings, or in the file that a model's processor has for it."""
+    if config.get("chat_template") is not None:
+        return config["chat_template"]
+    return (folder.read_object("chat_template.json", MAX_TEMPLATE_BYTES) or {}).get("chat_template")

@@ -2,68 +2,40 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from reprlib import repr as short
 from typing import Any, TypeGuard
 
 import numpy as np
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from infinilm.tokenizer.error import BYTE_TOKEN, TokenizerError
-
-
-@dataclass(frozen=True)
-class TextSplit:
-    """How a family of models cuts text into words before merging, and what else its name implies."""
-
-    steps: Sequence[pre_tokenizers.PreTokenizer]
-    normalizer: normalizers.Normalizer | None = None
-    ignore_merges: bool = False  # a word that is a token is that token, whatever the merges say
-    adds_bos: bool = False
-
-
-def _isolate(pattern: str) -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Split(Regex(pattern), "isolated")
-
-
-_TO_BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-_GPT2_WORDS = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-
-# Llama 3 and Qwen 2 differ in nothing but how many digits make a word.
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3 = rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
-_QWEN2 = rf"{_WORDS}|\p{{N}}|{_REST}"
-_TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+from infinilm.tokenizer.pieces import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    USER_DEFINED,
+    check_pieces,
+    merges_by_score,
 )
-_DEFAULT = (
-    r"[\p{P}\$\+<=>\^~\|]+",
-    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
-    r"\p{N}+",
-    r"[0-9][0-9][0-9]",
+from infinilm.tokenizer.text_splits import TEXT_SPLITS, TextSplit
+
+# Tokens that end an answer, by what they are called: files name one of them, or the end of a text alone.
+ENDS_OF_TURNS = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|return|>",
+    "<|call|>",
 )
+# Where a turn has several messages, <|end|> ends one of them.
+ENDS_OF_MESSAGES = {"<|return|>": "<|end|>"}
 
-# The known values of tokenizer.ggml.pre: "default" is GGUF's own, the others are as in their tokenizer.json.
-TEXT_SPLITS = {
-    "default": TextSplit([*map(_isolate, _DEFAULT), _TO_BYTES]),
-    "gpt-2": TextSplit([_GPT2_WORDS]),
-    "smollm": TextSplit([pre_tokenizers.Digits(individual_digits=True), _GPT2_WORDS]),
-    "llama-bpe": TextSplit([_isolate(_LLAMA3), _TO_BYTES], ignore_merges=True, adds_bos=True),
-    "qwen2": TextSplit([_isolate(_QWEN2), _TO_BYTES], normalizer=normalizers.NFC()),
-    "tekken": TextSplit([_isolate(_TEKKEN), _TO_BYTES], ignore_merges=True, adds_bos=True),
-}
-
-# The values of tokenizer.ggml.token_type.
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-
-# Cutting a token in all places costs its length squared; no real sentencepiece token comes near this.
-MAX_PIECE_LENGTH = 512
-# Each character is a place to cut. The largest vocabularies have two million.
-MAX_PIECE_CHARACTERS = 1 << 23
+# Models whose special tokens take the white space behind them, but for some. Their files do not say so.
+STRIPPING = {"phi3": ("<unk>", "<s>", "<|endoftext|>")}
 
 
 class GgufVocabulary:
@@ -77,7 +49,9 @@ class GgufVocabulary:
         self._types = self._token_types()
         self._check_tokens()
         self.roles = self._find_roles()
-        self.eos_token_ids = tuple(dict.fromkeys(self._token_ids("eos", "eot")))
+        self.eos_token_ids = tuple(
+            dict.fromkeys([*self._token_ids("eos", "eot", "eom"), *self._ends_of_turns()])
+        )
         self.chat_template = self._entry("chat_template", lambda v: isinstance(v, str | None), "text")
 
     def build_library(self) -> tokenizers.Tokenizer:
@@ -121,13 +95,24 @@ class GgufVocabulary:
 
     def _added_tokens(self) -> list[AddedToken]:
         """What is recognised whole in a text: control tokens, which are special, and user-defined ones."""
-        named = self._token_ids("bos", "eos", "eot")
+        named = {*self._token_ids("bos"), *self.eos_token_ids}
         added = []
         for index, (token, kind) in enumerate(zip(self._tokens, self._types, strict=True)):
             is_special = kind in (UNKNOWN, CONTROL) or index in named
             if is_special or kind == USER_DEFINED:
-                added.append(AddedToken(token, special=is_special, normalized=False))
+                strips = is_special and self._strips_behind(token)
+                added.append(AddedToken(token, special=is_special, normalized=False, rstrip=strips))
         return added
+
+    def _ends_of_turns(self) -> list[int]:
+        found = [token for token in ENDS_OF_TURNS if token in self._ids]
+        inner = [ENDS_OF_MESSAGES.get(token) for token in found]
+        ids = [self._ids[token] for token in found if token not in inner]
+        return [index for index in ids if self._types[index] in (CONTROL, USER_DEFINED)]
+
+    def _strips_behind(self, token: str) -> bool:
+        others = STRIPPING.get(str(self._metadata.get("general.architecture")))
+        return self._kind == "llama" and others is not None and token not in others
 
     def _merges(self) -> list[tuple[str, str]]:
         pairs, ids = [], self._ids
@@ -140,21 +125,9 @@ class GgufVocabulary:
         return pairs
 
     def _merges_by_score(self) -> list[tuple[str, str]]:
-        """Sentencepiece joins the neighbours whose union scores best: each cut of each token, best first."""
         scores = self._per_token("ggml.scores", lambda v: type(v) is float and math.isfinite(v), "a float")
-        pieces = {token: scores[index] for token, index in self._ids.items() if self._types[index] == NORMAL}
-        if (total := sum(map(len, pieces))) > MAX_PIECE_CHARACTERS:
-            raise TokenizerError(
-                f"tokenizer.ggml.tokens has {total} characters, but at most {MAX_PIECE_CHARACTERS}"
-            )
-        ranked = []
-        for piece, score in pieces.items():
-            for cut in range(1, len(piece)):
-                left, right = piece[:cut], piece[cut:]
-                if left in pieces and right in pieces:
-                    ranked.append((-score, -cut, left, right))
-        ranked.sort(key=lambda entry: entry[:2])
-        return [(left, right) for _, _, left, right in ranked]
+        normal = (index for index, kind in enumerate(self._types) if kind == NORMAL)
+        return merges_by_score({self._tokens[index]: scores[index] for index in normal})
 
     def _token_types(self) -> list[int]:
         if "tokenizer.ggml.token_type" not in self._metadata:
@@ -167,8 +140,8 @@ class GgufVocabulary:
                 raise self._token_error(index, f"which is also token {self._ids[token]}")
             if kind == BYTE and not BYTE_TOKEN.fullmatch(token):
                 raise self._token_error(index, "but a byte token is <0x00> to <0xFF>")
-            if self._kind == "llama" and len(token) > MAX_PIECE_LENGTH:
-                raise self._token_error(index, f"but a token has at most {MAX_PIECE_LENGTH} characters")
+        if self._kind == "llama":
+            check_pieces(self._tokens)
 
     def _token_error(self, index: int, rule: str) -> TokenizerError:
         return TokenizerError(f"tokenizer.ggml.tokens[{index}] is {short(self._tokens[index])}, {rule}")

@@ -54,8 +54,12 @@ def _to_json(value: object, ensure_ascii: bool = False, **options: Any) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
+class Refusal(jinja2.TemplateError):
+    """A template's own word on a conversation it has no form for."""
+
+
 def _raise_template_error(message: str) -> None:
-    raise jinja2.TemplateError(message)
+    raise Refusal(message)
 
 
 @functools.lru_cache(maxsize=1)
@@ -73,12 +77,22 @@ def answer(request: bytes) -> bytes:
         return _error(f"needs more than {MEMORY >> 20} MB of memory")
     except RecursionError:
         return _error("nests or calls itself too deeply")
+    except Refusal as error:
+        return _error(_reason(str(error)[:MAX_MESSAGE]))
     except Exception as error:
         return _error(str(error)[:MAX_MESSAGE] or type(error).__name__)
     limit = min(MAX_ANSWER, MAX_OWN_TEXT + 4 * len(request))
     if len(line) >= limit:
         return _error(f"writes {len(line)} bytes, but for this conversation {limit} is the limit")
     return line
+
+
+def _reason(refusal: str) -> str:
+    # Gemma was trained without a system role. What it was to say is said by the user.
+    advice = (
+        "; put its text at the beginning of the first user message" if "system" in refusal.lower() else ""
+    )
+    return f"refuses this conversation: {refusal}{advice}"
 
 
 def _error(message: str) -> bytes:

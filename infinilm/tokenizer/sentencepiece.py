@@ -1,0 +1,212 @@
+"""A vocabulary from a sentencepiece model, tokenizer.model, where a folder has no tokenizer.json.
+
+Texts become the tokens that sentencepiece makes of them. What it has no word for, tokens behind the model's
+own and special tokens inside a text, is as in transformers, which reads the same settings.
+"""
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from reprlib import repr as short
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+from infinilm.tokenizer.error import TokenizerError
+from infinilm.tokenizer.normalizer import SPACE, CharacterTable, Normalizer, any_of
+from infinilm.tokenizer.pieces import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, merges_by_score
+from infinilm.tokenizer.sentencepiece_format import SentencePieceFile
+
+FLAGS = ("lstrip", "rstrip", "single_word", "special")
+# Gemma's, which are pieces like any for sentencepiece; nobody may write them inside a message.
+TURNS = {"<start_of_turn>", "<end_of_turn>"}
+
+# Gemma 3 has six thousand.
+MAX_ADDED_TOKENS = 1 << 14
+# Each is tried wherever a text has its first letter.
+MAX_RESERVED = 1024
+# The largest vocabularies have one million.
+MAX_BEGINNINGS = 1 << 21
+
+
+class SentencePieceVocabulary:
+    """A model file and the settings beside it, and the library's tokenizer built from both."""
+
+    def __init__(self, file: SentencePieceFile, config: Mapping[str, Any], roles: Mapping[str, str]) -> None:
+        self._file = file
+        self._config = config
+        self._given = _tokens_given(config)
+        self._named_special = TURNS | _names_given(config)
+        self._tokens = [
+            self._given.get(i, {"content": token})["content"] for i, token in enumerate(file.tokens)
+        ]
+        self.roles = {role: self._tokens[i] for role, i in file.ids.items()} | dict(roles)
+        self._unknown = self._tokens[file.kinds.index(UNKNOWN)]
+        self.roles.setdefault("unk_token", self._unknown)
+
+    def build_library(self) -> tokenizers.Tokenizer:
+        added = self._added_tokens()
+        library = tokenizers.Tokenizer(self._unigram() if self._file.is_unigram else self._bpe())
+        library.normalizer = normalizers.Replace(" ", SPACE)
+        if self._file.is_unigram:
+            library.pre_tokenizer = pre_tokenizers.Split(Regex(self._cuts()), "merged_with_previous")
+        library.decoder = self._decoder()
+        _add_tokens(library, added)
+        library.post_processor = self._frame(library)
+        return library
+
+    def build_normalizer(self) -> Normalizer:
+        """What happens to a text before the library sees it."""
+        return Normalizer(
+            table=CharacterTable(self._file.table) if self._file.table else None,
+            symbols=any_of(self._of_kind(USER_DEFINED) if self._file.table else ()),
+            removes_extra_spaces=self._file.removes_extra_spaces,
+            adds_prefix=self._adds_prefix(),
+            # As transformers once did, and some models were trained with: behind each special token too.
+            prefixes_every_stretch=self._flag("legacy", False),
+        )
+
+    # The model
+
+    def _bpe(self) -> models.BPE:
+        ids = {token: index for index, token in enumerate(self._tokens)}
+        scores = {token: self._file.scores[ids[token]] for token in self._of_kind(NORMAL)}
+        fallback = self._file.byte_fallback
+        merges = merges_by_score(scores)
+        return models.BPE(ids, merges, unk_token=self._unknown, fuse_unk=True, byte_fallback=fallback)
+
+    def _unigram(self) -> models.Unigram:
+        _check_trie(self._tokens)
+        scores = list(self._file.scores)
+        for index in self._ids_of_kind(USER_DEFINED):  # above all others, which are logarithms of frequencies
+            scores[index] = 0.1 * (len(self._tokens[index].encode()) - 1)
+        vocabulary = list(zip(self._tokens, scores, strict=True))
+        unknown = self._file.kinds.index(UNKNOWN)
+        return models.Unigram(vocabulary, unk_id=unknown, byte_fallback=self._file.byte_fallback)
+
+    def _cuts(self) -> str:
+        """Behind the first letter of what no text may become: the library would find "<s>" like any piece."""
+        reserved = [token for kind in (UNKNOWN, CONTROL) for token in self._of_kind(kind) if len(token) > 1]
+        if len(reserved) > MAX_RESERVED:
+            raise ValueError(f"has {len(reserved)} control pieces, but at most {MAX_RESERVED} are supported")
+        cuts = [f"{re.escape(token[0])}(?={re.escape(token[1:])})" for token in reserved]
+        return "|".join([*cuts, r"<(?=0x[0-9A-F]{2}>)"])
+
+    def _decoder(self) -> decoders.Decoder:
+        steps: list[decoders.Decoder] = [decoders.Replace(SPACE, " ")]
+        steps += [decoders.ByteFallback()] if self._file.byte_fallback else []
+        steps += [decoders.Fuse()]
+        drops_space = self._adds_prefix() or self._file.removes_extra_spaces
+        return decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if drops_space else [])])
+
+    # The settings
+
+    def _adds_prefix(self) -> bool:
+        return self._file.adds_prefix and self._flag("add_prefix_space", True)
+
+    def _frame(self, library: tokenizers.Tokenizer) -> processors.PostProcessor:
+        """BOS before and EOS after a text, where the settings ask for them."""
+        bos = [self.roles["bos_token"]] if self._asks_for("bos", True) else []
+        eos = [self.roles["eos_token"]] if self._asks_for("eos", False) else []
+        ids = [(token, library.token_to_id(token)) for token in bos + eos]
+        for token, token_id in ids:
+            if token_id is None:
+                raise TokenizerError(
+                    f"{short(token)} is to frame every text, but is no token of tokenizer.model"
+                )
+        return processors.TemplateProcessing(single=[*bos, "$A", *eos], special_tokens=ids)
+
+    def _asks_for(self, role: str, default: bool) -> bool:
+        return self._flag(f"add_{role}_token", default) and f"{role}_token" in self.roles
+
+    def _flag(self, name: str, default: bool) -> bool:
+        value = self._config.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise TokenizerError(
+                f"tokenizer_config.json: {name!r} must be true or false, but is {short(value)}"
+            )
+        return default if value is None else value
+
+    def _added_tokens(self) -> dict[int, AddedToken]:
+        """By id, in order"""
+        kinds = (UNKNOWN, CONTROL) if self._file.is_unigram else (UNKNOWN, CONTROL, USER_DEFINED)
+        ids = {*self._given, *(index for kind in kinds for index in self._ids_of_kind(kind))}
+        if len(ids) > MAX_ADDED_TOKENS:
+            raise ValueError(f"{len(ids)} tokens are special or whole, but {MAX_ADDED_TOKENS} is the limit")
+        return {token_id: self._added_token(token_id) for token_id in sorted(ids)}
+
+    def _added_token(self, token_id: int) -> AddedToken:
+        kind = self._file.kinds[token_id] if token_id < len(self._tokens) else None
+        given = self._given[token_id] if token_id in self._given else {"content": self._tokens[token_id]}
+        flags = {name: given[name] for name in FLAGS if name in given}
+        is_named = given["content"] in self._named_special
+        flags["special"] = flags.get("special", False) or is_named or kind in (UNKNOWN, CONTROL)
+        # Sentencepiece finds its own symbols after the spaces have become signs; "▁▁" is one.
+        is_symbol = kind == USER_DEFINED and not flags["special"]
+        return AddedToken(given["content"], normalized=is_symbol, **flags)
+
+    def _of_kind(self, kind: int) -> Iterable[str]:
+        return [self._tokens[index] for index in self._ids_of_kind(kind)]
+
+    def _ids_of_kind(self, kind: int) -> list[int]:
+        return [index for index, found in enumerate(self._file.kinds) if found == kind]
+
+
+def _add_tokens(library: tokenizers.Tokenizer, tokens: Mapping[int, AddedToken]) -> None:
+    library.add_tokens(list(tokens.values()))
+    for token_id, token in tokens.items():
+        if (found := library.token_to_id(token.content)) != token_id:  # the library numbers them itself
+            rule = f"is token {found} of tokenizer.model; added ids follow on without a gap"
+            raise TokenizerError(f"added token {token_id} is {short(token.content)}, but that {rule}")
+
+
+def _check_trie(tokens: Iterable[str]) -> None:
+    """The library keeps a table for each beginning of a token: 300 bytes of memory for a byte of the file."""
+    ordered, size, before = sorted(token.encode() for token in tokens), 0, b""
+    for token in ordered:
+        size += len(token) - len(os.path.commonprefix([before, token]))
+        before = token
+    if size > MAX_BEGINNINGS:
+        raise ValueError(f"its pieces have {size} beginnings, but at most {MAX_BEGINNINGS} are supported")
+
+
+def _tokens_given(config: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    """By id, what `added_tokens_decoder` says of tokens: those behind the model's own, and of its own."""
+    given = config.get("added_tokens_decoder") or {}
+    if not isinstance(given, dict):
+        raise TokenizerError(
+            f"tokenizer_config.json: 'added_tokens_decoder' must be an object, but is {short(given)}"
+        )
+    return {_id_given(key): _token_given(key, value) for key, value in given.items()}
+
+
+def _names_given(config: Mapping[str, Any]) -> set[str]:
+    """Tokens that have no role but are special."""
+    given = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
+    entries = given.values() if isinstance(given, dict) else given
+    if not isinstance(given, dict | list):
+        found = f"is a {type(given).__name__}"
+        raise TokenizerError(
+            f"tokenizer_config.json: 'additional_special_tokens' must be a list, but {found}"
+        )
+    texts = (entry.get("content") if isinstance(entry, dict) else entry for entry in entries)
+    return {text for text in texts if isinstance(text, str)}
+
+
+def _id_given(key: str) -> int:
+    if not (key.isascii() and key.isdigit() and len(key) < 9):
+        raise TokenizerError(
+            f"tokenizer_config.json: 'added_tokens_decoder' has {short(key)}, which is no token id"
+        )
+    return int(key)
+
+
+def _token_given(key: str, value: Any) -> dict[str, Any]:
+    match value:
+        case {"content": str(content)} if content and all(type(value.get(f, False)) is bool for f in FLAGS):
+            return dict(value)
+    raise TokenizerError(
+        f"tokenizer_config.json: 'added_tokens_decoder' has {short(value)} for {key}, "
+        f"but must have a text as 'content', and true or false as {', '.join(FLAGS)}"
+    )

@@ -1,0 +1,83 @@
+"""How text is cut into words before bytes are merged: a row for each name that GGUF files have for it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from tokenizers import Regex, normalizers, pre_tokenizers
+
+
+@dataclass(frozen=True)
+class TextSplit:
+    """How a family of models cuts text into words before merging, and what else its name implies."""
+
+    steps: Sequence[pre_tokenizers.PreTokenizer]
+    normalizer: normalizers.Normalizer | None = None
+    ignore_merges: bool = False  # a word that is a token is that token, whatever the merges say
+    adds_bos: bool = False
+
+
+def _isolate(pattern: str) -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Split(Regex(pattern), "isolated")
+
+
+_TO_BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+_GPT2_WORDS = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+
+_DIGITS = pre_tokenizers.Digits(individual_digits=True)
+
+# Llama 3 and Qwen 2 differ in nothing but how many digits make a word.
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_REST = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+_LLAMA3 = rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
+_QWEN2 = rf"{_WORDS}|\p{{N}}|{_REST}"
+# Qwen 3.5 keeps marks with the letters before them.
+_QWEN35 = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
+)
+# Tekken and GPT-4o cut words before capital letters; GPT-4o has contractions in them, and digits in threes.
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CAPITAL, _CAPITALS = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{word}" for word in (f"{_UPPER}*{_LOWER}+", f"{_UPPER}+{_LOWER}*")
+)
+_SIGNS = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+_TEKKEN = rf"{_CAPITAL}|{_CAPITALS}|\p{{N}}|{_SIGNS}"
+_GPT4O = rf"{_CAPITAL}{_CONTRACTIONS}?|{_CAPITALS}{_CONTRACTIONS}?|\p{{N}}{{1,3}}|{_SIGNS}"
+_DEFAULT = (
+    r"[\p{P}\$\+<=>\^~\|]+",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+    r"\p{N}+",
+    r"[0-9][0-9][0-9]",
+)
+
+_LLAMA3_SPLIT = TextSplit([_isolate(_LLAMA3), _TO_BYTES], ignore_merges=True, adds_bos=True)
+_QWEN2_SPLIT = TextSplit([_isolate(_QWEN2), _TO_BYTES], normalizer=normalizers.NFC())
+_GPT4O_SPLIT = TextSplit([_isolate(_GPT4O), _TO_BYTES])
+_STARCODER_SPLIT = TextSplit([_DIGITS, _GPT2_WORDS])
+_NEOX_SPLIT = TextSplit([_GPT2_WORDS], normalizer=normalizers.NFC())
+
+# The known values of tokenizer.ggml.pre: "default" is GGUF's own, the others are as in their tokenizer.json.
+# A name is that of the model it was first seen in; who else has it, if we know of one, stands behind it.
+TEXT_SPLITS = {
+    "default": TextSplit([*map(_isolate, _DEFAULT), _TO_BYTES]),
+    "gpt-2": TextSplit([_GPT2_WORDS]),
+    "phi-2": TextSplit([_GPT2_WORDS]),
+    "smollm": _STARCODER_SPLIT,
+    "starcoder": _STARCODER_SPLIT,
+    "refact": _STARCODER_SPLIT,  # Granite 3
+    "olmo": _NEOX_SPLIT,  # OLMoE
+    "mpt": _NEOX_SPLIT,
+    "llama-bpe": _LLAMA3_SPLIT,
+    "llama3": _LLAMA3_SPLIT,
+    "llama-v3": _LLAMA3_SPLIT,
+    "smaug-bpe": replace(_LLAMA3_SPLIT, adds_bos=False),  # SmolLM3
+    "dbrx": TextSplit([_isolate(_LLAMA3), _TO_BYTES]),  # OLMo 2, Phi-4
+    "qwen2": _QWEN2_SPLIT,  # and Qwen 3, mixtures too
+    "qwen35": TextSplit([_isolate(_QWEN35), _TO_BYTES], normalizer=normalizers.NFC()),
+    "deepseek-r1-qwen": replace(_QWEN2_SPLIT, normalizer=None),
+    "tekken": TextSplit([_isolate(_TEKKEN), _TO_BYTES], ignore_merges=True, adds_bos=True),
+    "gpt-4o": _GPT4O_SPLIT,  # Phi-4-mini, GPT-OSS
+    "llama4": _GPT4O_SPLIT,
+}
