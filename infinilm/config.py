@@ -6,7 +6,7 @@ Both are checked once and frozen. Other models' configs stand in their own files
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, fields
 from pathlib import Path
 from reprlib import repr as short
@@ -90,6 +90,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "hidden_activation": (None, "silu"),
 }
 
+INSTEAD = {"quantization_config": "give the unquantised model, or a GGUF file for quantised weights"}
+
 
 def parse_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
     """float32, bfloat16 or float16, by name or as torch's; None stays None."""
@@ -163,7 +165,8 @@ class LlamaConfig:
         names = {f.name: f.type for f in fields(cls) if f.init}
         for key, harmless in UNSUPPORTED.items():
             if key not in names and content.get(key) not in harmless:
-                raise ValueError(f"{key} = {short(content[key])} is not supported")
+                advice = f"; {INSTEAD[key]}" if key in INSTEAD else ""
+                raise ValueError(f"{key} = {short(content[key])} is not supported{advice}")
         # null means "the default", except where a model may have none
         given = {
             key: value
@@ -226,6 +229,14 @@ class LlamaConfig:
                 sizes = f"hidden_size {self.hidden_size}, num_attention_heads {self.num_attention_heads}"
                 raise ValueError(f"{sizes}: the first must be a multiple of the second, or head_dim be given")
             self._set(head_dim=self.hidden_size // self.num_attention_heads)
+
+    def _fill_in_windows(self, has_window: Callable[[int], bool]) -> None:
+        """Where config.json has no layer_types: which layers the model usually has a window in"""
+        self._check_sizes("num_hidden_layers")
+        if self.layer_types is None:
+            kinds = ("full_attention", "sliding_attention")
+            layers = range(self.num_hidden_layers)
+            self._set(layer_types=tuple(kinds[has_window(layer)] for layer in layers))
 
     def _check(self) -> None:
         if self.model_type not in self.model_types:

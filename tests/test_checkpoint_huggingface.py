@@ -321,7 +321,6 @@ def test_code_named_by_auto_map_is_never_run(folder):
         ("[]", "its JSON is a list, not an object"),
         ("", "not valid JSON"),
         ('{"a": 1, "a": 2}', "key 'a' appears twice"),
-        ('{"quantization_config": {"quant_method": "gptq"}}', "'quantization_config' is not supported"),
     ],
 )
 def test_a_config_that_is_no_model_of_ours_is_refused(config, rule, folder):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from parity import BFLOAT16_BAR, FLOAT32_BAR, check_parity, make, prompt
+from parity import BFLOAT16_BAR, FLOAT32_BAR, check_parity, make, nmse, prompt
+from safetensors.torch import load_file, save_file
 
 from infinilm.models.llama import LlamaForCausalLM
 
@@ -23,6 +26,7 @@ GEMMA_ROPES = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
 }
+GEMMA3 = {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 16}
 QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3", {}),
@@ -31,13 +35,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Phi3",
         {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32, "tie_word_embeddings": True},
     ),
-    "gemma2": ("Gemma2", {"head_dim": 16, "sliding_window": 9}),
+    "gemma2": ("Gemma2", {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 16}),
     "gemma2, its own scale": (
         "Gemma2",
         {"head_dim": 16, "num_hidden_layers": 3, "query_pre_attn_scalar": 40, "attn_logit_softcapping": None},
     ),
-    "gemma3": ("Gemma3", {"head_dim": 16, "sliding_window": 9, "num_hidden_layers": 7}),
-    "gemma3, scaled": ("Gemma3", {"head_dim": 16, "sliding_window": 9, "rope_parameters": GEMMA_ROPES}),
+    "gemma3": ("Gemma3", {**GEMMA3, "num_hidden_layers": 7}),
+    "gemma3, scaled": ("Gemma3", {**GEMMA3, "rope_parameters": GEMMA_ROPES}),
     "granite": (
         "Granite",
         {
@@ -89,10 +93,15 @@ def has_experts(name: str) -> bool:
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if not has_experts(name)])  # one may tip over
-def test_bfloat16_logits_stay_close_to_those_of_transformers(name: str, make: Any) -> None:
+@torch.inference_mode()
+def test_bfloat16_logits_are_about_as_exact_as_those_of_transformers(name: str, make: Any) -> None:
     kind, options = MODELS[name]
-    options = {"initializer_range": 0.1, **options}
-    check_parity(*make(kind, torch.bfloat16, **options), torch.bfloat16, BFLOAT16_BAR)
+    theirs, folder = make(kind, torch.bfloat16, **{"initializer_range": 0.1, **options})
+    ours, exact = (
+        LlamaForCausalLM.from_pretrained(folder, dtype=dtype)(prompt(), logits_to_keep=0)
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    assert nmse(ours, exact) <= max(BFLOAT16_BAR, 3 * nmse(theirs(prompt()).logits, exact))
 
 
 @pytest.mark.parametrize("length", [20, 31, 32, 33, 40])
@@ -112,3 +121,27 @@ def test_64_greedy_tokens_equal_those_of_transformers(name: str, make: Any) -> N
     ours = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     wanted = theirs.generate(prompt(), max_new_tokens=64, do_sample=False, pad_token_id=0)
     assert torch.equal(ours.generate(prompt(), max_new_tokens=64), wanted)
+
+
+def test_gpt_oss_in_mxfp4_has_the_logits_of_the_same_weights_as_floats(make: Any, tmp_path: Path) -> None:
+    kind, options = MODELS["gptoss"]
+    theirs, folder = make(kind, **options, intermediate_size=64)
+    weights, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(2)
+    for name in [name for name in weights if name.endswith("_proj") and "experts" in name]:
+        count, columns, rows = weights.pop(name).shape
+        size = (count, rows, columns // 32)
+        codes = torch.randint(0, 256, (*size, 16), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(122, 126, size, dtype=torch.uint8, generator=generator)
+        weights |= {f"{name}_blocks": codes, f"{name}_scales": scales}
+        values = torch.tensor(MXFP4)[torch.stack([codes & 15, codes >> 4], -1).long()].flatten(-2)
+        dense = (values * 2.0 ** (scales.float() - 127).unsqueeze(-1)).flatten(2)
+        theirs.get_parameter(name).data.copy_(dense.transpose(1, 2))
+    save_file(weights, folder / "model.safetensors")
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps(content | {"quantization_config": {"quant_method": "mxfp4"}})
+    )
+    check_parity(theirs, folder, torch.float32, FLOAT32_BAR)
+
+
+MXFP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]

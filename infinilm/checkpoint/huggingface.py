@@ -43,11 +43,6 @@ DTYPES = {
 
 def open_folder(folder: Folder) -> "HuggingFaceCheckpoint":
     config = folder.read_object("config.json") or {}
-    if config.get("quantization_config") is not None:
-        raise CheckpointError(
-            f"{folder.path / 'config.json'}: 'quantization_config' is not supported; "
-            "give the unquantised model, or a GGUF file for quantised weights"
-        )
     return HuggingFaceCheckpoint(folder, config)
 
 

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from infinicore import nn, ops
 from infinicore.nn.linear import project_gated
-from infinilm.batch import Batch
-from infinilm.cache import attend
 from infinilm.config import LlamaConfig
 from infinilm.models import llama
 from infinilm.models.gguf import GGUF
@@ -56,20 +54,11 @@ class Gemma2Config(LlamaConfig):
 
     def _fill_in(self) -> None:
         super()._fill_in()
-        self._check_sizes("num_hidden_layers")
+        self._fill_in_windows(lambda layer: layer % 2 == 0)
         if self.query_pre_attn_scalar is None:
             is_27b = self.num_hidden_layers == self.layers_of_27b
-            self._set(
-                query_pre_attn_scalar=self.hidden_size // self.num_attention_heads
-                if is_27b
-                else self.head_dim
-            )
-        if self.layer_types is None:
-            has_window = [self.usually_has_window(layer) for layer in range(self.num_hidden_layers)]
-            self._set(layer_types=["sliding_attention" if has else "full_attention" for has in has_window])
-
-    def usually_has_window(self, layer: int) -> bool:
-        return layer % 2 == 0
+            size = self.hidden_size // self.num_attention_heads if is_27b else self.head_dim
+            self._set(query_pre_attn_scalar=size)
 
     def _check(self) -> None:
         super()._check()
@@ -83,9 +72,6 @@ class Gemma2Attention(llama.LlamaAttention):
         super().__init__(config, layer_idx)
         self.scaling = config.query_pre_attn_scalar**-0.5
         self.softcap = config.attn_logit_softcapping or 0.0
-
-    def attend(self, q: Tensor, batch: Batch, pools: llama.Pools) -> Tensor:
-        return attend(pools, q, batch, self.scaling, self.sliding_window, self.softcap)
 
 
 class Gemma2MLP(llama.LlamaMLP):

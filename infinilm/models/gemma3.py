@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from infinicore import nn
-from infinilm.config import LlamaConfig, scaling_of
+from infinilm.config import LlamaConfig, rope_mapping, scaling_of
 from infinilm.models import gemma2
 from infinilm.models.gguf import GGUF
 from infinilm.models.llama import LlamaDecoderLayer
@@ -40,8 +40,8 @@ class Gemma3Config(gemma2.Gemma2Config):
             content = {**content["text_config"], **tokens, "model_type": "gemma3"}
         content, scaling = dict(super().adapted(content)), scaling_of(content)
         if "full_attention" in scaling or "sliding_attention" in scaling:
-            content |= {"rope_parameters": None, "rope_scaling": scaling_of_kind(scaling, "full_attention")}
-            local = scaling_of_kind(scaling, "sliding_attention")
+            content |= {"rope_parameters": None, "rope_scaling": rope_mapping(scaling, "full_attention")}
+            local = rope_mapping(scaling, "sliding_attention")
             if local.get("rope_type", "default") != "default":
                 raise ValueError(f"rope_parameters: {short(local)} is not supported where there is a window")
             if local.get("rope_theta") is not None:
@@ -54,20 +54,15 @@ class Gemma3Config(gemma2.Gemma2Config):
         if not self.rope.is_fixed:
             raise ValueError(f"rope_scaling {short(self.rope_scaling)} is not supported in a gemma3 model")
 
-    def usually_has_window(self, layer: int) -> bool:
-        return bool((layer + 1) % check_whole("sliding_window_pattern", self.sliding_window_pattern, 1, 4096))
+    def _fill_in(self) -> None:
+        step = check_whole("sliding_window_pattern", self.sliding_window_pattern, 1, 4096)
+        self._fill_in_windows(lambda layer: (layer + 1) % step > 0)
+        super()._fill_in()
 
     def _check(self) -> None:
         super()._check()
         theta = check_number("rope_local_base_freq", self.rope_local_base_freq, MAX_THETA)
         self._set(rope_local_base_freq=theta)
-
-
-def scaling_of_kind(scaling: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
-    found = scaling.get(kind) or {}
-    if not isinstance(found, Mapping):
-        raise ValueError(f"rope_parameters: {kind} must be a mapping, but is {short(found)}")
-    return found
 
 
 class Gemma3RoPE(LlamaRoPE):

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from infinicore import nn
-from infinicore.quantization import BlockType, QuantizedTensor
-from infinilm.batch import Batch
-from infinilm.cache import attend
 from infinilm.config import LlamaConfig, scaling_of
 from infinilm.models.gguf import GGUF
-from infinilm.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, Pools
+from infinilm.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM
 from infinilm.models.mixture import GGUF_KEYS, GGUF_MODULES, MixtureConfig, MixtureMLP, Router
+from infinilm.models.mxfp4 import joined_blocks
 from infinilm.models.registry import register
-from infinilm.models.stored import Stored, Weight
+from infinilm.models.stored import Stored
 
 MODULES = {
     **GGUF_MODULES,
@@ -64,19 +62,13 @@ class GptOssConfig(MixtureConfig):
 
     def _fill_in(self) -> None:
         super()._fill_in()
-        if self.layer_types is None:
-            self._check_sizes("num_hidden_layers")
-            kinds = ("sliding_attention", "full_attention")
-            self._set(layer_types=[kinds[layer % 2] for layer in range(self.num_hidden_layers)])
+        self._fill_in_windows(lambda layer: layer % 2 == 0)
 
 
 class GptOssAttention(LlamaAttention):
     def __init__(self, config: LlamaConfig, layer_idx: int = 0) -> None:
         super().__init__(config, layer_idx)
         self.sinks = nn.Parameter(torch.zeros(config.num_attention_heads))
-
-    def attend(self, q: Tensor, batch: Batch, pools: Pools) -> Tensor:
-        return attend(pools, q, batch, self.scaling, self.sliding_window, sinks=self.sinks)
 
 
 class GptOssMLP(MixtureMLP):
@@ -103,43 +95,19 @@ class GptOssForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def arrange(cls, stored: Stored, config: LlamaConfig) -> None:
-        """Hugging Face's files hold gate and up row by row in turn: in blocks, or transposed."""
         stored.rename("self_attn.sinks.weight", "self_attn.sinks")
-        for part in ("gate_up", "down"):
-            name = f"mlp.experts.{part}_proj"
-            stored.join([name], f"{name}.weight", as_rows)
-            stored.join([f"{name}_blocks", f"{name}_scales"], f"{name}.weight", as_blocks)
-            stored.rename(f"{name}_bias", f"{name}.bias")
-            stored.flatten(name)
-        stored.deal("mlp.experts.gate_up_proj", ["mlp.experts.gate_proj", "mlp.experts.up_proj"])
-        for part in ("gate", "up"):
+        if not stored.is_gguf:
+            part_experts(stored)
+        for part in ("gate", "up", "down"):
             stored.flatten(f"mlp.experts.{part}_proj")
 
 
-def as_rows(experts: Weight) -> Weight:
-    """[X, columns, R] -> [X, R, columns]; GGUF's are so already"""
-    num_experts, num_columns, num_rows = experts.shape
-    return replace(
-        experts,
-        shape=(num_experts, num_rows, num_columns),
-        read=lambda: experts.read().transpose(1, 2),  # type: ignore[union-attr]
-    )
-
-
-def as_blocks(codes: Weight, scales: Weight) -> Weight:
-    """uint8 [X, R, G, 16], two values a byte, and [X, R, G] -> X R rows of MXFP4"""
-    num_experts, num_rows, num_groups, _ = codes.shape
-    shape = (num_experts * num_rows, 32 * num_groups)
-    return Weight(
-        shape,
-        BlockType.MXFP4,
-        lambda: QuantizedTensor(mxfp4(codes.read(), scales.read()), BlockType.MXFP4, shape),  # type: ignore[arg-type]
-        codes.sources + scales.sources,
-    )
-
-
-def mxfp4(codes: Tensor, scales: Tensor) -> Tensor:
-    """Blocks of the exponent, then the first 16 values in the low halves of bytes, the others in the high"""
-    values = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)  # [X, R, G, 32]
-    packed = values[..., :16] | values[..., 16:] << 4
-    return torch.cat([scales.unsqueeze(-1), packed], dim=-1).flatten(2).flatten(0, 1)
+def part_experts(stored: Stored) -> None:
+    """Hugging Face's files hold gate and up row by row in turn: in blocks, or transposed."""
+    for part in ("gate_up", "down"):
+        name = f"mlp.experts.{part}_proj"
+        stored.transpose(name, f"{name}.weight")
+        stored.join([f"{name}_blocks", f"{name}_scales"], f"{name}.weight", joined_blocks)
+        stored.rename(f"{name}_bias", f"{name}.bias")
+        stored.flatten(name)
+    stored.deal("mlp.experts.gate_up_proj", ["mlp.experts.gate_proj", "mlp.experts.up_proj"])

@@ -108,6 +108,8 @@ class LlamaAttention(nn.Module):
         self.num_key_value_groups = config.num_key_value_groups
         self.scaling = config.head_dim**-0.5
         self.sliding_window = config.window_of(layer_idx)
+        self.softcap = 0.0  # of scores, where a model has one
+        self.register_parameter("sinks", None)  # [H], logits that take part in every softmax
         query_size = config.num_attention_heads * config.head_dim
         key_size = config.num_key_value_heads * config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, query_size, bias=config.attention_bias)
@@ -167,7 +169,7 @@ class LlamaAttention(nn.Module):
 
     def attend(self, q: Tensor, batch: Batch, pools: Pools) -> Tensor:
         """[N, H, D] -> [N, H, D]"""
-        return attend(pools, q, batch, self.scaling, self.sliding_window)
+        return attend(pools, q, batch, self.scaling, self.sliding_window, self.softcap, self.sinks)  # type: ignore[arg-type]
 
     def lay_out(self) -> None:
         lay_together(self.q_proj, self.k_proj, self.v_proj)

@@ -28,7 +28,8 @@ FILES = (
     "olmoe",
     "phi3",
     "qwen",
-    "qwen_moe",
+    "qwen2_moe",
+    "qwen3_moe",
     "smollm3",
 )
 

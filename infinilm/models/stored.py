@@ -122,6 +122,14 @@ class Stored(dict[str, Weight]):
                 shape = (len(rows), *whole.shape[1:])
                 self[before + other + after] = replace(changed(whole, rows_of, rows), shape=shape)
 
+    def transpose(self, name: str, other: str) -> None:
+        """Experts [X, columns, rows] as [X, rows, columns]"""
+        for each, before, after in self.named(name):
+            if not after:
+                shape = self[each].shape
+                turned = changed(self.pop(each), swapped)
+                self[before + other] = replace(turned, shape=(*shape[:-2], *shape[:-3:-1]))
+
     def join(self, modules: Sequence[str], other: str, make: Callable[..., Weight]) -> None:
         """One weight of several that stand side by side"""
         for _, before, after in self.named(modules[0]):
@@ -173,6 +181,10 @@ def stacked(parts: Sequence[Weight]) -> Weight:
         return torch.cat(arrays)  # type: ignore[arg-type]
 
     return Weight(shape, first.dtype, read, sum((part.sources for part in parts), ()))
+
+
+def swapped(array: Tensor) -> Tensor:
+    return array.transpose(-1, -2)
 
 
 def as_rows(array: Array, shape: Shape) -> Array:

@@ -1,4 +1,4 @@
-"""Qwen2-MoE: Qwen2 with experts, and one that all tokens go through. Qwen3-MoE: Qwen3 with experts."""
+"""Qwen2-MoE: Qwen2 with experts, and one that all tokens go through."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from infinilm.models.mixture import (
     Router,
     stack_experts,
 )
-from infinilm.models.qwen import Qwen2Config, Qwen3Attention
+from infinilm.models.qwen import Qwen2Config
 from infinilm.models.registry import register
 from infinilm.models.stored import Stored
 from infinilm.rope import check_whole
@@ -103,30 +103,3 @@ class Qwen2MoeForCausalLM(LlamaForCausalLM):
     def arrange(cls, stored: Stored, config: LlamaConfig) -> None:
         stack_experts(stored, config)
         stored.flatten("mlp.shared_expert_gate")  # a vector in GGUF
-
-
-@dataclass(frozen=True, kw_only=True)
-class Qwen3MoeConfig(Qwen2MoeConfig):
-    model_types = ("qwen3_moe",)
-    intermediate_size: int = 6144
-    num_attention_heads: int = 32
-    num_key_value_heads: int = 4
-    attention_bias: bool = False
-    num_experts: int = 128
-    num_experts_per_tok: int = 8
-    moe_intermediate_size: int = 768
-
-    @property
-    def has_output_bias(self) -> bool:
-        return self.attention_bias
-
-
-class Qwen3MoeDecoderLayer(Qwen2MoeDecoderLayer):
-    attention_class = Qwen3Attention
-    mlp_class = MixtureMLP
-
-
-@register(GGUF("qwen3moe", GGUF_KEYS, GGUF_MODULES, {"norm_topk_prob": True}, has_experts=True))
-class Qwen3MoeForCausalLM(Qwen2MoeForCausalLM):
-    config_class = Qwen3MoeConfig
-    layer_class = Qwen3MoeDecoderLayer
