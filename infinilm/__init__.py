@@ -18,6 +18,7 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
     "load_model",
 ]
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
         QueueFull,
         RequestError,
         RequestOutput,
+        ScoringRequestOutput,
     )
     from infinilm.llm import LLM, load_model
     from infinilm.sampling import SamplingParams, StructuredOutputsParams

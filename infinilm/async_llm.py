@@ -228,11 +228,12 @@ class AsyncLLM:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        prompt_name: str | None = None,
     ) -> Tensor:
         """The state [hidden_size] of the prompt's last token after the last norm, in float32. A request like
         others: it waits its turn, is read beside them, and ends when its coroutine is cancelled; one that is
         aborted raises Aborted."""
-        make = partial(self.engine.make_encoding, prompt, priority, request_id, cache_salt)
+        make = partial(self.engine.make_encoding, prompt, priority, request_id, cache_salt, prompt_name)
         request, listener = await self._begin(make, request_id)
         with self._ending(request, listener):
             await listener.next()

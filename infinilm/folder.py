@@ -94,18 +94,29 @@ class Folder:
         raw = self.read(name, max_bytes)
         return None if raw is None else parse_object(raw, self.path / name, self.error)
 
+    def read_list(self, name: str, max_bytes: int = MAX_CONFIG_BYTES) -> list[Any] | None:
+        raw = self.read(name, max_bytes)
+        found = None if raw is None else parse_json(raw, self.path / name, self.error)
+        if not isinstance(found, list | None):
+            raise self.error(f"{self.path / name}: its JSON is a {type(found).__name__}, not a list")
+        return found
+
 
 def parse_object(raw: bytes, source: object, error: type[ValueError]) -> dict[str, Any]:
     """The object that JSON from a stranger describes; `source` is what errors call it."""
-    if raw.count(b",") > MAX_JSON_VALUES:
-        raise error(f"{source}: its JSON has more than {MAX_JSON_VALUES} values")
-    try:
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_checked)
-    except (ValueError, RecursionError) as reason:
-        raise error(f"{source}: not valid JSON: {reason}") from reason
+    value = parse_json(raw, source, error)
     if not isinstance(value, dict):
         raise error(f"{source}: its JSON is a {type(value).__name__}, not an object")
     return value
+
+
+def parse_json(raw: bytes, source: object, error: type[ValueError]) -> Any:
+    if raw.count(b",") > MAX_JSON_VALUES:
+        raise error(f"{source}: its JSON has more than {MAX_JSON_VALUES} values")
+    try:
+        return json.loads(raw.decode("utf-8"), object_pairs_hook=_checked)
+    except (ValueError, RecursionError) as reason:
+        raise error(f"{source}: not valid JSON: {reason}") from reason
 
 
 def _checked(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -22,6 +22,10 @@ PREFILL_TOKENS = 512
 # Multiplications of one product on a CPU, about a tenth of a second: interrupts are heard between two ops.
 PRODUCT_WORK = 1 << 31
 BLOCK_SIZE = 64
+NO_HEAD = (
+    "the model has no head (lm_head), so that it embeds texts but cannot generate any; "
+    "take a checkpoint that has one"
+)
 
 Prompt = Tensor | Sequence[Sequence[int]]
 Callback = Callable[[list[int | None]], bool | None]
@@ -32,6 +36,11 @@ class GenerationMixin:
 
     config: LlamaConfig
     device: Any
+
+    @property
+    def has_head(self) -> bool:
+        """Whether there are logits, without which nothing is generated"""
+        return True
 
     @torch.inference_mode()
     def generate(  # noqa: PLR0913  Hugging Face's shape
@@ -57,6 +66,8 @@ class GenerationMixin:
         meets an end-of-text token is filled up with pad_token_id. attention_mask is 0 at padding. callback
         gets each step's tokens, None for streams that have ended, and may return True to stop.
         """
+        if not self.has_head:
+            raise ValueError(NO_HEAD)
         pad = self.pad_id(pad_token_id)
         rows, prompts = as_prompts(input_ids, attention_mask, pad)
         is_greedy = not do_sample if do_sample is not None else not (temperature or top_k or top_p or min_p)

@@ -22,10 +22,18 @@ from infinilm.config import EngineConfig
 from infinilm.engine.draft import SpeculativeConfig
 from infinilm.engine.engine import Engine, Prompt
 from infinilm.engine.memory import told_of_memory
-from infinilm.engine.request import EmbeddingRequestOutput, Request, RequestError, RequestOutput
+from infinilm.engine.request import (
+    EmbeddingRequestOutput,
+    Request,
+    RequestError,
+    RequestOutput,
+    ScoringRequestOutput,
+)
 from infinilm.engine.text import Text
 from infinilm.hub import resolve
+from infinilm.models.judging import Judge
 from infinilm.models.llama import LlamaForCausalLM
+from infinilm.models.pooling import PoolingError
 from infinilm.models.registry import read_config
 from infinilm.sampling import SamplingParams
 from infinilm.tokenizer import Tokenizer, TokenizerError
@@ -158,6 +166,20 @@ def items_of(name: str, wanted: str, value: Any, kind: Any) -> list[Any]:
     return items
 
 
+def as_pairs(queries: Any, documents: Any) -> list[tuple[str, str]]:
+    """Each document with its query, or with the only one"""
+    names = ("queries", queries), ("documents", documents)
+    first, second = (
+        [given] if isinstance(given, str) else items_of(name, "a text or a list of texts", given, str)
+        for name, given in names
+    )
+    if len(first) not in (1, len(second)):
+        raise RequestError(
+            f"queries must be one, or one for each of {len(second)} documents, but are {len(first)}"
+        )
+    return list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
+
+
 def one_each(name: str, given: Any, kind: type, count: int, default: Any) -> list[Any]:
     """A value for each prompt, of one that is for all, or of a list of them."""
     values = list(given) if isinstance(given, list | tuple) else [default if given is None else given] * count
@@ -171,10 +193,11 @@ def one_each(name: str, given: Any, kind: type, count: int, default: Any) -> lis
 
 @contextmanager
 def as_request_errors() -> Iterator[None]:
-    """A text that cannot be encoded and messages that no template takes are the user's mistakes."""
+    """A text that cannot be encoded, messages that no template takes and what the model is not made for are
+    the user's mistakes."""
     try:
         yield
-    except TokenizerError as error:
+    except (TokenizerError, PoolingError) as error:
         raise RequestError(str(error)) from error
 
 
@@ -239,16 +262,43 @@ class LLM:
         return [request.output() for request in requests]
 
     def embed(
-        self, prompts: Any, *, use_tqdm: bool = True, cache_salt: str | None = None
+        self,
+        prompts: Any,
+        *,
+        prompt_name: str | None = None,
+        use_tqdm: bool = True,
+        cache_salt: str | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """A direction for each prompt, given as for `generate`: the state of its last token after the last
-        norm, scaled to length one."""
+        """A vector for each prompt, given as for `generate`: the state of its last token after the last norm,
+        scaled to length one unless the model's files have it otherwise. prompt_name is of a prompt in those
+        files, such as "query", that stands before each text."""
         with as_request_errors():
             requests = [
-                self.engine.make_encoding(prompt, cache_salt=cache_salt) for prompt in as_prompts(prompts)
+                self.engine.make_encoding(prompt, cache_salt=cache_salt, prompt_name=prompt_name)
+                for prompt in as_prompts(prompts)
             ]
         self._finish(requests, use_tqdm)
-        return [request.embedding() for request in requests]
+        return [request.embedding(self.model.pooling.vector(request.state())) for request in requests]
+
+    def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        use_tqdm: bool = True,
+        cache_salt: str | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """How well each document answers the query, or its own of several: from 0 to 1, as a reranker has it,
+        or as any other model says yes or no. An instruction tells a reranker what to look for."""
+        judge = Judge(self.model, self.tokenizer)
+        with as_request_errors():
+            requests = [
+                self.engine.make_encoding(judge.prompt(*pair, instruction), cache_salt=cache_salt)
+                for pair in as_pairs(queries, documents)
+            ]
+        self._finish(requests, use_tqdm)
+        return [request.scoring(judge.score(request.state())) for request in requests]
 
     def chat(
         self,

@@ -17,7 +17,7 @@ from engines import HIDDEN, VOCAB_SIZE, write_model
 from servers import NAME, Running, answered, error_of, request_of, running, wait_until
 
 from infinilm import LLM, SamplingParams
-from infinilm.server.pooling import PLAIN, QUESTION
+from infinilm.models.judging import ASKED, PLAIN
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -139,7 +139,7 @@ def probability(llm: LLM, prompt: list[int], token_id: int) -> float:
 
 def score_by_hand(llm: LLM, document: str) -> float:
     """P(yes) / (P(yes) + P(no)), by logprobs of the tokens that the words begin with"""
-    question = QUESTION.format(query="France?", document=document)
+    question = ASKED.content.format(query="France?", document=document)
     prompt = llm.tokenizer.encode_chat([{"role": "user", "content": question}])
     yes, no = (
         sum(probability(llm, prompt, llm.tokenizer.encode(word)[0]) for word in words)
@@ -210,7 +210,7 @@ def test_a_model_without_a_template_is_asked_in_plain_text(tmp_path: Path) -> No
     folder = write_model(tmp_path / "plain", max_position_embeddings=MAX_LENGTH, chat_template=None)
     with running(folder) as server:
         answer = rerank(server, ["x"], "q")
-    asked = PLAIN.format(question=QUESTION.format(query="q", document="x"))
+    asked = PLAIN.format(question=ASKED.content.format(query="q", document="x"))
     assert answer["usage"]["total_tokens"] == len(asked)
     assert 0 < answer["results"][0]["relevance_score"] < 1
 

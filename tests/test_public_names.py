@@ -34,7 +34,8 @@ FUNCTIONAL = """
 
 INFINILM = """
     AsyncLLM CompletionOutput DynamicCache EmbeddingRequestOutput EngineConfig EngineDead LLM Logprob
-    QueueFull RequestError RequestOutput SamplingParams StructuredOutputsParams load_model
+    QueueFull RequestError RequestOutput SamplingParams ScoringRequestOutput StructuredOutputsParams
+    load_model
 """
 
 PLACE = "dtype=None, device=None"

@@ -29,7 +29,7 @@ from infinilm.engine.memory import share_of, told_of_memory
 from infinilm.engine.request import Completion, NumericalError, QueueFull, Request, RequestError
 from infinilm.engine.scheduler import Scheduler, num_tokens_of
 from infinilm.engine.stats import STEP_TOKENS, Histogram, Progress, Stats
-from infinilm.generation import step_tokens
+from infinilm.generation import NO_HEAD, step_tokens
 from infinilm.models.llama import LlamaForCausalLM
 from infinilm.runner import Drawn, Passage, Pending, Runner, Work
 from infinilm.sampling import SamplingParams, is_text
@@ -127,6 +127,8 @@ class Engine:
         cache_salt: str | None = None,
     ) -> Request:
         """A request that has been checked; RequestError if it is wrong or can never be served."""
+        if params is not ENCODING and not self.model.has_head:
+            raise RequestError(NO_HEAD)
         check_options(priority, request_id, cache_salt)
         text, token_ids = self._tokens_of(prompt)
         self._check_ids(token_ids, params)
@@ -167,9 +169,12 @@ class Engine:
         priority: int = 0,
         request_id: str | None = None,
         cache_salt: str | None = None,
+        prompt_name: str | None = None,
     ) -> Request:
-        """A request whose prompt is read, for the state of its last token, and not continued"""
-        request = self.make(prompt, ENCODING, priority, request_id, cache_salt)
+        """A request whose prompt is read, for the state of its last token, and not continued. A text is read
+        as the model's files have texts embedded, with the prompt of this name before it."""
+        encoded = self._encoded(prompt, prompt_name)
+        request = self.make(encoded, ENCODING, priority, request_id, cache_salt)
         request.completions[0].wants_state = True
         return request
 
@@ -418,6 +423,15 @@ class Engine:
         if isinstance(prompt, str):
             return prompt, self.tokenizer.encode(prompt)
         return None, token_ids_of(prompt)
+
+    def _encoded(self, prompt: Prompt, prompt_name: str | None) -> Prompt:
+        """Text to be embedded as its tokens; token ids stay as they are."""
+        given = content_of(prompt) if isinstance(prompt, Mapping) else prompt
+        if isinstance(given, str):
+            return self.model.pooling.encode(given, self.tokenizer, prompt_name)
+        if prompt_name is not None:
+            raise RequestError("prompt_name is for texts, but the prompt is given as token ids")
+        return given
 
     def _check_ids(self, token_ids: Sequence[int], params: SamplingParams) -> None:
         vocab_size = self.model.config.vocab_size

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from infinilm.batch import Stream
@@ -93,7 +92,8 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class EmbeddingOutput:
-    """A text as a direction: the state of its last token after the model's last norm, of length one."""
+    """A text as a vector: the state of its last token after the model's last norm, of length one unless the
+    model's files have it otherwise."""
 
     embedding: list[float]
 
@@ -105,6 +105,24 @@ class EmbeddingRequestOutput:
     request_id: str
     prompt_token_ids: list[int]
     outputs: EmbeddingOutput
+    finished: bool = True
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class ScoringOutput:
+    """How well a document answers a query, from 0 to 1."""
+
+    score: float
+
+
+@dataclass(frozen=True)
+class ScoringRequestOutput:
+    """A prompt of a query and a document, and its score."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: ScoringOutput
     finished: bool = True
     num_cached_tokens: int = 0
 
@@ -219,14 +237,16 @@ class Request:
             for token_id, logprob, rank in ranked
         }
 
-    def embedding(self) -> EmbeddingRequestOutput:
-        direction = torch.nn.functional.normalize(self.state(), dim=0).tolist()
+    def embedding(self, vector: Tensor) -> EmbeddingRequestOutput:
+        """What the state of an encoding became"""
+        output, cached = EmbeddingOutput(vector.tolist()), self.num_cached_tokens
         return EmbeddingRequestOutput(
-            self.request_id,
-            self.prompt_token_ids,
-            EmbeddingOutput(direction),
-            num_cached_tokens=self.num_cached_tokens,
+            self.request_id, self.prompt_token_ids, output, num_cached_tokens=cached
         )
+
+    def scoring(self, score: float) -> ScoringRequestOutput:
+        output, cached = ScoringOutput(score), self.num_cached_tokens
+        return ScoringRequestOutput(self.request_id, self.prompt_token_ids, output, num_cached_tokens=cached)
 
     def state(self) -> Tensor:
         """What an encoding was for"""

@@ -41,6 +41,7 @@ KNOWN_KEYS = {
     "attention.sliding_window",
     "attention.value_length",
     "block_count",
+    "classifier.output_labels",
     "context_length",
     "embedding_length",
     "feed_forward_length",
@@ -89,6 +90,8 @@ class GGUF:
 
     def name_of(self, name: str) -> str | None:
         """The model's name of a tensor"""
+        if name == "cls.output.weight":  # of a reranker
+            return "score.weight"
         match = TENSOR_NAME.fullmatch(name)
         layer, module, kind = match.groups() if match else (None, "", "")
         if layer is None and module in MODEL_MODULES:

@@ -24,8 +24,10 @@ from infinilm.batch import Batch, Pausing, finished
 from infinilm.cache import DynamicCache, PagedCache, attend
 from infinilm.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from infinilm.config import EngineConfig, LlamaConfig
-from infinilm.generation import GenerationMixin
+from infinilm.generation import NO_HEAD, GenerationMixin
 from infinilm.models.gguf import GGUF
+from infinilm.models.judging import ASKED, Question
+from infinilm.models.pooling import Pooling, read_pooling
 from infinilm.models.registry import class_of, register
 from infinilm.models.stored import Stored
 from infinilm.models.weights import load_weights
@@ -317,20 +319,27 @@ def check_inputs(input_ids: Tensor, attention_mask: Tensor | None, cache: Dynami
 
 @register(GGUF("llama", has_paired_rows=True, has_windows=True))
 class LlamaForCausalLM(nn.Module, GenerationMixin):
-    """LlamaModel with the head that turns states into logits."""
+    """LlamaModel with the head that turns states into logits, or another; files of embedders have none."""
 
     config_class: type[LlamaConfig] = LlamaConfig
     layer_class: type[LlamaDecoderLayer] = LlamaDecoderLayer
     model_class: type[LlamaModel] = LlamaModel
+    question: Question = ASKED
+    pooling: Pooling = Pooling()
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
         self.use_cache = config.use_cache
         self.model = self.model_class(config, self.layer_class)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head: nn.Linear | None = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.score: nn.Linear | None = None  # of a text, in the files of rerankers
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
+
+    @property
+    def has_head(self) -> bool:
+        return self.lm_head is not None
 
     def forward(
         self,
@@ -349,16 +358,19 @@ class LlamaForCausalLM(nn.Module, GenerationMixin):
         return self.logits(hidden_states)
 
     def step(self, batch: Batch, cache: Cache, rope: nn.RoPE) -> tuple[Tensor, Tensor]:
-        """The states [R, E] of the tokens of a batch that want them, and the logits [R, V] of what follows"""
+        """The states [R, E] of the tokens of a batch that want them, and the logits [R, V] of what follows;
+        without a head the states again, of which a token tells as well whether they are numbers"""
         return finished(self.step_by_layers(batch, cache, rope))
 
     def step_by_layers(self, batch: Batch, cache: Cache, rope: nn.RoPE) -> Pausing[tuple[Tensor, Tensor]]:
         """The same, with a pause after each layer"""
         states = yield from self.model.run_by_layers(batch, cache, rope)
-        return states, self.logits(states)
+        return states, self.logits(states) if self.has_head else states
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """[*, E] -> [*, V]; the one way from states to logits"""
+        if self.lm_head is None:
+            raise ValueError(NO_HEAD)
         logits: Tensor = self.lm_head(hidden_states)
         return logits
 
@@ -398,7 +410,9 @@ class LlamaForCausalLM(nn.Module, GenerationMixin):
         found = class_of(checkpoint)
         if not issubclass(found, cls):
             raise CheckpointError(f"{checkpoint.path}: its model is a {found.__name__}, not a {cls.__name__}")
+        pooling = read_pooling(checkpoint)
         model = load_weights(checkpoint, config, report)
+        model.pooling = pooling
         if model.device.type != "cpu":
             model.lay_out()
         return model

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from infinilm.config import LIMITS, LlamaConfig
 from infinilm.models.gguf import GGUF
+from infinilm.models.judging import QWEN3
 from infinilm.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaRMSNorm
 from infinilm.models.registry import register
 from infinilm.rope import MAX_POSITION, check_flag, check_whole
@@ -83,3 +84,4 @@ class Qwen3DecoderLayer(LlamaDecoderLayer):
 class Qwen3ForCausalLM(LlamaForCausalLM):
     config_class = Qwen3Config
     layer_class = Qwen3DecoderLayer
+    question = QWEN3

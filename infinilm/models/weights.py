@@ -29,6 +29,7 @@ from infinilm.models.stored import Stored
 if TYPE_CHECKING:
     from infinilm.models.llama import LlamaForCausalLM
 
+HEADS = ("lm_head.", "score.")
 LOG = logging.getLogger("infinilm.weights")
 
 # Tables that older files carry and models recompute.
@@ -46,6 +47,7 @@ def load_weights(
         check_dense(stored)
     with torch.device("meta"):
         model = class_of(checkpoint)(config)
+        fit_heads(model, stored, config)
     wanted = wanted_names(model, config)
     check_names(stored, wanted, set(stored) - tied_names(config))
     for name in wanted:
@@ -53,7 +55,7 @@ def load_weights(
         for source in stored[name].sources:
             checkpoint.forget(source)
         report(stored[name].num_bytes)
-    if config.tie_word_embeddings:
+    if config.tie_word_embeddings and model.lm_head is not None:
         share_weight(model.lm_head, model.model.embed_tokens.weight)
     tell_of_dense(stored, model, placement.rounds_to)
     placement.tell_of_dequantized(stored)
@@ -69,10 +71,25 @@ def stored_weights(checkpoint: Checkpoint, config: LlamaConfig) -> Stored:
             part_pairs(stored, config)
     else:
         names = [name for name in checkpoint.names() if not RECOMPUTED.search(name)]
-        stored = Stored(checkpoint, dict(zip(names, names, strict=True)))
+        stored = Stored(checkpoint, dict(zip(map(name_within(names), names), names, strict=True)))
     entry.model_class.arrange(stored, config)
     check_layers(stored, config)
     return stored
+
+
+def name_within(names: list[str]) -> Callable[[str], str]:
+    """The names in the files of a bare model, of which embedders are made, are those inside `model`."""
+    is_bare = "embed_tokens.weight" in names
+    return lambda name: f"model.{name}" if is_bare and not name.startswith(HEADS) else name
+
+
+def fit_heads(model: LlamaForCausalLM, stored: Stored, config: LlamaConfig) -> None:
+    """Files of embedders have no head, those of rerankers one that scores a text."""
+    if (score := stored.get("score.weight")) is not None:
+        model.score = nn.Linear(config.hidden_size, score.shape[0], bias=False)
+    has_logits = config.tie_word_embeddings or "lm_head.weight" in stored
+    if model.score is not None or not has_logits:
+        model.lm_head = None
 
 
 def part_pairs(stored: Stored, config: LlamaConfig) -> None:

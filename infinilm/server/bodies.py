@@ -94,6 +94,14 @@ def document_text(given: Any, index: int) -> str:
     return text
 
 
+def several_texts(given: Any) -> list[str]:
+    """Of a text, or a list of such"""
+    texts = [given] if isinstance(given, str) else given
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        raise ValueError("must be a text or a list of texts")
+    return texts
+
+
 def is_ids(value: Any) -> bool:
     return isinstance(value, list) and set(map(type, value)) == {int}
 
@@ -122,10 +130,12 @@ DOCUMENT = {
     "required": ["text"],
     "additionalProperties": False,
 }
+TEXTS = {"anyOf": [TEXT, {"type": "array", "items": TEXT, "minItems": 1}]}
 DOCUMENTS = {"type": "array", "items": {"anyOf": [TEXT, DOCUMENT]}, "minItems": 1}
 
 Content = Annotated[Any, PlainValidator(joined_text), WithJsonSchema(CONTENT)]
 Prompts = Annotated[Any, PlainValidator(several_prompts), WithJsonSchema(PROMPT)]
+Texts = Annotated[Any, PlainValidator(several_texts), WithJsonSchema(TEXTS)]
 Documents = Annotated[Any, PlainValidator(several_documents), WithJsonSchema(DOCUMENTS)]
 Variables = Annotated[Any, PlainValidator(template_variables), WithJsonSchema({"type": "object"})]
 Stop = str | Annotated[list[Any], Field(max_length=MAX_STOPS)]
@@ -314,21 +324,35 @@ class EmbeddingBody(Body):
     input: Prompts
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1)] | None = None
+    prompt_name: str | None = None  # of those that the model's files have, for texts
     priority: int = 0
     cache_salt: str | None = None
     user: Any = None  # changes nothing here
 
 
-class RerankBody(Body):
+class Judged(Body):
+    """What rankings and scores have in common"""
+
+    instruction: str | None = None  # for rerankers that take one
+    priority: int = 0
+    cache_salt: str | None = None
+    user: Any = None  # changes nothing here
+
+
+class RerankBody(Judged):
     """POST /v1/rerank: documents as texts, or as objects with one"""
 
     query: str
     documents: Documents
     top_n: Count = 0  # 0 is all
     return_documents: bool = True
-    priority: int = 0
-    cache_salt: str | None = None
-    user: Any = None  # changes nothing here
+
+
+class ScoreBody(Judged):
+    """POST /score, vLLM's: queries and documents, or one query for all"""
+
+    text_1: Texts
+    text_2: Texts
 
 
 # ---- reading them ------------------------------------------------------------------------------------------

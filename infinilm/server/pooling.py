@@ -1,62 +1,56 @@
-"""Embeddings and rankings over HTTP: prompts that are read and not continued.
+"""Embeddings, rankings and scores over HTTP: prompts that are read and not continued.
 
-An embedding is the state of the last token after the model's last norm, scaled to length one. A document's
-relevance is the probability of "yes" against "no", in small letters or with a capital, after a prompt that
-asks whether it answers the query.
+What an embedding is, the model's files say (`models/pooling.py`); how a model is asked whether a document
+answers a query, and what its score is, `models/judging.py` does.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from infinilm.engine.request import RequestError
-from infinilm.sampling import SamplingParams
-from infinilm.server.bodies import BodyError, EmbeddingBody, RerankBody
+from infinilm.models.judging import Judge
+from infinilm.models.pooling import PoolingError
+from infinilm.server.bodies import BodyError, EmbeddingBody, Judged, RerankBody, ScoreBody
 from infinilm.server.service import BYTES_A_TOKEN, Service, field_of
 from infinilm.server.stream import Call, Operation, Raw, Reply, dumps
-from infinilm.server.turn import Turn, encode
-from infinilm.tokenizer import Tokenizer, TokenizerError
+from infinilm.tokenizer import TokenizerError
 
 T = TypeVar("T")
 MAX_INPUTS = 2048  # of one request
 AT_ONCE = 32  # of them in the engine
-READING = SamplingParams(max_tokens=1)
+ASKED_OF = ("prompt_name", "instruction")  # fields that not every model takes
 FOREIGN_IDS = (
     "; token ids must be of this model (POST /tokenize gives them), not of tiktoken: LangChain's "
     "OpenAIEmbeddings sends those unless check_embedding_ctx_length is False"
 )
-# Of the ways to ask, one that small models answer well. Documents come late, so that all of them share the
-# prompt up to there.
-QUESTION = 'Does the text answer "{query}"?\n\nText: {document}\n\nAnswer yes or no.'
-PLAIN = "{question}\n\nAnswer:\n"  # for models without a chat template
-YES, NO = ("yes", "Yes"), ("no", "No")
 
 
 # ---- embeddings --------------------------------------------------------------------------------------------
 
 
 async def embeddings(call: Call) -> Reply:
-    """Directions of texts: each the state of its last token, of length one"""
+    """Vectors of texts: each the state of its last token"""
     body = await call.read(EmbeddingBody)
     service = call.service
     service.check_model(body.model)
     size = embedding_size(body, service)
     reading = Reading(call, "input", body.priority, body.cache_salt)
-    prompts = await reading.begin(body.input, lambda: [input_ids(one, service) for one in body.input])
+    prompts = await reading.begin(body.input, lambda: [input_ids(one, body, service) for one in body.input])
     states = await reading.each(reading.state, prompts)
 
     def answer() -> bytes:
-        directions = [direction(state, size) for state in states]
+        vectors = [service.llm.model.pooling.vector(state, size) for state in states]
         data = [
             {"object": "embedding", "index": index, "embedding": written(found, body.encoding_format)}
-            for index, found in enumerate(directions)
+            for index, found in enumerate(vectors)
         ]
         told = {"object": "list", "data": data, "model": service.name, "usage": usage_of(prompts)}
         return dumps(told).encode()
@@ -71,19 +65,17 @@ def embedding_size(body: EmbeddingBody, service: Service) -> int:
     return body.dimensions or size
 
 
-def input_ids(given: str | list[int], service: Service) -> list[int]:
+def input_ids(given: str | list[int], body: EmbeddingBody, service: Service) -> list[int]:
     if isinstance(given, str):
-        return service.tokenizer.encode(given, allow_special=False)
+        pooling = service.llm.model.pooling
+        return pooling.encode(given, service.tokenizer, body.prompt_name, allow_special=False)
+    if body.prompt_name is not None:
+        raise BodyError("prompt_name is for texts, but input has token ids; leave it out", "prompt_name")
     for token_id in given:
         if not 0 <= token_id < service.vocab_size:
             told = f"input has token id {token_id}; the model's are 0 to {service.vocab_size - 1}"
             raise BodyError(told + FOREIGN_IDS, "input")
     return given
-
-
-def direction(state: Tensor, size: int) -> Tensor:
-    """The first so many numbers, of length one"""
-    return torch.nn.functional.normalize(state[:size], dim=0)
 
 
 def written(found: Tensor, encoding: str) -> str | list[float]:
@@ -102,27 +94,14 @@ def usage_of(prompts: Sequence[Sequence[int]]) -> dict[str, int]:
 
 
 async def rerank(call: Call) -> Reply:
-    """Documents by how likely they answer a query"""
+    """Documents by how well they answer a query"""
     body = await call.read(RerankBody)
-    service = call.service
-    service.check_model(body.model)
-    yes, no = words(YES, service.tokenizer), words(NO, service.tokenizer)
-    if set(yes) & set(no):
-        raise BodyError("the model's tokens do not tell yes from no, so that it cannot rank", "model")
-    reading = Reading(call, "documents", body.priority, body.cache_salt)
-    prompts = await reading.begin(
-        body.documents, lambda: [judged_ids(body.query, one, service) for one in body.documents]
-    )
-
-    async def score(prompt: list[int]) -> float:
-        logits = await service.llm.logits(await reading.state(prompt))
-        return float(torch.sigmoid(logits[yes].logsumexp(0) - logits[no].logsumexp(0)))
-
-    scores = await reading.each(score, prompts)
+    pairs = [(body.query, document) for document in body.documents]
+    scores, usage = await judged(call, body, "documents", pairs)
     best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]
     results = [result_of(index, scores[index], body) for index in best]
-    told = {"id": f"rerank-{uuid.uuid4().hex}", "model": service.name, "results": results}
-    return Raw(await service.off_loop(lambda: dumps({**told, "usage": usage_of(prompts)}).encode()))
+    told = {"id": f"rerank-{uuid.uuid4().hex}", "model": call.service.name, "results": results}
+    return Raw(await call.service.off_loop(lambda: dumps({**told, "usage": usage}).encode()))
 
 
 def result_of(index: int, score: float, body: RerankBody) -> dict[str, Any]:
@@ -130,24 +109,38 @@ def result_of(index: int, score: float, body: RerankBody) -> dict[str, Any]:
     return {**found, "document": {"text": body.documents[index]}} if body.return_documents else found
 
 
-def words(several: Sequence[str], tokenizer: Tokenizer) -> list[int]:
-    """The tokens that they begin with, each once"""
-    firsts = [tokenizer.encode(word, add_special_tokens=False)[0] for word in several]
-    return list(dict.fromkeys(firsts))
+async def score(call: Call) -> Reply:
+    """How well documents answer queries, in their order"""
+    body = await call.read(ScoreBody)
+    queries, documents = body.text_1, body.text_2
+    if len(queries) not in (1, len(documents)):
+        told = f"text_1 must be one text, or {len(documents)} as text_2 has, but has {len(queries)}"
+        raise BodyError(told, "text_1")
+    queries = queries * len(documents) if len(queries) == 1 else queries
+    scores, usage = await judged(call, body, "text_2", list(zip(queries, documents, strict=True)))
+    data = [{"index": index, "object": "score", "score": found} for index, found in enumerate(scores)]
+    head = {"id": f"score-{uuid.uuid4().hex}", "object": "list", "created": int(time.time())}
+    return {**head, "model": call.service.name, "data": data, "usage": usage}
 
 
-def judged_ids(query: str, document: str, service: Service) -> list[int]:
-    """The prompt that asks whether a document answers a query"""
-    question = QUESTION.format(query=query, document=document)
-    tokenizer = service.tokenizer
-    if tokenizer.chat_template is None:
-        return tokenizer.encode(PLAIN.format(question=question), allow_special=False)
-    messages = [{"role": "user", "content": question}]
-    turn = Turn(params=READING, messages=messages, variables={"enable_thinking": False})
-    return encode(turn, tokenizer, service.family)
+async def judged(
+    call: Call, body: Judged, name: str, pairs: Sequence[tuple[str, str]]
+) -> tuple[list[float], dict[str, int]]:
+    """The scores of queries and documents, and the usage"""
+    service = call.service
+    service.check_model(body.model)
+    judge = Judge(service.llm.model, service.tokenizer)
+    reading = Reading(call, name, body.priority, body.cache_salt)
+    prompts = await reading.begin(pairs, lambda: [judge.prompt(*pair, body.instruction) for pair in pairs])
+
+    async def score(prompt: list[int]) -> float:
+        state = await reading.state(prompt)
+        return await service.llm.run(lambda: judge.score(state))
+
+    return await reading.each(score, prompts), usage_of(prompts)
 
 
-# ---- what both do ------------------------------------------------------------------------------------------
+# ---- what all do -------------------------------------------------------------------------------------------
 
 
 class Reading:
@@ -175,6 +168,9 @@ class Reading:
             prompts = encode_all()
         except TokenizerError as error:
             raise BodyError(f"{self.name}: {error}", self.name) from error
+        except PoolingError as error:  # which names the field first, where it is about one
+            first = str(error).partition(" ")[0]
+            raise BodyError(str(error), first if first in ASKED_OF else "model") from error
         for prompt in prompts:
             self._check(prompt)
         return prompts
@@ -222,4 +218,6 @@ OPERATIONS = (
     Operation("POST", "/v1/embeddings", embeddings, EmbeddingBody),
     Operation("POST", "/v1/rerank", rerank, RerankBody),
     Operation("POST", "/rerank", rerank, RerankBody),
+    Operation("POST", "/v1/score", score, ScoreBody),
+    Operation("POST", "/score", score, ScoreBody),
 )

@@ -1,0 +1,150 @@
+"""Whether a document answers a query: how a model is asked, and how its answer becomes a score.
+
+A reranker's own chat template has messages of a query and of a document. Other models are asked in words.
+Each document has a prompt of its own, in which it comes late, so that all of them share what is before it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from infinilm.models.pooling import PoolingError
+from infinilm.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from infinilm.models.llama import LlamaForCausalLM
+
+HAS_QUERY = re.compile(
+    r"""role\W+(?:\w+\W+)?query\b"""
+)  # of a template: `message.role == "query"` and the like
+
+
+@dataclass(frozen=True)
+class Question:
+    """The words in which a model is asked, and those that it answers with."""
+
+    content: str
+    yes: tuple[str, ...]
+    no: tuple[str, ...]
+    instruction: str | None = None  # unless the caller has another
+    frame: tuple[str, str] | None = None  # what stands around it; without, the user of a chat says it
+
+
+# Of the ways to ask, one that small models answer well
+ASKED = Question(
+    'Does the text answer "{query}"?\n\nText: {document}\n\nAnswer yes or no.', ("yes", "Yes"), ("no", "No")
+)
+PLAIN = "{question}\n\nAnswer:\n"  # for models without a chat template
+
+# What Qwen3-Reranker was trained on
+QWEN3 = Question(
+    "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}",
+    ("yes",),
+    ("no",),
+    "Given a web search query, retrieve relevant passages that answer the query",
+    (
+        "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the "
+        'Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n',
+        "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+    ),
+)
+
+
+class Judge:
+    """A model that scores documents, from 0 to 1."""
+
+    def __init__(self, model: LlamaForCausalLM, tokenizer: Tokenizer) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self.question, self.pooling = model.question, model.pooling
+        self.has_own_template = HAS_QUERY.search(tokenizer.chat_template or "") is not None
+
+    def prompt(self, query: str, document: str, instruction: str | None = None) -> list[int]:
+        """The tokens that ask; what their last state is worth, `score` tells. It may take long."""
+        self.check(instruction)
+        instruction = instruction or self.pooling.instruction
+        if self.has_own_template:
+            given = [("system", instruction), ("query", query), ("document", document)]
+            return self._chat([(role, text) for role, text in given if text is not None])
+        question = self.question
+        content = question.content.format(
+            query=query, document=document, instruction=instruction or question.instruction
+        )
+        if question.frame is not None:
+            return self._framed(content, *question.frame)
+        if self.tokenizer.chat_template is None:
+            return self.tokenizer.encode(PLAIN.format(question=content), allow_special=False)
+        return self._chat([("user", content)])
+
+    def _chat(self, messages: list[tuple[str, str]]) -> list[int]:
+        conversation = [{"role": role, "content": content} for role, content in messages]
+        return self.tokenizer.encode_chat(conversation, enable_thinking=False)
+
+    def _framed(self, content: str, before: str, after: str) -> list[int]:
+        """Special tokens are those of the frame alone."""
+        encode = self.tokenizer.encode
+        inner = encode(content, add_special_tokens=False, allow_special=False)
+        return [*encode(before, add_special_tokens=False), *inner, *encode(after, add_special_tokens=False)]
+
+    @torch.inference_mode()
+    def score(self, state: Tensor) -> float:
+        """What the last state [E] of a prompt says; sums are float32."""
+        model = self.model
+        state = state.to(model.model.norm.weight)
+        if model.score is not None:
+            margin, *others = model.score(state).float()
+            return float(torch.sigmoid(margin - others[0] if others else margin))
+        logits = model.logits(state).float()
+        yes, no = self.answers
+        margin = logits[yes].logsumexp(0) - (logits[no].logsumexp(0) if no else 0.0)
+        return float(torch.sigmoid(margin))
+
+    @cached_property
+    def answers(self) -> tuple[list[int], list[int]]:
+        """The tokens that say yes, and those that say no"""
+        if self.pooling.answers is not None:
+            yes, no = self.pooling.answers
+            return [yes], [] if no is None else [no]
+        return self._firsts(self.question.yes), self._firsts(self.question.no)
+
+    def _firsts(self, words: tuple[str, ...]) -> list[int]:
+        """The tokens that words begin with, each once"""
+        firsts = [self.tokenizer.encode(word, add_special_tokens=False)[0] for word in words]
+        return list(dict.fromkeys(firsts))
+
+    # ---- what is checked -----------------------------------------------------------------------------------
+
+    def check(self, instruction: str | None = None) -> None:
+        """PoolingError where the model cannot score, or takes no instruction"""
+        takes_one = self.has_own_template or self.question.instruction is not None
+        if instruction is not None and not takes_one:
+            raise PoolingError("instruction is for rerankers that take one, and this model is none")
+        model, pooling = self.model, self.pooling
+        if pooling.is_embedder or (model.score is None and not model.has_head):
+            raise PoolingError("the model is for embeddings, whose products compare texts; it has no scores")
+        is_reranker = model.score is not None or pooling.answers is not None
+        if is_reranker and not self.has_own_template and self.question.frame is None:
+            raise PoolingError(
+                "the model is a reranker, but its files do not say how it is asked: give a chat_template "
+                "with messages whose role is query and document"
+            )
+        if model.score is None:
+            self._check_answers()
+        else:
+            self._check_labels(model.score.weight.shape[0])
+
+    def _check_labels(self, count: int) -> None:
+        if count != 1 and (count, self.pooling.labels) != (2, ("yes", "no")):
+            raise PoolingError(f"the model gives a text {count} scores, of which none is known to rank it")
+
+    def _check_answers(self) -> None:
+        yes, no = self.answers
+        if set(yes) & set(no):
+            raise PoolingError("the model's tokens do not tell yes from no, so that it cannot rank")
+        if not all(0 <= token_id < self.model.config.vocab_size for token_id in yes + no):
+            raise PoolingError(f"the model's LogitScore names tokens {yes + no}, which it does not have")
