@@ -11,6 +11,7 @@ import torch
 from parity import BFLOAT16_BAR, FLOAT32_BAR, check_parity, make, nmse, prompt
 from safetensors.torch import load_file, save_file
 
+from infinicore.quantization import QuantizedTensor
 from infinilm.models.llama import LlamaForCausalLM
 
 __all__ = ["make"]
@@ -145,3 +146,14 @@ def test_gpt_oss_in_mxfp4_has_the_logits_of_the_same_weights_as_floats(make: Any
 
 
 MXFP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
+
+
+def test_a_router_stays_as_it_is_where_matrices_are_rounded(make: Any) -> None:
+    kind, options = MODELS["qwen3moe"]
+    _, folder = make(kind, **{**options, "moe_intermediate_size": 32})
+    model = LlamaForCausalLM.from_pretrained(folder, quantize="q8_0")
+    mlp, stored = model.model.layers[0].mlp, load_file(folder / "model.safetensors")
+    assert isinstance(mlp.experts.down_proj.weight, QuantizedTensor)
+    assert torch.equal(mlp.gate.weight, stored["model.layers.0.mlp.gate.weight"])
+    exact = LlamaForCausalLM.from_pretrained(folder)
+    assert nmse(model(prompt()), exact(prompt())) < 1e-2

@@ -23,6 +23,7 @@ from infinilm.checkpoint import Checkpoint
 from infinilm.checkpoint.staging import Staging
 from infinilm.config import DTYPES, EngineConfig, LlamaConfig, parse_dtype
 from infinilm.models.gguf import tensor_names
+from infinilm.models.mixture import Router
 from infinilm.models.registry import class_of, entry_of, read_config
 from infinilm.models.stored import Stored
 
@@ -243,7 +244,7 @@ def give_weight(model: torch.nn.Module, name: str, stored: Stored, placement: Pl
     weight = placement.arrived(found.read())
     check_finite(stored, name, weight)
     if isinstance(module, WeightLayer) and leaf == "weight":
-        weight = placement.quantized(weight)
+        weight = weight if isinstance(module, Router) else placement.quantized(weight)
         if placement.keeps(weight):
             module.set_weight(placement.kept(weight))
             return
@@ -269,7 +270,7 @@ def tell_of_dense(stored: Stored, model: torch.nn.Module, wanted: BlockType | Fl
     """Say which matrices could not be quantised; nothing else would."""
     if wanted is None:
         return
-    layers = [m for m in model.modules() if isinstance(m, WeightLayer)]
+    layers = [m for m in model.modules() if isinstance(m, WeightLayer) and not isinstance(m, Router)]
     dense = [layer for layer in layers if not isinstance(layer.weight, QuantizedTensor)]
     if dense:
         length = dense[0].weight.shape[1]
