@@ -93,7 +93,7 @@ class Infinilm:
 
         infinicore.set_num_threads(num_threads)
         torch.set_num_threads(num_threads)
-        self.model, self.tokenizer = load_model(path, activations=activations, dtype=dtype)
+        self.model, self.tokenizer = load_model(path, activations=activations, dtype=dtype, device="cpu")
         self.note = f"level {infinicore._native.isa()}, activations {activations or 'by default'}"
         self.engine: Any = None
         self.seed = 0

@@ -544,19 +544,19 @@ int64_t end_of_run(const Problem& p, int64_t begin) {
 template <class T>
 void attend_by_tokens(const Problem& p, int64_t most_splits) {
     const int64_t work = most_splits * kSplit * p.dim * p.group;  // of one item, at most
-    parallel_for(p.num_tokens * p.num_kv_heads, (kGrainElements + work - 1) / work,
-                 [&](int64_t first, int64_t last) {
-                     // Runs are found from the start of each key head's tokens; a thread takes those that
-                     // begin in its share.
-                     for (int64_t item = first; item < last;) {
-                         const int64_t g = item / p.num_tokens, n = item % p.num_tokens;
-                         int64_t end = end_of_run(p, n);
-                         const int64_t room = last - item;
-                         if (end - n > room) end = n + room;
-                         Task<T>{p, n, end, g, *own_scratch<Room>()}.run();
-                         item += end - n;
-                     }
-                 });
+    const int64_t grain = larger((kGrainElements + work - 1) / work, end_of_run(p, 0));
+    parallel_for(p.num_tokens * p.num_kv_heads, grain, [&](int64_t first, int64_t last) {
+        // Runs are found from the start of each key head's tokens; a thread takes those that
+        // begin in its share.
+        for (int64_t item = first; item < last;) {
+            const int64_t g = item / p.num_tokens, n = item % p.num_tokens;
+            int64_t end = end_of_run(p, n);
+            const int64_t room = last - item;
+            if (end - n > room) end = n + room;
+            Task<T>{p, n, end, g, *own_scratch<Room>()}.run();
+            item += end - n;
+        }
+    });
 }
 
 // Where runs of tokens of one stream begin, and the end; as long as every thread has something to do
@@ -733,7 +733,7 @@ int64_t store_kv(const StoreKv& a) {
     const int64_t num_heads = a.k.shape[1], of_a_head = a.k.shape[0] * a.k.shape[2];
     with_pool_type(a.keys.dtype, [&](auto to) {
         with_type(a.k.dtype, [&](auto from) {
-            parallel_for(num_heads, (kGrainElements + of_a_head - 1) / of_a_head,
+            parallel_for(num_heads, (kStoredGrainElements + of_a_head - 1) / of_a_head,
                          [&](int64_t begin, int64_t end) {
                              for (int64_t g = begin; g < end; ++g)
                                  store_head<decltype(to), decltype(from)>(a, g);

@@ -385,7 +385,7 @@ Call bind_op(KernelOf<Args> member, nb::handle out, P... given) {
 
 // Calls replayed in order by one call from Python. What the recording made stays where it was, whether or not
 // its tensor lives: of it there is the address alone. All other tensors may be moved or resized, so they are
-// kept and looked at again before each replay.
+// kept and looked at again before each replay, each once: threads wait meanwhile.
 class Graph {
 public:
     explicit Graph(const Arena& arena) : recording_{arena.slabs, ++last_id} {}
@@ -393,22 +393,23 @@ public:
     const Recording& recording() const { return recording_; }
 
     void append(const Call& call) {
-        Step step{call, {}};
+        Step& step = steps_.emplace_back(Step{call, {}});
         for (size_t i = 0; i < call.owners.size(); ++i) {
             step.data.push_back(call.layouts[i].data);
             if (!call.owners[i].is_valid()) continue;
             if (recording_.made(call.layouts[i].data))
                 step.call.owners[i].reset();
             else
-                outside_.push_back({steps_.size(), i});
+                places_of(call, i).push_back({steps_.size() - 1, i});
         }
-        steps_.push_back(std::move(step));
     }
 
     void replay() {
-        for (const auto& [at, i] : outside_) {
-            Step& step = steps_[at];
-            step.data[i] = step.call.address(i, step.call.owners[i]);
+        for (const auto& places : outside_) {
+            const auto& [first, index] = places.front();
+            void* data = steps_[first].call.address(index, steps_[first].call.owners[index]);
+            if (data == steps_[first].data[index]) continue;
+            for (const auto& [at, i] : places) steps_[at].data[i] = data;
         }
         size_t at = 0;
         int64_t status = kOk;
@@ -427,10 +428,23 @@ private:
         std::vector<void*> data;
     };
     struct Place { size_t step, index; };
+    using Places = std::vector<Place>;
+
+    // Of a call's tensor from outside, with those where it was given before, laid out as now
+    Places& places_of(const Call& call, size_t i) {
+        for (Places& places : outside_) {
+            const Call& known = steps_[places.front().step].call;
+            const size_t index = places.front().index;
+            if (known.owners[index].is(call.owners[i]) && is_same_view(known.layouts[index], call.layouts[i]))
+                return places;
+        }
+        return outside_.emplace_back();
+    }
+
     inline static std::atomic<uint64_t> last_id{0};
     Recording recording_;
     std::vector<Step> steps_;
-    std::vector<Place> outside_;
+    std::vector<Places> outside_;  // of each tensor
 };
 
 }  // namespace

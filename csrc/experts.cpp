@@ -108,7 +108,7 @@ class Input {
 public:
     Input(const Order& order, const Given& given, int bits) : order_(order), given_(given), bits_(bits) {
         for (const Group& g : order.groups) {
-            const bool is_ready = bits ? g.count * given.length <= kPackedLoneElements : given.is_even(g);
+            const bool is_ready = bits ? g.count * given.length <= kExpertsLoneElements : given.is_even(g);
             offset_.push_back(is_ready ? kNone : num_bytes_);
             if (is_ready) continue;
             num_bytes_ +=
@@ -121,14 +121,15 @@ public:
     void prepare(const void* data, char* room) {
         given_.data = static_cast<const char*>(data), room_ = room;
         if (num_bytes_ == 0) return;
-        parallel_for(order_.num_pairs(), kGrainElements / (given_.length + 1) + 1,
-                     [&](int64_t begin, int64_t end) {
-                         for (size_t i = 0; i < order_.groups.size(); ++i) {
-                             const Group& g = order_.groups[i];
-                             if (offset_[i] != kNone)
-                                 put(i, begin < g.first ? 0 : begin - g.first, smaller(end - g.first, g.count));
-                         }
-                     });
+        if (bits_) return round_all();
+        parallel_for(
+            order_.num_pairs(), kGrainElements / (given_.length + 1) + 1, [&](int64_t begin, int64_t end) {
+                for (size_t i = 0; i < order_.groups.size(); ++i) {
+                    const Group& g = order_.groups[i];
+                    if (offset_[i] != kNone)
+                        put(i, begin < g.first ? 0 : begin - g.first, smaller(end - g.first, g.count));
+                }
+            });
     }
 
     // Where the thread has rounded the very rows last, they are at hand.
@@ -136,7 +137,7 @@ public:
         const Group& g = order_.groups[i];
         Activations x = empty(g);
         x.put_into(offset_[i] != kNone ? room_ + offset_[i] : scratch(Scratch::own, x.num_bytes()));
-        if (offset_[i] == kNone && !are_at_hand) round(x, g, 0, g.count);
+        if (offset_[i] == kNone && !are_at_hand) round(x, g, 0, x.num_parts());
         return x;
     }
 
@@ -155,21 +156,31 @@ private:
 
     void put(size_t i, int64_t begin, int64_t end) const {
         const Group& g = order_.groups[i];
-        if (begin >= end) return;
-        if (bits_) {
-            Activations x = empty(g);
-            x.put_into(room_ + offset_[i]);
-            return round(x, g, begin, end);
-        }
         const int64_t row_bytes = given_.length * item_size(given_.dtype);
         for (int64_t r = begin; r < end; ++r)
             memcpy(room_ + offset_[i] + r * row_bytes, given_.at(g.first + r), row_bytes);
     }
 
     void round(const Activations& x, const Group& g, int64_t begin, int64_t end) const {
-        if (begin == 0) clear_padding(x);
-        for (int64_t r = begin; r < end; ++r)
-            round_row(x, r, reinterpret_cast<const float*>(given_.at(g.first + r)));
+        const auto row_at = [&](int64_t r) { return reinterpret_cast<const float*>(given_.at(g.first + r)); };
+        round_parts(x, row_at, begin, end);
+    }
+
+    // The parts of all groups that have room, one after the other
+    void round_all() const {
+        int64_t count = 0;
+        for (size_t i = 0; i < order_.groups.size(); ++i)
+            if (offset_[i] != kNone) count += empty(order_.groups[i]).num_parts();
+        parallel_for(count, kRoundedGrainElements / (kGroup * kRowBlock) + 1,
+                     [&](int64_t begin, int64_t end) {
+                         for (size_t i = 0; i < order_.groups.size() && end > 0; ++i) {
+                             if (offset_[i] == kNone) continue;
+                             Activations x = empty(order_.groups[i]);
+                             x.put_into(room_ + offset_[i]);
+                             round(x, order_.groups[i], begin > 0 ? begin : 0, smaller(end, x.num_parts()));
+                             begin -= x.num_parts(), end -= x.num_parts();
+                         }
+                     });
     }
 
     const Order& order_;

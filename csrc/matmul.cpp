@@ -320,7 +320,10 @@ int64_t product(const Linear& a) {
     if (Rows{a.x}.count() == 0) return kOk;  // which tile registers cannot be told of
     const Weight weight(a);
     const int64_t num_panels = (weight.num_rows + kPanel - 1) / kPanel;
-    const int64_t grain = kGrainElements / (kPanel * (weight.row_length + 1)) + 1;
+    int64_t grain = kGrainElements / (kPanel * (weight.row_length + 1)) + 1;
+    // Of several rows, which are widened for each run of panels anew, runs are no shorter than they must be.
+    const int64_t shortest = smaller(kDenseStripOutputs / kPanel, num_panels / num_threads());
+    if (Rows{a.x}.count() > 1 && shortest > grain) grain = shortest;
     parallel_for(num_panels, grain, [&](int64_t begin, int64_t end) {
         multiply_outputs(a, begin * kPanel, smaller(end * kPanel, weight.num_rows));
     });

@@ -62,9 +62,11 @@ struct Problem {
     Activations x;
 
     static int64_t num_panels(int64_t num_rows) { return (num_rows + kRows - 1) / kRows; }
-    int64_t num_strips(int weight) const {
-        return (num_panels(a.num_rows[weight]) + kPackedPanels - 1) / kPackedPanels;
-    }
+
+    // Panels of a strip: few rows do not gain by more than one
+    int64_t width() const { return x.num_rows <= kPackedNearRows ? 1 : kPackedPanels; }
+
+    int64_t num_strips(int weight) const { return (num_panels(a.num_rows[weight]) + width() - 1) / width(); }
 
     int64_t num_strips() const {
         int64_t count = num_strips(0);
@@ -77,8 +79,8 @@ struct Problem {
         int64_t column = 0;
         for (; index >= num_strips(weight); ++weight)
             index -= num_strips(weight), column += a.num_rows[weight];
-        const int64_t row = index * kPackedPanels * kRows;
-        return {weight, static_cast<int>(smaller(kPackedPanels, num_panels(a.num_rows[weight] - row))), row,
+        const int64_t row = index * width() * kRows;
+        return {weight, static_cast<int>(smaller(width(), num_panels(a.num_rows[weight] - row))), row,
                 column + row};
     }
 
@@ -134,35 +136,28 @@ struct Problem {
 
     void run(int64_t begin, int64_t end) const {
         for (int64_t m = 0; m < x.num_rows; m += kPackedBandRows)
-            for (int64_t i = begin; i < end; ++i)
-                run(strip(i), m, smaller(kPackedBandRows, x.num_rows - m));
+            for (int64_t i = begin; i < end; ++i) run(strip(i), m, smaller(kPackedBandRows, x.num_rows - m));
     }
 };
 
 }  // namespace
 
 void multiply_outputs(const PackedLinear& a, const Activations& x, int64_t begin, int64_t end) {
-    constexpr int64_t kStrip = kPackedPanels * kRows;
-    static_assert(kPieceOutputs % kStrip == 0);
-    Problem{a, x}.run(begin / kStrip, (end + kStrip - 1) / kStrip);
+    static_assert(kPieceOutputs % (kPackedPanels * kRows) == 0);
+    const Problem problem{a, x};
+    const int64_t strip = problem.width() * kRows;
+    problem.run(begin / strip, (end + strip - 1) / strip);
 }
 
 int64_t packed_linear(const PackedLinear& a) {
     Problem problem{a, Activations(Rows{a.x}.count(), Rows{a.x}.length(), a.activation_bits)};
     Activations& x = problem.x;
     const int64_t row_length = x.num_groups * kGroup, grain = kGrainElements / (kRows * (row_length + 1)) + 1;
-    const bool is_alone = x.num_rows == 1 && row_length <= kPackedLoneElements;
-    if (!is_alone) {
-        x.put_into(scratch(Scratch::shared, x.num_bytes()));
-        round_rows(x, a.x);
-    }
-    parallel_for(problem.num_strips(), grain, [&](int64_t begin, int64_t end, bool is_first) {
-        Problem own = problem;
-        if (is_alone) {
-            own.x.put_into(scratch(Scratch::own, x.num_bytes()));
-            if (is_first) round_row(own.x, 0, Rows{a.x}.at<const float>(0));
-        }
-        own.run(begin, end);
+    x.put_into(scratch(Scratch::shared, x.num_bytes()));
+    round_rows(x, a.x);
+    parallel_for(problem.num_strips(), grain, [&](int64_t begin, int64_t end) {
+        if (x.num_rows == 1) x.prefetch();
+        problem.run(begin, end);
     });
     return kOk;
 }

@@ -24,42 +24,44 @@ constexpr int kSpinPauses = 2000;
 
 using Body = void (*)(void*, int64_t, int64_t, bool);
 
-// The work of a region, cut into parts. Threads take the next part whenever they have done one, of much work
-// large ones first and then small ones, so that nobody waits long for a core that is slow or busy with
-// others.
 struct Job {
     Body body;
     void* context;
-    int64_t count;
-    int num_large, num_small;
+    int64_t count, num_units;
 
-    Job(Body body, void* context, int64_t count, int64_t most, int num_threads)
-        : body(body), context(context), count(count),
-          num_large(static_cast<int>(most < num_threads ? most : num_threads)),
-          num_small(most < 16 * num_threads ? 0 : num_threads) {}
-    Job() : Job(nullptr, nullptr, 0, 0, 1) {}
-
-    int num_parts() const { return num_large + num_small; }
-
-    int64_t begin_of(int part) const {
-        const int64_t large = num_small ? count / 4 * 3 : count;
-        if (part <= num_large) return large * part / num_large;
-        return large + (count - large) * (part - num_large) / num_small;
+    int64_t begin_of(int64_t unit) const { return count * unit / num_units; }
+    void run(int64_t begin, int64_t end, bool is_first) const {
+        body(context, begin_of(begin), begin_of(end), is_first);
     }
-
-    void run(int part, bool is_first) const { body(context, begin_of(part), begin_of(part + 1), is_first); }
 };
 
-// Which part of which region is next. In one number, so that a thread that comes late takes no part of
-// another region than it thinks.
-struct Ticket {
-    uint32_t region;
-    uint16_t num_parts, next;
+constexpr int kUnitBits = 12, kRegionBits = 64 - 2 * kUnitBits;
+constexpr int64_t kMaxUnits = (1 << kUnitBits) - 1;
+
+// The region that is open, whose work is cut into units
+struct Open { uint64_t region : kRegionBits, num_units : 2 * kUnitBits; };
+
+// The units of a region that nobody has begun of those that are a thread's own. In one number, so that a
+// thread that comes late takes nothing of another region than it thinks.
+struct Share {
+    uint64_t region : kRegionBits, begin : kUnitBits, end : kUnitBits;
+
+    bool is_empty() const { return begin == end; }
+    int size() const { return static_cast<int>(end - begin); }
 };
 
+// What a thread writes and others seldom look at
+struct alignas(64) Place {
+    std::atomic<Share> share{};
+    alignas(64) std::atomic<uint64_t> num_done{0};  // units of all regions
+};
+
+// The work of a region is shared out evenly beforehand: a thread takes half of what is left of its own, again
+// and again, and then of what others have left, so that nobody waits long for a core that is slow or busy
+// with others, and where none is, each writes to nothing but its own place.
 class Pool {
 public:
-    explicit Pool(int num_threads) : num_threads_(num_threads) {}
+    explicit Pool(int num_threads) { resize(num_threads); }
     ~Pool() { stop(); }
 
     int size() const { return num_threads_; }
@@ -68,75 +70,117 @@ public:
         std::lock_guard lock(region_);
         stop();
         num_threads_ = num_threads;
+        places_ = std::vector<Place>(num_threads);
+        num_asked_ = 0;
     }
 
     void run(Body body, void* context, int64_t count, int64_t most) {
         std::unique_lock lock(region_, std::try_to_lock);
         if (!lock || num_threads_ == 1) return body(context, 0, count, true);
         start();
-        job_ = Job(body, context, count, most, num_threads_);
-        const int num_parts = job_.num_parts();
-        num_done_.store(0, std::memory_order_relaxed);
-        const uint32_t region = epoch_.load(std::memory_order_relaxed) + 1;
-        ticket_.store({region, static_cast<uint16_t>(num_parts), 0}, std::memory_order_release);
-        epoch_.store(region, std::memory_order_release);
-        epoch_.notify_all();
-        take_parts();
-        for (int spins = 0; num_done_.load(std::memory_order_acquire) != num_parts; ++spins)
+        job_ = {body, context, count, most < kMaxUnits ? most : kMaxUnits};
+        num_asked_ += static_cast<uint64_t>(job_.num_units);
+        take_part(begin_region(static_cast<uint64_t>(job_.num_units)), 0);
+        for (int spins = 0; num_done() != num_asked_; ++spins)
             spins < kSpinPauses ? relax() : static_cast<void>(sched_yield());
     }
 
 private:
+    Open begin_region(uint64_t num_units) {
+        const Open open{open_.load(std::memory_order_relaxed).region + 1, num_units};
+        open_.store(open, std::memory_order_release);
+        open_.notify_all();
+        return open;
+    }
+
+    uint64_t num_done() const {
+        uint64_t sum = 0;
+        for (const Place& place : places_) sum += place.num_done.load(std::memory_order_acquire);
+        return sum;
+    }
+
     void start() {
         while (static_cast<int>(workers_.size()) < num_threads_ - 1)
-            workers_.emplace_back(&Pool::work, this, epoch_.load());
+            workers_.emplace_back(&Pool::work, this, static_cast<int>(workers_.size()) + 1, open_.load());
     }
 
     void stop() {
         stopping_ = true;
-        epoch_.fetch_add(1, std::memory_order_release);
-        epoch_.notify_all();
+        begin_region(0);
         for (auto& worker : workers_) worker.join();
         workers_.clear();
         stopping_ = false;
     }
 
-    // The job stays as it is while a part of it is not done. After a thread's part another region may have
-    // begun.
-    void take_parts() {
-        Ticket ticket = ticket_.load(std::memory_order_acquire);
-        for (uint32_t last = ticket.region - 1; ticket.next < ticket.num_parts;) {
-            const Ticket after{ticket.region, ticket.num_parts, static_cast<uint16_t>(ticket.next + 1)};
-            if (!ticket_.compare_exchange_weak(ticket, after, std::memory_order_acq_rel,
-                                               std::memory_order_acquire))
-                continue;
-            job_.run(ticket.next, ticket.region != last);
-            last = ticket.region;
-            num_done_.fetch_add(1, std::memory_order_release);
-            ticket = ticket_.load(std::memory_order_acquire);
+    // Of few units the caller, which is awake, has the first.
+    Share whole_share(Open open, uint64_t thread) const {
+        const uint64_t num_threads = num_threads_, round_up = num_threads - 1;
+        return {open.region, (open.num_units * thread + round_up) / num_threads,
+                (open.num_units * (thread + 1) + round_up) / num_threads};
+    }
+
+    // Takes half of what is left of a share, of one's own the first and of another's the last, or nothing.
+    // What was last written of it may be of a region before; if it is of a later one, this one is over.
+    Share take(Open open, int thread, bool is_own) {
+        std::atomic<Share>& share = places_[thread].share;
+        for (Share found = share.load(std::memory_order_relaxed);;) {
+            if (found.region > open.region) return {};
+            const Share left = found.region == open.region ? found : whole_share(open, thread);
+            if (left.is_empty()) return {};
+            const int half = (left.size() + 1) / 2;
+            Share taken = left, rest = left;
+            if (is_own)
+                taken.end = rest.begin = left.begin + half;
+            else
+                taken.begin = rest.end = left.end - half;
+            if (share.compare_exchange_weak(found, rest, std::memory_order_acq_rel,
+                                            std::memory_order_relaxed))
+                return taken;
         }
     }
 
-    void work(uint32_t seen) {
+    // The job stays as it is while a unit of it is not done.
+    void take_part(Open open, int own) {
+        std::atomic<uint64_t>& num_done = places_[own].num_done;
+        bool is_first = true;
+        for (int i = 0; i < num_threads_;) {
+            const Share taken = take(open, (own + i) % num_threads_, i == 0);
+            if (taken.is_empty()) {
+                ++i;
+                continue;
+            }
+            job_.run(taken.begin, taken.end, is_first);
+            is_first = false;
+            num_done.store(num_done.load(std::memory_order_relaxed) + taken.size(),
+                           std::memory_order_release);
+        }
+    }
+
+    Open next_region(Open seen) {
+        for (int spins = 0;; ++spins) {
+            const Open open = open_.load(std::memory_order_acquire);
+            if (open.region != seen.region) return open;
+            spins < kSpinPauses ? relax() : open_.wait(seen, std::memory_order_acquire);
+        }
+    }
+
+    void work(int own, Open seen) {
         for (;;) {
-            for (int spins = 0; spins < kSpinPauses && epoch_.load(std::memory_order_acquire) == seen;
-                 ++spins)
-                relax();
-            epoch_.wait(seen, std::memory_order_acquire);
-            seen = epoch_.load(std::memory_order_acquire);
+            seen = next_region(seen);
             if (stopping_) return;
-            take_parts();
+            take_part(seen, own);
         }
     }
 
     std::mutex region_;
     std::vector<std::thread> workers_;
-    Job job_;
+    std::vector<Place> places_;
+    uint64_t num_asked_ = 0;  // units of all regions
     std::atomic<int> num_threads_;
     std::atomic<bool> stopping_{false};
-    alignas(64) std::atomic<uint32_t> epoch_{0};
-    alignas(64) std::atomic<Ticket> ticket_{};
-    alignas(64) std::atomic<int> num_done_{0};
+    // What all threads wait for, and what they find there
+    alignas(64) std::atomic<Open> open_{};
+    Job job_{};
 };
 
 int default_num_threads() {

@@ -34,7 +34,8 @@ struct Activations {
     }
 
     // Groups of all rows, those that fill up the last block among them
-    int64_t count() const { return (((num_rows - 1) >> log_rows) + 1) * num_groups << log_rows; }
+    int64_t count() const { return num_parts() << log_rows; }
+    int64_t num_parts() const { return (((num_rows - 1) >> log_rows) + 1) * num_groups; }
 
     int64_t num_bytes() const {
         const int64_t of_a_group = num_planes * (kGroup + kSums * static_cast<int64_t>(sizeof(int32_t)));
@@ -46,6 +47,11 @@ struct Activations {
         scale = reinterpret_cast<float*>(q + count() * num_planes * kGroup);
         totals = scale + count();
         sums = reinterpret_cast<int32_t*>(totals + kTotals * count());
+    }
+
+    // What other threads have written comes sooner if it is asked for all at once.
+    void prefetch() const {
+        for (int64_t i = 0; i < num_bytes(); i += 64) ask_for(q + i);
     }
 
     int64_t first_at(int64_t group, int64_t row) const {
@@ -127,13 +133,14 @@ INFINI_INLINE inline void round_group(const Activations& to, int64_t group, int6
     *to.total_at(group, row, 0, kGroup) = scale * static_cast<float>(whole);
 }
 
-// Infinity less itself is NaN: what is not finite makes every product of its row NaN.
+// Groups of a row, from `begin` to `end`. Infinity less itself is NaN: what is not finite makes every product
+// of its row NaN.
 template <int P>
-void round_row(const Activations& to, int64_t row, const float* x) {
+void round_groups(const Activations& to, int64_t row, const float* x, int64_t begin, int64_t end) {
     const float most = static_cast<float>(127 * to.radix);
     constexpr int kBatch = 8;  // groups whose divisions overlap
-    for (int64_t first = 0; first < to.num_groups; first += kBatch) {
-        const int64_t last = smaller(first + kBatch, to.num_groups);
+    for (int64_t first = begin; first < end; first += kBatch) {
+        const int64_t last = smaller(first + kBatch, end);
         float inverse[kBatch];
         for (int64_t g = first; g < last; ++g) {
             const float largest = largest_magnitude(x + g * kGroup);
@@ -145,26 +152,42 @@ void round_row(const Activations& to, int64_t row, const float* x) {
     }
 }
 
-inline void round_row(const Activations& to, int64_t row, const float* x) {
-    return to.num_planes == 2 ? round_row<2>(to, row, x) : round_row<1>(to, row, x);
+inline void round_groups(const Activations& to, int64_t row, const float* x, int64_t begin, int64_t end) {
+    return to.num_planes == 2 ? round_groups<2>(to, row, x, begin, end)
+                              : round_groups<1>(to, row, x, begin, end);
 }
 
 // Rows that fill up the last block are scaled by nothing: what lay there before could be numbers so small
 // that a product with them takes a hundred times as long as with others.
-inline void clear_padding(const Activations& x) {
-    const int64_t end = ((x.num_rows - 1) >> x.log_rows << x.log_rows) + (int64_t{1} << x.log_rows);
-    for (int64_t row = x.num_rows; row < end; ++row)
-        for (int64_t g = 0; g < x.num_groups; ++g) {
-            x.scale[x.at(g, row)] = *x.total_at(g, row, 0, kGroup) = 0;
-            for (int half = 0; half < kSums; ++half) *x.total_at(g, row, half, kSumLength) = 0;
-        }
+inline void clear_groups(const Activations& to, int64_t row, int64_t begin, int64_t end) {
+    for (int64_t g = begin; g < end; ++g) {
+        to.scale[to.at(g, row)] = *to.total_at(g, row, 0, kGroup) = 0;
+        for (int half = 0; half < kSums; ++half) *to.total_at(g, row, half, kSumLength) = 0;
+    }
+}
+
+// Parts of the rows row_at(0), row_at(1) ...: of num_parts(), each is a group of all rows of a block. Those
+// have their scales and sums in the same cache lines, which two threads that had a row each would take from
+// each other again and again.
+template <class RowAt>
+inline void round_parts(const Activations& to, RowAt&& row_at, int64_t begin, int64_t end) {
+    for (int64_t at = begin; at < end;) {
+        const int64_t block = at / to.num_groups, first = at % to.num_groups,
+                      last = smaller(to.num_groups, first + end - at);
+        for (int64_t row = block << to.log_rows; row < (block + 1) << to.log_rows; ++row)
+            if (row < to.num_rows)
+                round_groups(to, row, row_at(row), first, last);
+            else
+                clear_groups(to, row, first, last);
+        at += last - first;
+    }
 }
 
 inline void round_rows(const Activations& to, const Tensor& x) {
-    clear_padding(to);
-    for_rows(x, [&](int64_t begin, int64_t end) {
-        for (int64_t r = begin; r < end; ++r) round_row(to, r, Rows{x}.at<const float>(r));
-    });
+    const int64_t grain = kRoundedGrainElements / (kGroup << to.log_rows) + 1;
+    const auto row_at = [&](int64_t row) { return Rows{x}.at<const float>(row); };
+    parallel_for(to.num_parts(), grain,
+                 [&](int64_t begin, int64_t end) { round_parts(to, row_at, begin, end); });
 }
 
 // The sums of a weight group of 16 or 32, of those that sums_at begins with

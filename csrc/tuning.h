@@ -11,8 +11,8 @@ constexpr int kVectorRegisters = 16;
 #endif
 
 // Every op
-constexpr int64_t kGrainElements = 16384;  // that are worth waking a thread for
-constexpr int64_t kPieceElements = 4096;   // of a contiguous tensor, handed to a thread at a time
+constexpr int64_t kGrainElements = 4096;  // that are worth waking a thread for
+constexpr int64_t kPieceElements = 4096;  // of a contiguous tensor, handed to a thread at a time
 
 // Dense products (matmul.cpp)
 constexpr int kDenseSumVectors = kVectorRegisters / 2;     // running sums in registers
@@ -33,7 +33,7 @@ constexpr int kPackedPrefetchBytes = W == 4 ? 512 : 8192;  // of weight
 constexpr int kPackedBandRows = W == 16 ? 256 : 128;       // of x, which share a chunk of weight
 constexpr int kPackedTileRows = W == 16 ? 8 : 2;           // of x, whose dots and totals stay in registers
 constexpr int kPackedFewTileRows = W == 16 ? 4 : 1;        // which meet weights straight from memory
-constexpr int64_t kPackedLoneElements = 16384;  // of a lone row, up to which each thread rounds it for itself
+constexpr int64_t kRoundedGrainElements = 1536;            // of x, worth a thread to round them
 #if defined(__AMX_INT8__)
 constexpr int kPackedPanels = 2;          // of weight, which a block of x meets while it is near
 constexpr int kPackedNearRows = 64;       // up to which they meet one panel after the other
@@ -41,12 +41,14 @@ constexpr int kPackedFewestTileRows = 8;  // of a block of x that is worth a til
 constexpr int kPackedFewRows = 7;         // up to which weights are met straight from memory
 #else
 constexpr int kPackedPanels = 1;
+constexpr int kPackedNearRows = 0;
 constexpr int kPackedFewRows = kPackedFewTileRows;
 #endif
 
 // Mixtures of experts (experts.cpp)
 constexpr int64_t kExpertsTokens = 512;  // whose rows lie in memory at once
 constexpr int64_t kExpertsUnitRows = 8;  // of an expert, whose products take as long as those of fewer
+constexpr int64_t kExpertsLoneElements = 16384;  // of an expert's rows, which each thread rounds for itself
 
 // Attention (attention.cpp): queries that share what is loaded of keys and values, their sums in registers
 #if defined(INFINI_AVX512)
@@ -60,5 +62,6 @@ constexpr int kAttentionSums = kVectorRegisters / 2;  // running sums in registe
 constexpr int kAttentionNarrowQueries =
     2 * kAttentionQueries;                        // up to which halves and codes are converted as read
 constexpr int64_t kAttentionMaxSplitTokens = 16;  // which share out the keys of long streams
+constexpr int64_t kStoredGrainElements = 512;     // worth a thread: each key is in lines of its own
 
 }  // namespace infini::INFINI_LEVEL

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from infinicore import get_num_threads
 from infinicore.quantization import PackedTensor
 from infinilm.batch import Stream
 from infinilm.cache import BlockShape, PagedCache
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from infinilm.config import LlamaConfig
 
 PREFILL_TOKENS = 512
-# Multiplications of one product on a CPU, about a tenth of a second: interrupts are heard between two ops.
+# Multiplications of one product on two threads of a CPU, about a tenth of a second: interrupts are heard
+# between two ops.
 PRODUCT_WORK = 1 << 31
 BLOCK_SIZE = 64
 NO_HEAD = (
@@ -131,7 +133,7 @@ class GenerationMixin:
 
     def advanced(self, runner: Runner, streams: Sequence[Stream]) -> dict[Stream, int]:
         """Compute what is pending, as much as one step takes, and append what is drawn where it ends."""
-        budget, work = step_tokens(self.config, self.device), []
+        budget, work = step_tokens(self.config, runner.device), []
         for stream in streams:
             if count := min(stream.num_pending, budget):
                 work.append(Work(stream, count))
@@ -157,10 +159,11 @@ class GenerationMixin:
 
 
 def step_tokens(config: LlamaConfig, device: torch.device) -> int:
-    """How many tokens are fed at once: fewer to large models, where a product takes long."""
+    """How many tokens are fed at once: fewer to large models, where a product takes long on few threads."""
     if device.type != "cpu":
         return PREFILL_TOKENS
-    return min(PREFILL_TOKENS, max(PRODUCT_WORK // (config.hidden_size * config.intermediate_size), 16))
+    work = PRODUCT_WORK * max(get_num_threads() // 2, 1)
+    return min(PREFILL_TOKENS, max(work // (config.hidden_size * config.intermediate_size), 16))
 
 
 def check_number(token: int) -> None:

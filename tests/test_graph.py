@@ -110,6 +110,13 @@ def test_a_tensor_that_moved_is_followed_and_one_that_was_resized_is_refused() -
         graph.replay()
 
 
+def test_a_tensor_that_moved_is_followed_wherever_it_was_given() -> None:
+    x, y = torch.randn(2, 4, 8).unbind()
+    graph = Graph.record(lambda: (F.silu(x), F.swiglu(y, x), F.swiglu(x, x)))
+    x.set_(torch.randn(4, 8))
+    assert all(map(torch.equal, graph.replay(), (F.silu(x), F.swiglu(y, x), F.swiglu(x, x))))
+
+
 def test_storing_into_a_copy_of_a_cache_cannot_be_recorded() -> None:
     pools = paged(*torch.zeros(2, 1, 2, 16, 8), block_size=16)
     k, place = torch.randn(1, 2, 8), torch.tensor([0])

@@ -125,15 +125,18 @@ def test_ctrl_c_ends_the_command_with_130_and_no_traceback_before_the_prompt_is_
     assert child.returncode == 130
 
 
-def test_large_models_are_fed_fewer_tokens_at_once() -> None:
+def test_large_models_are_fed_fewer_tokens_at_once_by_few_threads(keep_threads: None) -> None:
     small, large = (
         LlamaConfig(
             vocab_size=8, num_hidden_layers=1, num_attention_heads=8, hidden_size=h, intermediate_size=i
         )
         for h, i in ((576, 1536), (2048, 8192))
     )
-    assert step_tokens(small, torch.device("cpu")) == step_tokens(large, torch.device("meta")) == 512
-    assert step_tokens(large, torch.device("cpu")) == 128
+    cpu = torch.device("cpu")
+    for num_threads, wanted in ((1, 128), (2, 128), (4, 256), (16, 512)):
+        infinicore.set_num_threads(num_threads)
+        assert step_tokens(small, cpu) == step_tokens(large, torch.device("meta")) == 512
+        assert step_tokens(large, cpu) == wanted
 
 
 def test_at_rest_the_process_uses_no_cpu(keep_threads: None) -> None:

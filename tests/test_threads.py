@@ -151,6 +151,18 @@ def test_a_thread_that_goes_on_to_the_next_region_begins_it_anew(keep_threads: N
         assert all(map(torch.equal, graph.replay(), wanted))
 
 
+@pytest.mark.parametrize("count", [2, 3, 8, 16])
+def test_every_item_of_regions_large_and_small_is_done_once(count: int, keep_threads: None) -> None:
+    """A region begins while threads may still be leaving the one before, or sleep."""
+    infinicore.set_num_threads(count)
+    sums = [torch.zeros(num_pieces, 4096) for num_pieces in (2, 3, 17, 1, 64, 5)]
+    ones = [torch.ones_like(total) for total in sums]
+    graph = Graph.record(lambda: [ops.add(s, one, out=s) for s, one in zip(sums, ones, strict=True)])
+    for _ in range(499):
+        graph.replay()
+    assert all(bool((total == 500).all()) for total in sums)
+
+
 def test_products_are_counted_by_rounds_and_threads(level: str, keep_threads: None) -> None:
     infinicore.set_num_threads(1)
     one = count_products(1)
