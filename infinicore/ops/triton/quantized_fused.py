@@ -1,5 +1,6 @@
 """linear_add, gated_linear and project_heads of one row and a weight in tiles: the norm before a product, and
-the residual or the gate after it, are one launch with it. For dense weights see linear.py and heads.py.
+the residual, the gate, or rotation and cache after it, are one launch with it. For dense weights see
+linear.py and heads.py.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ import torch
 from torch import Tensor
 
 import infinicore
-from infinicore.ops.triton.heads import are_heads, query_shape, store_heads
+from infinicore.ops.triton.heads import are_heads, query_shape
 from infinicore.ops.triton.norm import are_rows
 from infinicore.ops.triton.quantized import accepts_quantized_linear
 from infinicore.ops.triton.tensors import are_plain, fits, rows_of, settled, target
 from infinicore.ops.triton.tiles import capability
-from infinicore.ops.triton.tiles_one import TYPES, Beside, launch_one
+from infinicore.ops.triton.tiles_one import TYPES, Beside, Heads, launch_one
 from infinicore.tiles import TILE_ROWS, TiledTensor
 
 
@@ -89,9 +90,12 @@ def gated_linear(
 def accepts_project_heads(
     out: Any, x: Tensor, norm: Tensor, eps: float, weight: Any, bias: Tensor | None, *rest: Any
 ) -> bool:
+    """Heads whose halves are whole tiles, for a program to have both values of what is rotated"""
     return (
         are_one(x, weight, bias, norm)
         and are_heads(x.dtype, 1, *rest)
+        and not rest[3]
+        and rest[5].shape[3] % (2 * TILE_ROWS) == 0
         and x.device == rest[4].device
         and weight.shape[0] > 2 * rest[5].shape[1] * rest[5].shape[3]
         and weight.shape[0] % rest[5].shape[3] == 0
@@ -102,11 +106,9 @@ def accepts_project_heads(
 def project_heads(
     out: Tensor | None, x: Tensor, norm: Tensor, eps: float, weight: TiledTensor, *rest: Any
 ) -> Tensor:
-    """Two launches: rotation and cache need pairs of rows, which lie in different tiles."""
-    bias, *where = rest
-    y = torch.empty(1, weight.shape[0], dtype=x.dtype, device=x.device)
-    launch(y, x, weight, bias, Beside(norm, eps))
-    num_kv_heads, size = where[5].shape[1], where[5].shape[3]
-    heads = y.view(1, -1, size)
-    parts = torch.split(heads, [heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], 1)
-    return store_heads(out, *parts, *where)
+    bias, positions, sin, cos, _, keys, values, *places = rest
+    like = torch.empty(query_shape(weight, values), dtype=x.dtype, device=x.device)
+    q = target(out, like, x, norm, *weight.planes, *(t for t in rest if isinstance(t, Tensor)))
+    heads = Heads.of(like.shape[1], positions, sin, cos, keys, values, *places)
+    launch(q, x, weight, bias, Beside(norm, eps, heads=heads))
+    return settled(q, out)

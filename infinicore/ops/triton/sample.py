@@ -35,7 +35,7 @@ from infinicore.ops.triton.tensors import (
 # R rows, V vocabulary
 PART = 4096  # logits of a row that one program looks at together
 WIDTH = 128  # weights of each part that the last program looks at together
-SEARCHED = 4096  # weights that are searched together
+SEARCHED = 2048  # weights that are searched together
 LEVELS = tl.constexpr(8)
 KEPT = tl.constexpr(6)  # the level of which weights are put together
 LEAST = tl.constexpr(2.0**-120)  # a smaller weight is none
@@ -109,19 +109,23 @@ def sums_kernel(
     count_ptr, sum_ptr, part_ptr, top_ptr, logit_ptr, uniform_ptr, setting_ptr, top_k_ptr, logit_stride, V,
     PARTS: tl.constexpr, TILE: tl.constexpr, LEVELS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """How many weights of a part of a row reach each level, and their sums; and those that are kept"""
+    """The sums of the weights of a part of a row that reach each level; and those that are kept
+
+    How many those are is told of what is kept, and of all levels where top_k wants it.
+    """
     wait_for_inputs(OVERLAPS)
     part, row, num_parts = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
     top = top_of(top_ptr, row, num_parts, PARTS)
     if kind_of(top, row, uniform_ptr, setting_ptr, top_k_ptr)[1]:
         source = source_of(logit_ptr, V, top, row, logit_stride, setting_ptr)
         weight = weights_of(source, part * TILE + tl.arange(0, TILE))
-        at = row * LEVELS * num_parts + part
+        at, counts = row * LEVELS * num_parts + part, tl.load(top_k_ptr + row) > 0
         for level in tl.static_range(LEVELS):
             is_above = weight >= floor_of(level)
-            tl.store(count_ptr + at + level * num_parts, tl.sum(is_above.to(tl.int32), 0))
             above = tl.sum(tl.where(is_above, weight, 0.0).to(tl.float64), 0)
             tl.store(sum_ptr + at + level * num_parts, above)
+            if counts | (level == KEPT):
+                tl.store(count_ptr + at + level * num_parts, tl.sum(is_above.to(tl.int32), 0))
         is_kept = weight >= floor_of(KEPT)
         place = (row * num_parts + part) * TILE + tl.cumsum(is_kept.to(tl.int32), 0) - 1
         tl.store(part_ptr + place, weight, mask=is_kept)
@@ -349,7 +353,7 @@ def launch(y: Tensor, logits: Tensor, uniforms: Tensor, settings: Tensor, top_k:
     sample_kernel[(num_rows,)](
         y, tops, firsts, counts, sums, kept, weights, logits, uniforms, settings, top_k,
         logits.stride(0), size, num_parts, PARTS=parts, PART=PART, WIDTH=WIDTH, SEARCHED=SEARCHED,
-        LEVELS=LEVELS, num_warps=16, **options,
+        LEVELS=LEVELS, num_warps=8, **options,
     )  # fmt: skip
 
 

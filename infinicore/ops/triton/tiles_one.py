@@ -1,5 +1,5 @@
 """One row of bfloat16 times a weight in tiles, where reading the weight is all the work: with the norm before
-it, and the residual or the gate after it.
+it, and the residual, the gate or the rotation of heads after it.
 
 Codes go through the tensor cores as the bytes they are. x becomes integers of 16 bits, 32 values at a time,
 which are exact unless a value is less than a hundredth of the largest of its 32; each is two bytes. The
@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from infinicore.ops.triton.cache import LANES
+from infinicore.ops.triton.heads import angles, place_of, put
 from infinicore.ops.triton.tensors import num_processors, overlap, wait_for_inputs
 from infinicore.ops.triton.tiles import IS_INTERPRETED, Q4_0, Q4_1, Q4_K, Q8_0, Shape, load_sides, sides_of
 from infinicore.ops.triton.tiles_bytes import (
@@ -31,7 +33,7 @@ from infinicore.ops.triton.tiles_bytes import (
 )
 from infinicore.ops.triton.tiles_steps import four, pairs_of
 from infinicore.quantization import BlockType
-from infinicore.tiles import TiledTensor
+from infinicore.tiles import TILE_ROWS, TiledTensor
 
 # N rows of the weight, K their length, G groups of 32 values, L threads: 32 for each 4 groups at hand.
 # Thread 4 g + t of a warp has rows 8 j + g of a tile, j being 0 to 3. Its column of x is the high byte of
@@ -224,25 +226,28 @@ def add_four(
 
 @triton.jit
 def one_kernel(
-    y_ptr, x_ptr, norm_ptr, word_ptr, half_ptr, byte_ptr, bias_ptr, residual_ptr,
-    stride, N, num_groups, eps,
+    y_ptr, x_ptr, norm_ptr, word_ptr, half_ptr, byte_ptr, bias_ptr, residual_ptr, where,
+    stride, N, num_groups, apart, eps,
     HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, NORMS: tl.constexpr, GATES: tl.constexpr,
-    WARPS: tl.constexpr, DEPTH: tl.constexpr, TYPE: tl.constexpr, IS_WHOLE: tl.constexpr,
-    EMULATES: tl.constexpr, OVERLAPS: tl.constexpr,
+    TURNS: tl.constexpr, S: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, DEPTH: tl.constexpr,
+    TYPE: tl.constexpr, IS_WHOLE: tl.constexpr, EMULATES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """32 columns of y from a tile, or from two that are N rows apart: silu(gate) * up
+    """32 columns of y from a tile, or from two that are some tiles apart: silu(gate) * up, or the two halves
+    of heads, which are rotated and put where they belong
 
     Warps share the groups of a row, and have DEPTH times 4 of them on their way, 1 or 2.
     """
-    TILES: tl.constexpr = 2 if GATES else 1
+    TILES: tl.constexpr = 2 if GATES or TURNS else 1
     EACH: tl.constexpr = WARPS // TILES
     STEP: tl.constexpr = EACH * 4
     thread = tl.arange(0, WARPS * 32)
     lane = thread % 32
     first = thread // 32 % EACH * 4
     tile = tl.program_id(0)
-    if GATES:
-        base = ((tile + thread // (32 * EACH) * (N // 32)).to(tl.int64) * stride)[:, None]
+    if TURNS:
+        tile += tile // apart * apart
+    if TILES == 2:
+        base = ((tile + thread // (32 * EACH) * apart).to(tl.int64) * stride)[:, None]
     else:
         base = tile.to(tl.int64) * stride
     # Weights do not depend on the kernel before: the first are on their way while it ends.
@@ -260,6 +265,7 @@ def one_kernel(
     row = tile * 32 + tl.arange(0, 8)[:, None, None] + tl.arange(0, 2)[None, :, None] * 8
     row += tl.arange(0, 2)[None, None, :] * 16  # [g, j % 2, j / 2]
     residual = tl.load(residual_ptr + row, mask=row < N, other=0.0).to(tl.float32) if ADDS else 0.0
+    turn = turn_of(row % (64 * apart), where, S) if TURNS else row
     zero = tl.zeros([WARPS * 32], tl.float32)
     totals = (zero, zero, zero, zero, zero)
     for start in range(0, num_groups, DEPTH * STEP):
@@ -278,7 +284,40 @@ def one_kernel(
     y = tl.sum(tl.sum(by_thread.reshape(TILES, EACH, 8, 4, 2, 2), 3), 1)  # [tile, g, j % 2, j / 2]
     if NORMS:  # of which both columns of a group, and both tiles, have the squares
         y *= tl.rsqrt(tl.sum(totals[4], 0) / (num_groups * (64 * TILES)) + eps)
-    store_row(y_ptr, bias_ptr, y, residual, row, N, HAS_BIAS, GATES)
+    if TURNS:
+        store_turned(y_ptr, bias_ptr, y, turn, row, apart * 32, where, HAS_BIAS, S, LANES)
+    else:
+        store_row(y_ptr, bias_ptr, y, residual, row, N, HAS_BIAS, GATES)
+
+
+@triton.jit
+def turn_of(d, where, S: tl.constexpr):
+    """(sin, cos, block, place): by how much a head is turned at d, and where it is put"""
+    position_ptr, sin_ptr, cos_ptr, stream_ptr, slot_ptr, table_ptr, _, _ = where[0]
+    sin_stride, cos_stride, length, B, M, P, _, _ = where[1]
+    position = tl.load(position_ptr).to(tl.int64)
+    stream, slot = tl.load(stream_ptr).to(tl.int64), tl.load(slot_ptr).to(tl.int64)
+    sin, cos = angles(sin_ptr, cos_ptr, position, d, True, sin_stride, cos_stride, length)
+    block, place = place_of(table_ptr, stream, slot, B, M, P, S)
+    return sin, cos, block, place
+
+
+@triton.jit
+def store_turned(
+    q_ptr, bias_ptr, y, turn, row, half, where, HAS_BIAS: tl.constexpr, S: tl.constexpr, LANES: tl.constexpr
+):
+    """[tile, g, j % 2, j / 2], the two halves of heads, `half` rows each: to rows, or to their block"""
+    sin, cos, block, place = turn
+    key_ptr, value_ptr, H, K = where[0][6], where[0][7], where[1][6], where[1][7]
+    first, second = tl.split(y.permute(1, 2, 3, 0))
+    if HAS_BIAS:
+        first += tl.load(bias_ptr + row).to(tl.float32)
+        second += tl.load(bias_ptr + row + half).to(tl.float32)
+    head, d = row // (2 * half), row % (2 * half)
+    r0 = tl.where(head < H + K, first * cos - second * sin, first)
+    r1 = tl.where(head < H + K, first * sin + second * cos, second)
+    put(q_ptr, key_ptr, value_ptr, r0, 0, head, d, True, block, place, H, K, 2 * half, S, LANES)
+    put(q_ptr, key_ptr, value_ptr, r1, 0, head, d + half, True, block, place, H, K, 2 * half, S, LANES)
 
 
 @triton.jit
@@ -297,14 +336,32 @@ def store_row(y_ptr, bias_ptr, y, residual, row, N, HAS_BIAS: tl.constexpr, GATE
     tl.store(y_ptr + row, result.to(y_ptr.dtype.element_ty), mask=row < N)
 
 
+class Heads(NamedTuple):
+    """How heads are rotated, and where they belong: what `turn_of` reads, its sizes, and slots of a block"""
+
+    pointers: tuple[Tensor, ...]
+    sizes: tuple[int, ...]
+    block_size: int
+
+    @classmethod
+    def of(cls, num_heads: int, *where: Tensor) -> Heads:
+        positions, sin, cos, keys, values, *places = where
+        positions, tables, streams, slots = (t.contiguous() for t in (positions, *places))
+        num_blocks, num_kv_heads, block_size, _ = values.shape
+        strides = sin.stride(0), cos.stride(0), len(sin)
+        sizes = *strides, *tables.shape, num_blocks, num_heads, num_kv_heads
+        return cls((positions, sin, cos, streams, slots, tables, keys, values), sizes, block_size)
+
+
 class Beside(NamedTuple):
     """What comes before and after a product: a norm, in bfloat16; a residual, or the gate of its last rows by
-    its first ones"""
+    its first ones, or what becomes of heads"""
 
     norm: Tensor | None = None
     eps: float = 0.0
     residual: Tensor | None = None
     is_gated: bool = False
+    heads: Heads | None = None
 
 
 ALONE = Beside()
@@ -320,18 +377,20 @@ class Plan(NamedTuple):
 def launch_one(
     y: Tensor, x: Tensor, weight: TiledTensor, bias: Tensor | None, beside: Beside = ALONE
 ) -> None:
-    """y [1, N] of x [1, K]; of a gate, y [1, N / 2]"""
-    shape, num_tiles = Shape.of(weight), len(weight.blocks) // (2 if beside.is_gated else 1)
-    plan = plan_of(weight, x.device)
-    num_warps = plan.num_warps * (2 if beside.is_gated else 1)
+    """y [1, N] of x [1, K]; of a gate, y [1, N / 2]; of heads [1, H, D], the queries"""
+    shape, plan, heads = Shape.of(weight), plan_of(weight, x.device), beside.heads
+    num_tiles, num_warps, apart = len(weight.blocks), plan.num_warps, 1
+    if beside.is_gated or heads is not None:
+        num_tiles, num_warps = num_tiles // 2, num_warps * 2
+        apart = num_tiles if heads is None else y.shape[-1] // (2 * TILE_ROWS)
     norm = None if beside.norm is None else pairs_of(beside.norm)
     one_kernel[(num_tiles,)](
-        y, pairs_of(x), norm, *shape.pointers, bias, beside.residual, shape.stride, y.shape[-1],
-        shape.num_groups, beside.eps,
+        y, pairs_of(x), norm, *shape.pointers, bias, beside.residual, heads and heads[:2], shape.stride,
+        y.shape[-1], shape.num_groups, apart, beside.eps,
         HAS_BIAS=bias is not None, ADDS=beside.residual is not None, NORMS=norm is not None,
-        GATES=beside.is_gated, WARPS=num_warps, DEPTH=plan.depth, TYPE=weight.type.ggml_id,
-        IS_WHOLE=shape.num_groups % 4 == 0, EMULATES=IS_INTERPRETED, num_warps=num_warps, num_stages=1,
-        **overlap(x.device),
+        GATES=beside.is_gated, TURNS=heads is not None, S=heads.block_size if heads else 0, LANES=LANES,
+        WARPS=num_warps, DEPTH=plan.depth, TYPE=weight.type.ggml_id, IS_WHOLE=shape.num_groups % 4 == 0,
+        EMULATES=IS_INTERPRETED, num_warps=num_warps, num_stages=1, **overlap(x.device),
     )  # fmt: skip
 
 
