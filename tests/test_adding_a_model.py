@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from test_adding_an_op import ROOT, SOURCES, run
+from test_adding_an_op import ROOT, copy_sources, run
 
 from infinicore import _native
 
@@ -29,12 +29,7 @@ def lines_of(hunk: str) -> list[str]:
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     """The sources, with the model as the guide has it"""
-    for name in SOURCES:
-        source = ROOT / name
-        if source.is_dir():
-            shutil.copytree(source, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-        else:
-            shutil.copy(source, tmp_path / name)
+    copy_sources(tmp_path)
     shutil.copy(_native.__file__, tmp_path / "infinicore")
     (tmp_path / MODEL).write_text(written() + "\n")
     return tmp_path

@@ -29,15 +29,20 @@ def apply(root: Path, name: str, hunk: str) -> None:
     (root / name).write_text(text.replace(before, after))
 
 
-@pytest.fixture
-def copy(tmp_path: Path) -> Path:
-    """The sources as the guide leaves them"""
+def copy_sources(folder: Path) -> Path:
     for name in SOURCES:
         source = ROOT / name
         if source.is_dir():
-            shutil.copytree(source, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
         else:
-            shutil.copy(source, tmp_path / name)
+            shutil.copy(source, folder / name)
+    return folder
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The sources as the guide leaves them"""
+    copy_sources(tmp_path)
     for name, hunk in HUNK.findall(GUIDE):
         apply(tmp_path, name, hunk)
     return tmp_path
