@@ -112,6 +112,8 @@ TARGETS = (
     Target("1B Q4_K_M", "decode", PEER, 1.3),
     Target("1B BF16", "decode", BANDWIDTH, 0.85),
     Target("1B BF16", "decode", PEER, 1.3),
+    Target("4B-A0.5B Q4_0", "decode", PEER, 1.5),
+    Target("4B-A0.5B Q4_0", "decode", BANDWIDTH, 0.8),
     *(Target(f"1B {name}", "prefill 512", PEER, 2.0, 5.0) for name in ("Q4_0", "Q8_0", "Q4_K_M")),
     *(Target(f"1B {name}", "prefill 512", "transformers", 1.5) for name in ("Q4_0", "Q8_0")),
     *(
