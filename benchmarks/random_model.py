@@ -7,6 +7,7 @@ It has the tokenizer of the built-in model: what it writes is noise, at the spee
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from dataclasses import dataclass
 from functools import cache
@@ -33,13 +34,16 @@ VOCAB_SIZE = 49152  # the built-in tokenizer's
 class Size:
     """What decides how much work a token is; the defaults are the shape of Llama 3.2 1B."""
 
-    architecture: str = "llama"
     num_layers: int = 16
     hidden_size: int = 2048
     intermediate_size: int = 8192
     num_heads: int = 32
     num_kv_heads: int = 8
-    head_dim: int = 64
+    architecture: str = "llama"
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor by its GGUF name; the output is tied to the embedding."""
@@ -78,13 +82,16 @@ class Size:
 class Mixture(Size):
     """Layers of Qwen3 30B-A3B, of whose 128 experts a token goes through 8; fewer of them than it has."""
 
-    architecture: str = "qwen3moe"
     num_layers: int = 6
     intermediate_size: int = 768
     num_kv_heads: int = 4
-    head_dim: int = 128
+    architecture: str = "qwen3moe"
     num_experts: int = 128
     num_chosen: int = 8
+
+    @property
+    def head_dim(self) -> int:
+        return 128
 
     def layer_shapes(self) -> dict[str, tuple[int, ...]]:
         mlp = [f"ffn_{part}.weight" for part in ("gate", "up", "down")]
@@ -212,7 +219,10 @@ def random_blocks(shape: tuple[int, ...], type: BlockType, generator: torch.Gene
     """Bytes at random, with the scales that make weights of them"""
     size = (*shape[:-1], type.bytes_per_row(shape[-1]))
     blocks = torch.randint(256, size, dtype=torch.uint8, generator=generator)
-    set_scales(blocks, type, scales_of(type))
+    if type is BlockType.MXFP4:  # whose scales are exponents
+        blocks.view(-1, type.bytes_per_block)[:, 0] = 127 + round(math.log2(SPREAD / 3))
+    else:
+        set_scales(blocks, type, scales_of(type))
     return blocks
 
 
