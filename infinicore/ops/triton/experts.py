@@ -179,7 +179,7 @@ def accepts_experts(  # noqa: PLR0913  as the op has them
 
 
 def columns_of(weight: Tensor) -> int:
-    return min(COLUMNS, triton.next_power_of_2(weight.shape[1]))
+    return min(COLUMNS, int(triton.next_power_of_2(weight.shape[1])))
 
 
 def experts(  # noqa: PLR0913
