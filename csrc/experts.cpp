@@ -262,10 +262,14 @@ private:
         if (!is_shared_) tokens_of_up_.prepare(a_.x.data, room + tokens_.num_bytes());
     }
 
+    // Whether all experts are given the same rows, rounded alike: one token, which chose none of them twice
+    bool have_one_row() const {
+        return num_tokens_ == 1 && is_shared_ && order_.groups.size() == order_.position.size();
+    }
+
     // gated(gate, up) takes the place of gate.
     void make_states(size_t i, int64_t begin, int64_t end, bool is_first) const {
-        const bool is_one_token = num_tokens_ == 1 && is_shared_;
-        multiply(gate_, gates_, tokens_, i, is_one_token && !is_first, begin, end);
+        multiply(gate_, gates_, tokens_, i, have_one_row() && !is_first, begin, end);
         multiply(up_, ups_, is_shared_ ? tokens_ : tokens_of_up_, i, is_shared_, begin, end);
         with_type(a_.x.dtype, [&](auto type) {
             using T = decltype(type);

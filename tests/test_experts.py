@@ -195,6 +195,14 @@ def test_all_tokens_may_choose_one_expert_and_the_others_are_not_read(kind: str,
         assert_near(found, plain_loop(x, ids, shares, weights), 1e-7)
 
 
+def test_a_token_may_choose_an_expert_twice(level: str) -> None:
+    weights = mixture("Q4_0", 64, 96)
+    x, ids, shares = inputs(1, weights), torch.tensor([[5, 2, 5, 7, 5]]), rows(1, 5, seed=3)
+    for given in (weights, packed(weights)):
+        found = ops.experts(x, ids, shares, given, NO_BIASES, "silu")
+        assert_near(found, plain_loop(x, ids, shares, weights), 1e-7)
+
+
 def test_weights_of_several_kinds_make_one_mixture(level: str) -> None:
     gate, up, down = mixture("Q4_0", 256, 256)[0], mixture("Q6_K", 256, 256)[1], mixture("bf16", 256, 256)[2]
     x, (ids, shares) = inputs(9, (gate, up, down)), chosen(9)

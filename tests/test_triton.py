@@ -69,8 +69,12 @@ def kernel_of(op: Op[Any]) -> Kernel:
 
 
 def placed(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    tiled = (tile(a) if isinstance(a, QuantizedTensor) and a.type in PARTS else a for a in args)
-    return tuple(arg.to(DEVICE) if isinstance(arg, Tensor | QuantizedTensor) else arg for arg in tiled)
+    return tuple(placed(arg) if isinstance(arg, tuple) else there(arg) for arg in args)
+
+
+def there(arg: Any) -> Any:
+    tiled = tile(arg) if type(arg) is QuantizedTensor and arg.type in PARTS else arg
+    return tiled.to(DEVICE) if isinstance(tiled, Tensor | QuantizedTensor) else tiled
 
 
 def run(op: Op[Any], *args: Any, out: Any = None) -> Any:

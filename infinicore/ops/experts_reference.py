@@ -120,16 +120,30 @@ def experts(  # noqa: PLR0913  what a mixture is made of
     x [N, E], ids and shares [N, k] -> [N, E]. The weights are those of gate and up, [X I, E], and of down,
     [X E, I], the rows of an expert after those of the one before it; biases, if any, are [X I] and [X E].
     """
-    num_experts = weights[2].shape[0] // x.shape[1]
-    y = x.new_zeros(*ids.shape, x.shape[1])
-    for expert in sorted(set(ids.flatten().tolist())):
-        tokens, slots = (ids == expert).nonzero(as_tuple=True)
-        gate, up, down = (part_of(weight, expert, num_experts) for weight in weights)
-        gate_bias, up_bias, down_bias = (bias_of(bias, expert, num_experts) for bias in biases)
-        rows = x[tokens]
-        states = ACTIVATIONS[activation](product(rows, gate, gate_bias), product(rows, up, up_bias))
-        y[tokens, slots] = product(states, down, down_bias)
+    num_experts, pairs = weights[2].shape[0] // x.shape[1], ids.flatten().long()
+    order = pairs.argsort(stable=True)
+    rows = x[order // ids.shape[1]]
+    products = [rows[:0]]
+    counts = pairs.bincount(minlength=num_experts).tolist()
+    for expert, given in enumerate(torch.split(rows, counts)):
+        if len(given) > 0:
+            products.append(one_expert(given, expert, num_experts, weights, biases, activation))
+    y = torch.cat(products)[order.argsort()].view(*ids.shape, x.shape[1])
     return (wide(y) * shares.unsqueeze(-1)).sum(1).to(x.dtype)
+
+
+def one_expert(  # noqa: PLR0913  those of all, and which
+    x: Tensor,
+    expert: int,
+    num_experts: int,
+    weights: Sequence[Weight],
+    biases: Sequence[Tensor | None],
+    activation: str,
+) -> Tensor:
+    gate, up, down = (part_of(weight, expert, num_experts) for weight in weights)
+    gate_bias, up_bias, down_bias = (bias_of(bias, expert, num_experts) for bias in biases)
+    states = ACTIVATIONS[activation](product(x, gate, gate_bias), product(x, up, up_bias))
+    return product(states, down, down_bias)
 
 
 def product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 
 from infinicore.ops import (  # noqa: F401  which fill OPS
     attention_reference,
+    experts_reference,
     fused_reference,
     reference,
     sampling_reference,
@@ -33,6 +34,7 @@ FAMILIES = {
     "attention": ("attention",),
     "sample": ("sample",),
     "logits": ("adjust_logits", "logprobs"),
+    "experts": ("route", "experts"),
     "heads": ("store_heads", "project_heads"),
     "quantized": ("quantized_linear", "quantized_embedding"),
     "quantized_fused": ("linear_add", "gated_linear", "project_heads"),
