@@ -505,6 +505,29 @@ struct Binding<Experts> {
     }
 };
 
+// ---- low-rank adapters ------------------------------------------------------------------------------------
+
+template <>
+struct Binding<AddLora> {
+    static void read(Reading<AddLora>& r, nb::handle base, nb::handle x, nb::handle a, nb::handle b,
+                     nb::handle ends, nb::handle adapters) {
+        AddLora& args = r.args;
+        r.take(args.base, base), r.take(args.x, x), r.take(args.a, a), r.take(args.b, b);
+        for (const Tensor* t : {&args.base, &args.x, &args.a, &args.b})
+            require(t->ndim == 2 && is_float(t->dtype) && t->dtype == args.x.dtype && has_rows(*t),
+                    "add_lora: expected rows of floats of one dtype");
+        require(args.base.shape[0] == args.x.shape[0] && args.a.shape[0] == args.b.shape[0] &&
+                    args.a.shape[1] == args.x.shape[1] && args.b.shape[1] == args.base.shape[1],
+                "add_lora: a must have rows like those of x, and b as many, like those of y");
+        r.take(args.ends, ends), r.take(args.adapters, adapters);
+        for (const Tensor* t : {&args.ends, &args.adapters})
+            require(t->ndim == 1 && t->dtype == DType::i64 && is_contiguous(*t),
+                    "add_lora: ends and adapters must be rows of int64");
+        require(args.adapters.shape[0] == args.x.shape[0], "add_lora: expected an adapter for each row of x");
+        r.promise_like(base, args.base);
+    }
+};
+
 // ---- attention and sampling -------------------------------------------------------------------------------
 
 // [tokens, heads, dim] floats, rows contiguous
