@@ -78,6 +78,18 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"target_modules": ["qkv_proj", "gate_up_proj", "o_proj"]},
     ),
     "olmo2": ("Olmo2", {}, {"target_modules": list(ALL)}),
+    "gemma2": ("Gemma2", {"head_dim": 16}, {"target_modules": "all-linear"}),
+    "granite": ("Granite", {"residual_multiplier": 0.3}, {"target_modules": list(ALL)}),
+    "gpt-oss, attention": (
+        "GptOss",
+        {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9},
+        {"target_modules": ATTENTION},
+    ),
+    "qwen3-moe, attention": (
+        "Qwen3Moe",
+        {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        {"target_modules": ATTENTION},
+    ),
     "smollm3": ("SmolLM3", {"num_hidden_layers": 4}, {"target_modules": list(ALL)}),
 }
 

@@ -65,6 +65,7 @@ def read_adapter(path: str | Path, model: LlamaForCausalLM, max_rank: int) -> Ad
         names = tensor_names(checkpoint)
         stored = Stored(checkpoint, {f"{module}.weight": sides["B"] for module, sides in names.items()})
         type(model).arrange(stored, model.config)  # as the model's own weights: of B the rows are the same
+        check_all_arranged(stored, names)
         reading = Reading(checkpoint, config, model, max_rank)
         return Adapter({name.removesuffix(".weight"): reading.pair(name, b) for name, b in stored.items()})
 
@@ -168,8 +169,7 @@ def tensor_names(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
         if match is None:
             raise CheckpointError(f"{checkpoint.path}: {name!r} is no lora_A or lora_B of a linear layer")
         module = match["module"]
-        # of a model without its head, PEFT has the names without what they stand under
-        whole = module if module.startswith(("model.", "lm_head")) else f"model.{module}"
+        whole = f"model.{module}" if module.startswith("layers.") else module  # of a model without its head
         found.setdefault(whole, {})[match["side"]] = name
     for module, sides in found.items():
         if len(sides) != 2:
@@ -177,6 +177,13 @@ def tensor_names(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
     if not found:
         raise CheckpointError(f"{checkpoint.path}: its file holds no weights")
     return found
+
+
+def check_all_arranged(stored: Stored, names: Mapping[str, Mapping[str, str]]) -> None:
+    """What a model leaves out of its own files, an adapter may not change."""
+    found = {source for weight in stored.values() for source in weight.sources}
+    if left := [module for module, sides in names.items() if sides["B"] not in found]:
+        raise stored.error(f"{left[0]!r} is adapted, but no part of the model that is run here")
 
 
 class Reading:
