@@ -457,7 +457,8 @@ struct Binding<Experts> {
         Tensor rows[kExpertWeights];
         for (int i = 0; i < kExpertWeights; ++i) rows[i] = take_weight(r, i, nb::object(weights[i]));
         const int64_t hidden = a.x.shape[1];
-        require(hidden > 0 && rows[2].shape[0] % hidden == 0, "experts: down must have hidden size rows each");
+        require(hidden > 0 && rows[2].shape[0] % hidden == 0,
+                "experts: down must have hidden size rows each");
         a.num_experts = rows[2].shape[0] / hidden;
         require(a.num_experts > 0 && rows[0].shape[0] % a.num_experts == 0 && rows[0].shape[0] > 0,
                 "experts: gate must have as many rows for each expert");

@@ -13,9 +13,7 @@ constexpr int kRanks = 4;                        // rows of a that meet them at 
 constexpr int kColumns = 2;                      // vectors of an output that are summed at a time
 constexpr int64_t kPiece = 1024;                 // outputs of a row that a thread takes at a time
 
-int64_t adapter_of(const AddLora& a, int64_t row) {
-    return index_at(a.adapters.data, a.adapters.dtype, row);
-}
+int64_t adapter_of(const AddLora& a, int64_t row) { return index_at(a.adapters.data, a.adapters.dtype, row); }
 
 int64_t rank_of(const AddLora& a, int64_t adapter) {
     return adapter < 0 ? 0 : lora_begin(a.ends, adapter + 1) - lora_begin(a.ends, adapter);
@@ -117,13 +115,15 @@ void add_group(const AddLora& a, const float* dots, int64_t stride, int64_t row,
     const T* base = static_cast<const T*>(a.base.data) + row * a.base.stride[0];
     if (rank == 0) {
         for (int r = 0; r < R && a.y.data != a.base.data; ++r)
-            memcpy(y + r * a.y.stride[0] + begin, base + r * a.base.stride[0] + begin, (end - begin) * sizeof(T));
+            memcpy(y + r * a.y.stride[0] + begin, base + r * a.base.stride[0] + begin,
+                   (end - begin) * sizeof(T));
         return;
     }
     const T* b = static_cast<const T*>(a.b.data) + lora_begin(a.ends, adapter) * a.b.stride[0];
     const auto add = [&](auto count, int64_t at, int64_t size) {
         add_columns<R, decltype(count)::value>(y + at, a.y.stride[0], base + at, a.base.stride[0],
-                                               dots + row * stride, stride, b + at, a.b.stride[0], rank, size);
+                                               dots + row * stride, stride, b + at, a.b.stride[0], rank,
+                                               size);
     };
     int64_t at = begin;
     for (; at + kColumns * W <= end; at += kColumns * W)

@@ -34,6 +34,7 @@ from parity import make, nmse
 from parity import prompt as token_ids
 from torch import Tensor
 
+from infinicore import ops
 from infinilm import (
     LLM,
     AsyncLLM,
@@ -349,3 +350,31 @@ def test_an_async_llm_answers_with_several_adapters_at_once(tiny: Tiny, loras: l
     finally:
         llm.shutdown()
     assert len(set(found)) == 3
+
+
+# ---- the op ------------------------------------------------------------------------------------------------
+
+
+def test_an_adapter_or_an_end_out_of_place_is_an_error_and_writes_nothing(level: str) -> None:
+    base, x, a, b = torch.zeros(2, 3), torch.ones(2, 4), torch.ones(5, 4), torch.ones(5, 3)
+    with pytest.raises(IndexError, match=r"adapter 2 of row 1 is not -1, and outside \[0, 2\)"):
+        ops.add_lora(base, x, a, b, torch.tensor([2, 5]), torch.tensor([0, 2]), out=base)
+    with pytest.raises(IndexError, match="adapter -2 of row 0"):
+        ops.add_lora(base, x, a, b, torch.tensor([2, 5]), torch.tensor([-2, 0]), out=base)
+    for ends in ([2, 6], [3, 2], [-1, 5]):
+        with pytest.raises(IndexError, match="is before the one in front of it, or beyond the 5 rows of a"):
+            ops.add_lora(base, x, a, b, torch.tensor(ends), torch.tensor([0, 1]), out=base)
+    assert not base.any()
+
+
+def test_a_row_has_the_bits_it_has_alone_wherever_it_stands(level: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    base, x, a, b = (
+        torch.randn(shape, generator=generator) for shape in ((37, 70), (37, 133), (21, 133), (21, 70))
+    )
+    ends, adapters = torch.tensor([4, 4, 21]), torch.randint(-1, 3, (37,), generator=generator).sort().values
+    together = ops.add_lora(base, x, a, b, ends, adapters)
+    for row in range(37):
+        one = slice(row, row + 1)
+        assert torch.equal(ops.add_lora(base[one], x[one], a, b, ends, adapters[one]), together[one])
+    assert torch.equal(together[adapters < 0], base[adapters < 0])
