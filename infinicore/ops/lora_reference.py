@@ -1,4 +1,7 @@
-"""Low-rank adapters: what one adds to the rows of a product that are its own."""
+"""Low-rank adapters: what one adds to the rows of a product that are its own.
+
+The reference calls products by name, so that on a GPU they are those of other layers, with their bits.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infinicore.ops.reference import HALF_PRODUCT, PRODUCT, not_finite, random, wide
+from infinicore.ops.fused_reference import linear_add
+from infinicore.ops.reference import HALF_PRODUCT, PRODUCT, linear, not_finite, random
 from infinicore.ops.registry import op
 
 # N rows, R rows of all adapters together
@@ -42,7 +46,8 @@ def add_lora(base: Tensor, x: Tensor, a: Tensor, b: Tensor, ends: Tensor, adapte
     y, begin = base, 0
     for adapter, end in enumerate(ends.tolist()):
         if end > begin:
-            added = wide(base) + (wide(x) @ wide(a[begin:end]).T) @ wide(b[begin:end])
-            y = torch.where((adapters == adapter)[:, None], added.to(base.dtype), y)
+            low = linear(x, a[begin:end], None)
+            added = linear_add(low, b[begin:end].T.contiguous(), None, base)
+            y = torch.where((adapters == adapter)[:, None], added, y)
         begin = end
     return y.clone() if y is base else y
