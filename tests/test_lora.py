@@ -32,6 +32,7 @@ from engines import (
 from loras import ALL, adapter
 from parity import make, nmse
 from parity import prompt as token_ids
+from test_models import MODELS
 from torch import Tensor
 
 from infinicore import ops
@@ -78,20 +79,10 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"partial_rotary_factor": 0.5},
         {"target_modules": ["qkv_proj", "gate_up_proj", "o_proj"]},
     ),
-    "olmo2": ("Olmo2", {}, {"target_modules": list(ALL)}),
-    "gemma2": ("Gemma2", {"head_dim": 16}, {"target_modules": "all-linear"}),
-    "granite": ("Granite", {"residual_multiplier": 0.3}, {"target_modules": list(ALL)}),
-    "gpt-oss, attention": (
-        "GptOss",
-        {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9},
-        {"target_modules": ATTENTION},
-    ),
-    "qwen3-moe, attention": (
-        "Qwen3Moe",
-        {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-        {"target_modules": ATTENTION},
-    ),
-    "smollm3": ("SmolLM3", {"num_hidden_layers": 4}, {"target_modules": list(ALL)}),
+    "qwen2moe, a shared expert": ("Qwen2Moe", MODELS["qwen2moe"][1], {"target_modules": "all-linear"}),
+    "gemma2, all layers": ("Gemma2", {"head_dim": 16}, {"target_modules": "all-linear"}),
+    "granite, all layers": ("Granite", MODELS["granite"][1], {"target_modules": list(ALL)}),
+    **{name: (*model, {"target_modules": r".*\.self_attn\.\w+_proj"}) for name, model in MODELS.items()},
 }
 
 

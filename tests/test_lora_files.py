@@ -12,11 +12,14 @@ import pytest
 import torch
 from engines import Tiny
 from loras import tensors_for, write_adapter
+from parity import make
 from torch import Tensor
 
 from infinilm.checkpoint import CheckpointError
 from infinilm.models.llama import LlamaForCausalLM
 from infinilm.models.lora import read_adapter
+
+__all__ = ["make"]
 
 LAYER = "base_model.model.model.layers.1.self_attn.q_proj"
 
@@ -212,3 +215,17 @@ def test_unknown_keys_of_a_newer_peft_that_change_nothing_are_passed_over(
         write_adapter(tmp_path, tensors, lora_dropout=0.1, inference_mode=True, newer=None), model, 64
     )
     assert json.loads((tmp_path / "adapter_config.json").read_text())["newer"] is None
+
+
+def test_experts_are_not_adapted(make: Any, tmp_path: Path) -> None:
+    """Neither one by one, as older files have them, nor as one matrix"""
+    _, folder = make("Mixtral", num_local_experts=2)
+    model = LlamaForCausalLM.from_pretrained(folder)
+    one, all_of_them = "block_sparse_moe.experts.0.w1", "mlp.experts.gate_proj"
+    for module, num_rows in ((one, 120), (all_of_them, 240)):
+        name = f"base_model.model.model.layers.0.{module}"
+        tensors = {
+            f"{name}.lora_A.weight": torch.zeros(4, 64),
+            f"{name}.lora_B.weight": torch.zeros(num_rows, 4),
+        }
+        refusal(write_adapter(tmp_path / module, tensors, target_modules="all-linear"), model)

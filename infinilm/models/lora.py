@@ -193,6 +193,7 @@ class Reading:
         self, checkpoint: Checkpoint, config: LoraConfig, model: LlamaForCausalLM, max_rank: int
     ) -> None:
         self.checkpoint, self.config, self.model, self.max_rank = checkpoint, config, model, max_rank
+        self.modules = dict(model.named_modules())
 
     def error(self, rule: str) -> CheckpointError:
         return CheckpointError(f"{self.checkpoint.path}: {rule}")
@@ -214,13 +215,12 @@ class Reading:
         return self.kept(first, down), self.kept(source, up.float().T * self.config.scale(module))  # type: ignore[union-attr]
 
     def layer(self, module: str) -> nn.Linear:
-        try:
-            layer = self.model.get_submodule(module)
-        except AttributeError:
-            layer = None
-        if not module.startswith("model.layers.") or type(layer) is not nn.Linear:
+        """One that its model calls with the rows of a step; experts are called with those that chose them."""
+        layer, parent = self.modules.get(module), self.modules.get(module.rpartition(".")[0])
+        is_called = isinstance(layer, nn.Linear) and not isinstance(parent, nn.Experts)
+        if not is_called or not module.startswith("model.layers."):
             raise self.error(f"{module!r} is adapted, but is no linear layer of the model's decoder layers")
-        return layer
+        return layer  # type: ignore[return-value]
 
     def check(self, name: str, shape: tuple[int, ...], wanted: tuple[int, int]) -> None:
         if tuple(shape) != wanted:
