@@ -205,7 +205,6 @@ def test_every_request_of_a_random_mix_says_what_it_says_alone(
     requests = run(engine, jobs, 3, rng)
     check_idle(engine)
     assert any(request.metrics.num_preemptions for request in requests)
-    assert any(request.num_cached_tokens for request in requests)
     for job, request in zip(jobs, requests, strict=True):
         output, whole = request.output(), tiny.engine()
         (wanted,) = finish(whole, whole.make(job.prompt, job.params, lora_request=job.lora))
