@@ -236,7 +236,9 @@ class AsyncLLM:
         """The state [hidden_size] of the prompt's last token after the last norm, in float32. A request like
         others: it waits its turn, is read beside them, and ends when its coroutine is cancelled; one that is
         aborted raises Aborted."""
-        make = partial(self.engine.make_encoding, prompt, priority, request_id, cache_salt, prompt_name, lora_request)
+        make = partial(
+            self.engine.make_encoding, prompt, priority, request_id, cache_salt, prompt_name, lora_request
+        )
         request, listener = await self._begin(make, request_id)
         with self._ending(request, listener):
             await listener.next()

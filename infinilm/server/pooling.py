@@ -100,7 +100,8 @@ async def rerank(call: Call) -> Reply:
     scores, usage = await judged(call, body, "documents", pairs)
     best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]
     results = [result_of(index, scores[index], body) for index in best]
-    told = {"id": f"rerank-{uuid.uuid4().hex}", "model": call.service.served(body.model).name, "results": results}
+    model = call.service.served(body.model).name
+    told = {"id": f"rerank-{uuid.uuid4().hex}", "model": model, "results": results}
     return Raw(await call.service.off_loop(lambda: dumps({**told, "usage": usage}).encode()))
 
 
