@@ -457,7 +457,8 @@ struct Binding<Experts> {
         Tensor rows[kExpertWeights];
         for (int i = 0; i < kExpertWeights; ++i) rows[i] = take_weight(r, i, nb::object(weights[i]));
         const int64_t hidden = a.x.shape[1];
-        require(hidden > 0 && rows[2].shape[0] % hidden == 0, "experts: down must have hidden size rows each");
+        require(hidden > 0 && rows[2].shape[0] % hidden == 0,
+                "experts: down must have hidden size rows each");
         a.num_experts = rows[2].shape[0] / hidden;
         require(a.num_experts > 0 && rows[0].shape[0] % a.num_experts == 0 && rows[0].shape[0] > 0,
                 "experts: gate must have as many rows for each expert");
@@ -502,6 +503,29 @@ struct Binding<Experts> {
         if (!strcmp(activation, "silu")) return Gating::silu;
         require(!strcmp(activation, "swiglu_oai"), "experts: the activation must be 'silu' or 'swiglu_oai'");
         return Gating::swiglu_oai;
+    }
+};
+
+// ---- low-rank adapters ------------------------------------------------------------------------------------
+
+template <>
+struct Binding<AddLora> {
+    static void read(Reading<AddLora>& r, nb::handle base, nb::handle x, nb::handle a, nb::handle b,
+                     nb::handle ends, nb::handle adapters) {
+        AddLora& args = r.args;
+        r.take(args.base, base), r.take(args.x, x), r.take(args.a, a), r.take(args.b, b);
+        for (const Tensor* t : {&args.base, &args.x, &args.a, &args.b})
+            require(t->ndim == 2 && is_float(t->dtype) && t->dtype == args.x.dtype && has_rows(*t),
+                    "add_lora: expected rows of floats of one dtype");
+        require(args.base.shape[0] == args.x.shape[0] && args.a.shape[0] == args.b.shape[0] &&
+                    args.a.shape[1] == args.x.shape[1] && args.b.shape[1] == args.base.shape[1],
+                "add_lora: a must have rows like those of x, and b as many, like those of y");
+        r.take(args.ends, ends), r.take(args.adapters, adapters);
+        for (const Tensor* t : {&args.ends, &args.adapters})
+            require(t->ndim == 1 && t->dtype == DType::i64 && is_contiguous(*t),
+                    "add_lora: ends and adapters must be rows of int64");
+        require(args.adapters.shape[0] == args.x.shape[0], "add_lora: expected an adapter for each row of x");
+        r.promise_like(base, args.base);
     }
 };
 

@@ -64,6 +64,17 @@ void report(const RandomSample& a, int64_t at) {
 void report(const Logprobs& a, int64_t at) {
     report_index("logprobs: token", a.tokens, at, a.logits.shape[1]);
 }
+void report(const AddLora& a, int64_t at) {
+    const auto text = [](int64_t value) { return std::to_string(value); };
+    const int64_t adapter = at - a.x.shape[0];
+    const std::string message =
+        adapter < 0
+            ? "adapter " + text(index_at(a.adapters.data, a.adapters.dtype, at)) + " of row " + text(at) +
+                  " is not -1, and outside [0, " + text(a.ends.shape[0]) + ")"
+            : "end " + text(lora_begin(a.ends, adapter + 1)) + " of adapter " + text(adapter) +
+                  " is before the one in front of it, or beyond the " + text(a.a.shape[0]) + " rows of a";
+    throw nb::index_error(("add_lora: " + message).c_str());
+}
 void report(const AdjustLogits& a, int64_t at) {
     const int64_t length = a.history.shape[0];
     if (at < length) report_index("adjust_logits: token", a.history, at, a.logits.shape[1]);

@@ -6,6 +6,7 @@
 #include "embedding.h"
 #include "experts.h"
 #include "linear.h"
+#include "lora.h"
 #include "norm.h"
 #include "rope.h"
 #include "sampling.h"
@@ -35,6 +36,7 @@
     X(attention, Attention)                    \
     X(store_kv, StoreKv)                       \
     X(linear, Linear)                          \
+    X(add_lora, AddLora)                       \
     X(quantized_linear, QuantizedLinear)       \
     X(packed_linear, PackedLinear)             \
     X(route, Route)                            \

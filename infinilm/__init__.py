@@ -13,6 +13,7 @@ __all__ = [
     "EmbeddingRequestOutput",
     "EngineConfig",
     "EngineDead",
+    "LoRARequest",
     "Logprob",
     "QueueFull",
     "RequestError",
@@ -31,6 +32,7 @@ HOMES = {
     "load_model": "llm",
     "DynamicCache": "cache",
     "EngineConfig": "config",
+    "LoRARequest": "engine.adapters",
     "SamplingParams": "sampling",
     "StructuredOutputsParams": "sampling",
 }
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from infinilm.async_llm import AsyncLLM
     from infinilm.cache import DynamicCache
     from infinilm.config import EngineConfig
+    from infinilm.engine.adapters import LoRARequest
     from infinilm.engine.request import (
         CompletionOutput,
         EmbeddingRequestOutput,

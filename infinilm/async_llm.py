@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from infinilm.config import EngineConfig
+from infinilm.engine.adapters import LoRARequest
 from infinilm.engine.engine import Engine, Prompt
 from infinilm.engine.request import EngineDead, QueueFull, Request, RequestError, RequestOutput
 from infinilm.engine.stats import Progress, Stats
@@ -200,10 +201,11 @@ class AsyncLLM:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """The output so far, again and again until it has finished. Leaving the loop ends the request."""
         (params,) = one_each("sampling_params", sampling_params, SamplingParams, 1, SamplingParams())
-        make = partial(self.engine.make, prompt, params, priority, request_id, cache_salt)
+        make = partial(self.engine.make, prompt, params, priority, request_id, cache_salt, lora_request)
         request, listener = await self._begin(make, request_id)
         with self._ending(request, listener):
             while not (output := await listener.next()).finished:
@@ -229,11 +231,14 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str | None = None,
         prompt_name: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> Tensor:
         """The state [hidden_size] of the prompt's last token after the last norm, in float32. A request like
         others: it waits its turn, is read beside them, and ends when its coroutine is cancelled; one that is
         aborted raises Aborted."""
-        make = partial(self.engine.make_encoding, prompt, priority, request_id, cache_salt, prompt_name)
+        make = partial(
+            self.engine.make_encoding, prompt, priority, request_id, cache_salt, prompt_name, lora_request
+        )
         request, listener = await self._begin(make, request_id)
         with self._ending(request, listener):
             await listener.next()

@@ -6,7 +6,7 @@ import sys
 from array import array
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -71,6 +71,7 @@ class Stream:
         self.bad_words: Sequence[Sequence[int]] = ()
         self.matcher: Matcher | None = None
         self.wants_state = False  # of its last token; what is drawn after it counts for nothing
+        self.adapter: Any = None  # of the model's layers, which its tokens are computed with
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -133,6 +134,7 @@ class Batch:
     block_tables: Tensor  # [B, M]
     lengths: Sequence[int]  # of each stream, with the tokens of this step
     logit_rows: Tensor | None = None  # [R], the tokens whose logits are wanted; None: all
+    adapters: Tensor | None = None  # [N], the adapter of each token among those of the model, -1 for none
 
     def to(self, device: torch.device) -> Batch:
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}

@@ -352,6 +352,9 @@ class EngineConfig:
     deterministic: bool = False  # on a GPU the same bits in any company, as a CPU always has; for the process
     max_queue: int = 1024  # requests that wait
     max_queue_tokens: int = 1 << 22
+    enable_lora: bool = True  # requests may name adapters
+    max_loras: int = 64  # adapters that are kept; of more, the one longest not asked for is read again
+    max_lora_rank: int = 512
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -361,14 +364,17 @@ class EngineConfig:
             ("seed", 0, (1 << 63) - 1),
             ("max_queue", 1, 1 << 31),
             ("max_queue_tokens", 1, 1 << 62),
+            ("max_loras", 1, 1 << 16),
+            ("max_lora_rank", 1, 1 << 16),
         ):
             value = getattr(self, name)
-            if value is not None or name.startswith(("max_num_seqs", "max_queue")):
+            if value is not None or name.startswith(("max_num_seqs", "max_queue", "max_lora")):
                 check_whole(name, value, low, high)
         check_one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         check_one_of("block_size", self.block_size, BLOCK_SIZES)
         check_flag("enable_prefix_caching", self.enable_prefix_caching)
         check_flag("deterministic", self.deterministic)
+        check_flag("enable_lora", self.enable_lora)
         if not isinstance(self.chat_template, str | None):
             raise ValueError(f"chat_template must be the text of one, but is {short(self.chat_template)}")
         object.__setattr__(self, "kv_cache_memory", checked_bytes("kv_cache_memory", self.kv_cache_memory))

@@ -19,6 +19,7 @@ import torch
 from infinicore import _native
 from infinilm.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from infinilm.config import EngineConfig
+from infinilm.engine.adapters import LoRARequest
 from infinilm.engine.draft import SpeculativeConfig
 from infinilm.engine.engine import Engine, Prompt
 from infinilm.engine.memory import told_of_memory
@@ -180,14 +181,15 @@ def as_pairs(queries: Any, documents: Any) -> list[tuple[str, str]]:
     return list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
 
 
-def one_each(name: str, given: Any, kind: type, count: int, default: Any) -> list[Any]:
+def one_each(name: str, given: Any, kind: Any, count: int, default: Any) -> list[Any]:
     """A value for each prompt, of one that is for all, or of a list of them."""
     values = list(given) if isinstance(given, list | tuple) else [default if given is None else given] * count
     if len(values) != count:
         raise RequestError(f"{name} must be one, or one for each of {count} prompts, but are {len(values)}")
     for value in values:
         if not isinstance(value, kind) or isinstance(value, bool):
-            raise RequestError(f"{name} must be {kind.__name__}, but are {reprlib.repr(given)}")
+            wanted = getattr(kind, "__name__", kind)
+            raise RequestError(f"{name} must be {wanted}, but are {reprlib.repr(given)}")
     return values
 
 
@@ -245,18 +247,21 @@ class LLM:
         use_tqdm: bool = True,
         priority: int | Sequence[int] | None = None,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Continue each prompt: a text, token ids, {"prompt_token_ids": ...}, or a list of such.
 
-        Of several prompts those with a lower priority number go first.
+        Of several prompts those with a lower priority number go first. An adapter may be given for all of
+        them, or one, or None, for each.
         """
         given = as_prompts(prompts)
         params = one_each("sampling_params", sampling_params, SamplingParams, len(given), SamplingParams())
         priorities = one_each("priority", priority, int, len(given), 0)
+        loras = one_each("lora_request", lora_request, LoRARequest | None, len(given), None)
         with as_request_errors():
             requests = [
-                self.engine.make(prompt, own, rank, cache_salt=cache_salt)
-                for prompt, own, rank in zip(given, params, priorities, strict=True)
+                self.engine.make(prompt, own, rank, cache_salt=cache_salt, lora_request=lora)
+                for prompt, own, rank, lora in zip(given, params, priorities, loras, strict=True)
             ]
         self._finish(requests, use_tqdm)
         return [request.output() for request in requests]
@@ -268,14 +273,19 @@ class LLM:
         prompt_name: str | None = None,
         use_tqdm: bool = True,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """A vector for each prompt, given as for `generate`: the state of its last token after the last norm,
         scaled to length one unless the model's files have it otherwise. prompt_name is of a prompt in those
         files, such as "query", that stands before each text."""
+        given = as_prompts(prompts)
+        loras = one_each("lora_request", lora_request, LoRARequest | None, len(given), None)
         with as_request_errors():
             requests = [
-                self.engine.make_encoding(prompt, cache_salt=cache_salt, prompt_name=prompt_name)
-                for prompt in as_prompts(prompts)
+                self.engine.make_encoding(
+                    prompt, cache_salt=cache_salt, prompt_name=prompt_name, lora_request=lora
+                )
+                for prompt, lora in zip(given, loras, strict=True)
             ]
         self._finish(requests, use_tqdm)
         return [request.embedding(self.model.pooling.vector(request.state())) for request in requests]
@@ -307,6 +317,7 @@ class LLM:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **template_variables: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several. A template that knows tools is given them."""
@@ -316,16 +327,25 @@ class LLM:
                 for conversation in as_conversations(messages)
             ]
         return self.generate(
-            [{"prompt_token_ids": ids} for ids in prompts], sampling_params, use_tqdm=use_tqdm
+            [{"prompt_token_ids": ids} for ids in prompts],
+            sampling_params,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
         )
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[tuple[int, str]]:
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+    ) -> Iterator[tuple[int, str]]:
         """(token, the text that can be shown since the last one) as they come, of one continuation."""
         (checked,) = one_each("sampling_params", params, SamplingParams, 1, SamplingParams())
         if checked.n != 1:
             raise RequestError(f"stream gives one continuation, but n is {checked.n}; generate gives several")
         with as_request_errors():
-            request = self.engine.make(prompt, checked)
+            request = self.engine.make(prompt, checked, lora_request=lora_request)
         (completion,) = request.completions
         text = Text(self.tokenizer, checked)  # a step may bring several tokens, which are told apart here
         for _ in self._steps([request]):

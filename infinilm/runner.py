@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from infinicore.graph import Arena, CudaArena, Graph, RecordError
+from infinilm.adapters import AdaptedModel
 from infinilm.batch import Batch, Pausing, Stream
 from infinilm.cache import PagedCache
 from infinilm.draw import Ranked, Row, Settings, draw, needs_adjusting, ranked, sampled
@@ -130,6 +131,7 @@ class Runner:
         self.model = model
         self.cache = cache
         self.device = model.device
+        self._adapted: AdaptedModel | None = None
         self.tables = Tables(max_streams, -(-max_length // cache.shape.size), self.device)
         self._recordings: dict[tuple[int, int], Recording] = {}
         self._num_seen: Counter[tuple[int, int]] = Counter()  # steps that would be of one recording
@@ -148,7 +150,8 @@ class Runner:
     def begin(self, work: Sequence[Work]) -> Passage:
         """The same work, to be computed layer by layer; others may run in between."""
         self.tables.show(work)
-        return Passage(work, self.model.step_by_layers(*self._inputs(work)))
+        adapted = self._adapted_for(work)
+        return Passage(work, (adapted or self.model).step_by_layers(*self._inputs(work, adapted)))
 
     @torch.inference_mode()
     def launch(self, work: Sequence[Work]) -> Pending:
@@ -168,12 +171,23 @@ class Runner:
         settled = self._is_settled
         return Pending(work, rows, outcome, tokens, is_settled=settled, may_be_followed=is_plain)
 
+    def _adapted_for(self, work: Sequence[Work]) -> AdaptedModel | None:
+        """The model with the adapters of all streams among them; None where no stream has one"""
+        wanted = {item.stream.adapter: None for item in work if item.stream.adapter is not None}
+        if not wanted:
+            return None
+        known = self._adapted.places if self._adapted is not None else {}
+        if new := [adapter for adapter in wanted if adapter not in known]:
+            self._adapted = AdaptedModel(self.model, [*known, *new])
+        return self._adapted
+
     def _outcome(self, work: Sequence[Work]) -> tuple[Tensor, Tensor]:
         """States [R, E] and logits [R, V]"""
-        outcome: tuple[Tensor, Tensor] = self.model.step(*self._inputs(work))
+        adapted = self._adapted_for(work)
+        outcome: tuple[Tensor, Tensor] = (adapted or self.model).step(*self._inputs(work, adapted))
         return outcome
 
-    def _inputs(self, work: Sequence[Work]) -> tuple[Batch, PagedCache, Any]:
+    def _inputs(self, work: Sequence[Work], adapted: AdaptedModel | None) -> tuple[Batch, PagedCache, Any]:
         """What a step of the model takes. Its rows of logits are for the logprobs of prompts and for what is
         drawn, in the order of the work."""
         token_ids, streams, slots, spans, logit_rows = (array("q") for _ in range(5))
@@ -191,7 +205,11 @@ class Runner:
         tables = self.tables.of(work, -(-max(lengths) // self.cache.shape.size))
         batch = Batch(
             tensor(token_ids), rope_rows, tensor(streams), tensor(slots), tables, lengths, tensor(logit_rows)
-        ).to(self.device)
+        )
+        if adapted is not None:
+            places = torch.tensor([adapted.place_of(item.stream) for item in work])
+            batch = replace(batch, adapters=places[batch.streams])
+        batch = batch.to(self.device)
         if self.is_ahead and min(token_ids) < 0:
             batch = replace(batch, token_ids=self._latest.known(batch.token_ids))
         return batch, self.cache, rope
@@ -203,25 +221,27 @@ class Runner:
     def _replayed(self, work: Sequence[Work], rows: Sequence[Row]) -> Recording | None:
         """A recording that has run this work, or None where there is none"""
         size = recorded_size(sum(item.num_tokens for item in work), len(rows), self.device)
-        recording = self._recordings.get(size)
+        adapted = self._adapted_for(work)
+        recordings = self._recordings if adapted is None else adapted.recordings
+        recording = recordings.get(size)
         if recording is None:
             self._is_settled = False
             self._num_seen[size] += 1
             if self._num_seen[size] < RECORDED_AT:
                 return None
-            recording = Recording(*size, self.tables.on_device, self._latest)
-        recording.fill(work, rows, self.tables)
+            recording = Recording(*size, adapted is not None, self.tables.on_device, self._latest)
+        recording.fill(work, rows, self.tables, adapted)
         if (rope := self._fixed_rope(recording)) is None:
             self._is_settled = True
             return None
         try:
-            recording.run(self.model, self.cache, rope, self._arena)
+            recording.run(adapted or self.model, self.cache, rope, self._arena)
         except RecordError as error:
             self.obstacle = str(error)
             return None
-        self._recordings[size] = recording
-        if len(self._recordings) > MAX_RECORDINGS:
-            del self._recordings[next(iter(self._recordings))]
+        recordings[size] = recording
+        if len(recordings) > MAX_RECORDINGS:
+            del recordings[next(iter(recordings))]
         return recording
 
     def _fixed_rope(self, recording: Recording) -> Any:
@@ -265,8 +285,9 @@ class Passage:
 
 
 def page_kinds(num_tokens: int, num_rows: int) -> Kinds:
-    """Token ids, where they are read from, rows of rope, streams, slots, spans, rows of logits; settings"""
-    return *[("q", num_tokens)] * 6, ("q", num_rows), *Settings.kinds(num_rows)
+    """Token ids, where they are read from, rows of rope, streams, slots, spans, adapters, rows of logits;
+    settings"""
+    return *[("q", num_tokens)] * 7, ("q", num_rows), *Settings.kinds(num_rows)
 
 
 class Recording:
@@ -279,20 +300,23 @@ class Recording:
 
     graph: Graph[tuple[Tensor, Tensor]]
 
-    def __init__(self, num_tokens: int, num_rows: int, tables: Tensor, latest: Latest) -> None:
+    def __init__(
+        self, num_tokens: int, num_rows: int, is_adapted: bool, tables: Tensor, latest: Latest
+    ) -> None:
         kinds = page_kinds(num_tokens, num_rows)
         self._latest = latest
         self._pages = [Page(kinds, latest.is_sent) for _ in range(1 + latest.is_sent)]
-        self._all_settings = [Settings(page.arrays[7:]) for page in self._pages]
+        self._all_settings = [Settings(page.arrays[8:]) for page in self._pages]
         self._sent = self._pages[0].memory  # what the step reads: the same memory on a CPU
         if latest.is_sent:
             self._sent = latest.memory[8 * latest.num_rows :][: num_bytes(kinds)]
-        *tensors, _, logit_rows = (parts := tensors_of(self._sent, kinds))[:7]
+        *tensors, _, adapters, logit_rows = (parts := tensors_of(self._sent, kinds))[:8]
         token_ids, self._sources, rope_rows, streams, slots = tensors
-        self._settings = parts[7:]
+        self._settings = parts[8:]
         self._token_ids = token_ids
         wanted = None if num_rows == num_tokens else logit_rows
-        self.batch = Batch(token_ids, rope_rows, streams, slots, tables, [1], wanted)
+        adapted = adapters if is_adapted else None
+        self.batch = Batch(token_ids, rope_rows, streams, slots, tables, [1], wanted, adapted)
         self.num_rows = num_rows
         self._drawn = Page([("q", num_rows)], is_sent=False)
         self.tokens = self._drawn.memory.view(torch.int64)
@@ -306,9 +330,11 @@ class Recording:
         self._all_settings.reverse()
         arrays = self._pages[0].arrays
         self.token_ids, self.sources, self.rope_rows, self.streams, self.slots, self.spans = arrays[:6]
-        self.logit_rows = arrays[6]
+        self.adapters, self.logit_rows = arrays[6:8]
 
-    def fill(self, work: Sequence[Work], rows: Sequence[Row], tables: Tables) -> None:
+    def fill(
+        self, work: Sequence[Work], rows: Sequence[Row], tables: Tables, adapted: AdaptedModel | None
+    ) -> None:
         self._turn()
         at = num_wanted = 0
         for item in work:
@@ -327,7 +353,17 @@ class Recording:
                 num_wanted += 1
         for values in (self.token_ids, self.sources, self.streams, self.slots, self.spans):
             values[at:] = array("q", [values[at - 1]]) * (len(values) - at)
+        if adapted is not None:
+            self._fill_adapters(work, adapted)
         self._all_settings[0].fill(rows)
+
+    def _fill_adapters(self, work: Sequence[Work], adapted: AdaptedModel) -> None:
+        at = 0
+        for item in work:
+            place, end = adapted.place_of(item.stream), at + item.num_tokens
+            self.adapters[at:end] = array("q", [place]) * item.num_tokens
+            at = end
+        self.adapters[at:] = array("q", [place]) * (len(self.adapters) - at)
 
     def run(self, model: Any, cache: PagedCache, rope: Any, arena: Arena | CudaArena) -> None:
         if self._latest.is_sent:

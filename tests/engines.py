@@ -16,7 +16,7 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from infinilm import EngineConfig, RequestOutput, SamplingParams, load_model
+from infinilm import EngineConfig, LoRARequest, RequestOutput, SamplingParams, load_model
 from infinilm.engine.engine import Engine
 from infinilm.engine.request import Request
 from infinilm.models.llama import LlamaForCausalLM
@@ -133,6 +133,7 @@ class Job:
     arrival: int = 0
     end: int | None = None
     salt: str | None = None
+    lora: LoRARequest | None = None
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -201,7 +202,10 @@ def run(
     engine: Engine, jobs: Sequence[Job], preempt_every: int = 0, rng: random.Random | None = None
 ) -> list[Request]:
     """Let the jobs come and go as they say, each stream be interrupted a few times, and check every step."""
-    requests = [engine.make(job.prompt, job.params, job.priority, cache_salt=job.salt) for job in jobs]
+    requests = [
+        engine.make(job.prompt, job.params, job.priority, cache_salt=job.salt, lora_request=job.lora)
+        for job in jobs
+    ]
     step = 0
     while engine.has_work or step <= max(job.arrival for job in jobs):
         for job, request in zip(jobs, requests, strict=True):
@@ -232,10 +236,16 @@ def finish(engine: Engine, *requests: Request) -> list[RequestOutput]:
     return [request.output() for request in requests]
 
 
-def generated(engine: Engine, prompt: Any, cache_salt: str | None = None, **params: Any) -> RequestOutput:
+def generated(
+    engine: Engine,
+    prompt: Any,
+    cache_salt: str | None = None,
+    lora: LoRARequest | None = None,
+    **params: Any,
+) -> RequestOutput:
     """What follows a prompt, greedily unless told otherwise"""
     settings = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, **params})
-    (output,) = finish(engine, engine.make(prompt, settings, cache_salt=cache_salt))
+    (output,) = finish(engine, engine.make(prompt, settings, cache_salt=cache_salt, lora_request=lora))
     return output
 
 

@@ -26,7 +26,7 @@ LAYERS = (
     ("models",),
     ("generation",),
     ("runner",),
-    ("cache", "draw", "latest", "tables"),
+    ("adapters", "cache", "draw", "latest", "tables"),
     ("batch",),
     ("checkpoint", "hub", "sampling", "tokenizer"),
     ("config", "folder", "pages"),
@@ -48,6 +48,7 @@ HOMES = {
     "matplotlib": "infinilm/load/",
     "triton": "infinicore/ops/triton/",
     "transformers": "nowhere",
+    "peft": "nowhere",
     "gguf": "nowhere",
     "llama_cpp": "nowhere",
 }

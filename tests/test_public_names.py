@@ -33,9 +33,9 @@ FUNCTIONAL = """
 """
 
 INFINILM = """
-    AsyncLLM CompletionOutput DynamicCache EmbeddingRequestOutput EngineConfig EngineDead LLM Logprob
-    QueueFull RequestError RequestOutput SamplingParams ScoringRequestOutput StructuredOutputsParams
-    load_model
+    AsyncLLM CompletionOutput DynamicCache EmbeddingRequestOutput EngineConfig EngineDead LLM LoRARequest
+    Logprob QueueFull RequestError RequestOutput SamplingParams ScoringRequestOutput
+    StructuredOutputsParams load_model
 """
 
 PLACE = "dtype=None, device=None"

@@ -5,8 +5,9 @@ import shlex
 from pathlib import Path
 
 import pytest
+from loras import tensors_for, write_adapter
 
-from infinilm import cli
+from infinilm import cli, load_model
 from infinilm.cli import batch, bench, chat, generate, info, serve
 
 ROOT = Path(__file__).parent.parent
@@ -95,6 +96,21 @@ def test_many_requests_at_once_run(default_model_path: Path, capsys: pytest.Capt
 def test_the_example_of_coroutines_runs(default_model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_example(ROOT / "README.md", "AsyncLLM")
     assert "four" in capsys.readouterr().out
+
+
+def test_the_example_of_adapters_runs(
+    default_model_path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model, _ = load_model(default_model_path)
+    (tmp_path / "adapters").mkdir()
+    write_adapter(tmp_path / "adapters" / "poet", tensors_for(model))
+    monkeypatch.chdir(tmp_path)
+    run_example(ROOT / "README.md", "LoRARequest")
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert rest and first not in rest
 
 
 def test_reading_a_checkpoint_runs(default_model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ from infinicore.ops.attention_reference import attention, store_kv
 from infinicore.ops.descriptor import RopeAlgo, RopeDescriptor, RopeInfo
 from infinicore.ops.experts_reference import experts, route
 from infinicore.ops.fused_reference import gated_linear, linear_add, project_heads, store_heads
+from infinicore.ops.lora_reference import add_lora
 from infinicore.ops.reference import (
     add,
     add_rms_norm,
@@ -40,6 +41,7 @@ __all__ = [
     "RopeDescriptor",
     "RopeInfo",
     "add",
+    "add_lora",
     "add_rms_norm",
     "add_scaled",
     "adjust_logits",

@@ -18,6 +18,7 @@ from infinicore.checks import integer
 from infinicore.ops import (  # noqa: F401  which fill OPS
     attention_reference,
     experts_reference,
+    lora_reference,
     reference,
     sampling_reference,
 )

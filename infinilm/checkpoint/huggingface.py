@@ -24,6 +24,8 @@ MAX_TENSORS = 65_536
 MAX_DIMS = 8
 
 SINGLE_FILE = "model.safetensors"
+ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
 
@@ -43,20 +45,41 @@ DTYPES = {
 
 def open_folder(folder: Folder) -> "HuggingFaceCheckpoint":
     config = folder.read_object("config.json") or {}
-    return HuggingFaceCheckpoint(folder, config)
+    return HuggingFaceCheckpoint(folder, config, _shards_of(folder))
+
+
+def open_adapter(path: str | Path) -> "HuggingFaceCheckpoint":
+    """What PEFT saves: adapter_config.json and adapter_model.safetensors"""
+    folder = Folder(Path(path).expanduser(), CheckpointError)
+    try:
+        if not folder.path.is_dir():
+            raise CheckpointError(f"{path}: no such folder; an adapter is a folder that PEFT has saved")
+        config = folder.read_object(ADAPTER_CONFIG)
+        if config is None:
+            raise CheckpointError(f"{path}: holds no {ADAPTER_CONFIG}; an adapter is a folder of PEFT's")
+        if (file := folder.find(ADAPTER_FILE)) is None:
+            raise CheckpointError(f"{path}: {_why_no_adapter(folder.path)}")
+        return HuggingFaceCheckpoint(folder, config, _by_tensor([_Shard(file)]))
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}") from error
+
+
+def _why_no_adapter(folder: Path) -> str:
+    pickled = sorted(entry.name for entry in folder.iterdir() if entry.suffix.lower() in PICKLES)
+    if not pickled:
+        return f"holds no {ADAPTER_FILE}"
+    return (
+        f"{pickled[0]} is pickled, which can run code and is never loaded; save the adapter as {ADAPTER_FILE}"
+    )
 
 
 class HuggingFaceCheckpoint(Checkpoint):
     """The tensors of a folder's safetensors files."""
 
-    def __init__(self, folder: Folder, config: dict[str, Any]) -> None:
-        index = _read_index(folder)
-        files = [SINGLE_FILE] if index is None else sorted(set(index.values()))
-        self._shards = _by_tensor([_Shard(folder.file(file)) for file in files])
-        if index is not None:
-            _check_index(folder.path / INDEX_FILE, index, self._shards)
+    def __init__(self, folder: Folder, config: dict[str, Any], shards: "dict[str, _Shard]") -> None:
+        self._shards = shards
         super().__init__(
-            folder.path, config, {}, {name: shard.tensors[name] for name, shard in self._shards.items()}
+            folder.path, config, {}, {name: shard.tensors[name] for name, shard in shards.items()}
         )
 
     def _read(self, name: str, info: TensorInfo) -> Tensor:
@@ -120,6 +143,15 @@ def _by_tensor(shards: Iterable[_Shard]) -> dict[str, _Shard]:
 
 
 # The files of a folder
+
+
+def _shards_of(folder: Folder) -> dict[str, _Shard]:
+    index = _read_index(folder)
+    files = [SINGLE_FILE] if index is None else sorted(set(index.values()))
+    shards = _by_tensor([_Shard(folder.file(file)) for file in files])
+    if index is not None:
+        _check_index(folder.path / INDEX_FILE, index, shards)
+    return shards
 
 
 def _read_index(folder: Folder) -> dict[str, str] | None:

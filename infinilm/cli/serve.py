@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from infinilm.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from infinilm import AsyncLLM
+    from infinilm import AsyncLLM, LoRARequest
 
 
 SERVE_HELP = (
@@ -40,6 +41,13 @@ def add(commands: Any) -> None:
     who.add_argument("--api-key", metavar="KEY", help="that callers must send; without one all are answered")
     who.add_argument("--api-key-file", type=Path, metavar="FILE", help="a key a line, each of which will do")
     who.add_argument("--served-model-name", nargs="+", metavar="NAME", help="what callers call the model")
+    who.add_argument(
+        "--lora",
+        "--lora-modules",
+        nargs="+",
+        metavar="NAME=PATH",
+        help="adapters, folders of PEFT's, each of which callers ask for as a model of its name",
+    )
     who.add_argument("--max-num-seqs", type=int, default=64, metavar="N", help="answers made at once: 64")
     who.add_argument("--max-queue", type=int, default=1024, metavar="N", help="answers that may wait: 1024")
     who.add_argument(
@@ -58,6 +66,9 @@ def add(commands: Any) -> None:
     how = command.add_argument_group("how the model is run")
     how.add_argument("--chat-template", type=Path, metavar="FILE", help="in place of the model's own")
     how.add_argument("--threads", type=int, metavar="N", help="of the CPU; all of them if left out")
+    how.add_argument("--enable-lora", action="store_true", help=argparse.SUPPRESS)  # they always are
+    how.add_argument("--max-loras", type=int, default=64, metavar="N", help="adapters that are kept: 64")
+    how.add_argument("--max-lora-rank", type=int, default=512, metavar="N", help="of any adapter: 512")
     how.add_argument(
         "--prefix-cache-file",
         metavar="FILE",
@@ -91,6 +102,7 @@ def run(options: argparse.Namespace) -> None:
             port=options.port,
             uds=options.uds,
             names=tuple(options.served_model_name or [served_name(options.model)]),
+            loras=loras(options.lora or []),
             max_num_seqs=options.max_num_seqs,
             max_queue=options.max_queue,
             max_queue_tokens=options.max_queue_tokens,
@@ -103,6 +115,15 @@ def run(options: argparse.Namespace) -> None:
     )
     if status:
         raise SystemExit(status)
+
+
+def loras(given: Sequence[str]) -> tuple[LoRARequest, ...]:
+    from infinilm.engine.adapters import LoRARequest
+
+    parts = [one.partition("=") for one in given]
+    if wrong := [one for one, (name, _, path) in zip(given, parts, strict=True) if not name or not path]:
+        raise ValueError(f"--lora takes NAME=PATH, the name of an adapter and its folder, not {wrong[0]!r}")
+    return tuple(LoRARequest(name, number, path) for number, (name, _, path) in enumerate(parts, start=1))
 
 
 def api_keys(options: argparse.Namespace) -> tuple[str, ...]:
@@ -159,6 +180,8 @@ def load_async(options: argparse.Namespace) -> AsyncLLM:
         **queue,
         max_num_seqs=options.max_num_seqs,
         chat_template=template,
+        max_loras=options.max_loras,
+        max_lora_rank=options.max_lora_rank,
     )
     return llm
 

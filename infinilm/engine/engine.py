@@ -23,6 +23,7 @@ from infinilm.cache import DTYPES, BlockShape, PagedCache
 from infinilm.config import EngineConfig, LlamaConfig
 from infinilm.draw import has_choice
 from infinilm.engine import prefixes
+from infinilm.engine.adapters import Adapters, LoRARequest
 from infinilm.engine.blocks import Blocks
 from infinilm.engine.draft import ModelDrafter, NgramDrafter, SpeculativeConfig, note_guesses
 from infinilm.engine.memory import share_of, told_of_memory
@@ -65,6 +66,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.config = config
         self.draft = draft
+        self.adapters = Adapters(model, config)
         check_length(config, model.config)
         if config.deterministic:
             infinicore.deterministic = True
@@ -125,6 +127,7 @@ class Engine:
         priority: int = 0,
         request_id: str | None = None,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> Request:
         """A request that has been checked; RequestError if it is wrong or can never be served."""
         if params is not ENCODING and not self.model.has_head:
@@ -149,9 +152,10 @@ class Engine:
             bad_words=self._bad_words(params),
             priority=priority,
             cache_salt=cache_salt or "",
+            adapter=self.adapters.of(lora_request),
         )
         for completion in request.completions:
-            completion.salt = self._salt(len(token_ids), request.cache_salt)
+            completion.salt = self._salt(len(token_ids), request)
             completion.turning_point = self.model.config.rope.turning_point(len(token_ids))
         if params.structured_outputs is not None:
             matcher = self._grammars.compile(params.structured_outputs)
@@ -159,9 +163,11 @@ class Engine:
                 completion.matcher = matcher.with_masks(self._threads())
         return request
 
-    def _salt(self, length: int, cache_salt: str) -> bytes:
-        """Who shares it shares keys: the rope's frequencies are the same, and nobody asked to be apart."""
-        return f"{self.model.config.rope.regime(length)}:{cache_salt}".encode()
+    def _salt(self, length: int, request: Request) -> bytes:
+        """Who shares it shares keys: the rope's frequencies and the adapter are the same, and nobody asked to
+        be apart."""
+        salt = f"{self.model.config.rope.regime(length)}:{request.cache_salt}".encode()
+        return salt if request.adapter is None else b"lora " + request.adapter.digest + salt
 
     def make_encoding(
         self,
@@ -170,11 +176,12 @@ class Engine:
         request_id: str | None = None,
         cache_salt: str | None = None,
         prompt_name: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> Request:
         """A request whose prompt is read, for the state of its last token, and not continued. A text is read
         as the model's files have texts embedded, with the prompt of this name before it."""
         encoded = self._encoded(prompt, prompt_name)
-        request = self.make(encoded, ENCODING, priority, request_id, cache_salt)
+        request = self.make(encoded, ENCODING, priority, request_id, cache_salt, lora_request)
         request.completions[0].wants_state = True
         return request
 
@@ -340,7 +347,7 @@ class Engine:
         if item.block_ids is stream.block_ids:  # it was not preempted meanwhile
             self.scheduler.keep(stream, num_computed)
         if stream.finish_reason is None and stream.turn():
-            self.scheduler.turn(stream, self._salt(len(stream), stream.request.cache_salt))
+            self.scheduler.turn(stream, self._salt(len(stream), stream.request))
 
     def _take_state(self, stream: Completion, result: Drawn) -> None:
         if result.token_ids[0] < 0:

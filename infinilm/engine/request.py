@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from infinilm.adapters import Adapter
 from infinilm.batch import Stream
 from infinilm.draw import Ranked
 from infinilm.engine.blocks import Chain
@@ -137,6 +138,7 @@ class Completion(Stream):
         self.max_tokens = request.max_tokens
         self.stop_ids = request.stop_ids
         self.bad_words = request.bad_words
+        self.adapter = request.adapter
         self.salt = b""  # who has another does not find its blocks
         self.chain: Chain | None = None
         self.num_found = 0  # tokens that the cache knew when it began
@@ -206,6 +208,7 @@ class Request:
     bad_words: Sequence[Sequence[int]] = ()
     priority: int = 0
     cache_salt: str = ""
+    adapter: Adapter | None = None
     num_cached_tokens: int = 0
     prefix_miss: int | None = None
     error: BaseException | None = None

@@ -163,7 +163,7 @@ class Answer:
     def __init__(self, run: Run, body: MessagesBody, service: Service) -> None:
         self.run, self.body = run, body
         self.head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
-        self.head["model"] = service.name
+        self.head["model"] = run.model
         self.content: list[dict[str, Any]] = []
         self.texts: list[str] = []  # of the last block, while that is open
         self.is_open = False
@@ -328,12 +328,12 @@ async def messages(call: Call) -> Reply:
     """Answer a conversation, in Anthropic's form."""
     body = await call.read(MessagesBody)
     service = call.service
-    service.check_model(body.model)
+    served = service.served(body.model)
     if body.messages[-1].role == "assistant":
         told = "messages must not end with one of the assistant's: to continue it is not supported"
         raise BodyError(told, "messages")
     turn = turn_of(body, params_of(body, service.defaults))
-    answer = Answer(await service.start([turn], call), body, service)
+    answer = Answer(await service.start([turn], call, served), body, service)
     return Events(answer.events(), ending, lambda: PING) if body.stream else await answer.whole()
 
 
@@ -341,7 +341,7 @@ async def count_tokens(call: Call) -> Reply:
     """How many tokens a conversation has, in Anthropic's form"""
     body = await call.read(CountBody)
     service = call.service
-    service.check_model(body.model)
+    service.served(body.model)
     return {"input_tokens": await service.off_loop(num_tokens, body, service)}
 
 

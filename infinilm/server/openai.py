@@ -28,23 +28,23 @@ async def chat(call: Call) -> Reply:
     """Answer a conversation."""
     body = await call.read(ChatBody)
     service = call.service
-    service.check_model(body.model)
+    served = service.served(body.model)
     turn = asks.chat_turn(body, service.defaults)
-    run = await service.start([turn], call)
+    run = await service.start([turn], call, served)
     if body.stream:
         return Events(ChatStream(run, body, service).events(), openai_ending)
     pieces = await run.whole()
 
     def answer() -> bytes:
         choices = [answers.chat_choice(piece, turn.params.logprobs, service.tokenizer) for piece in pieces]
-        return whole_answer(CHAT, service, choices, run)
+        return whole_answer(CHAT, choices, run)
 
     return Raw(await service.off_loop(answer) if turn.params.logprobs is not None else answer())
 
 
-def whole_answer(url: str, service: Service, choices: list[Chunk], run: Run, is_empty: bool = False) -> bytes:
+def whole_answer(url: str, choices: list[Chunk], run: Run, is_empty: bool = False) -> bytes:
     usage = replace(run.usage, drawn=0) if is_empty else run.usage
-    told = {**answers.head_of(url, service.name), "choices": choices, "usage": answers.usage_body(usage)}
+    told = {**answers.head_of(url, run.model), "choices": choices, "usage": answers.usage_body(usage)}
     return dumps({**told, "timings": run.timings()}).encode()
 
 
@@ -56,7 +56,7 @@ class Stream:
         self.num_choices = len(run.prepared) * body.n
         self.num_done = 0
         self.has_usage = body.stream_options.include_usage
-        self.head = answers.head_of(url, service.name, is_chunk=True)
+        self.head = answers.head_of(url, run.model, is_chunk=True)
         if self.has_usage:
             self.head["usage"] = None
         self.opening = event(self.head).removesuffix(b"}\n\n")  # of a chunk, written once for all
@@ -150,9 +150,9 @@ async def completions(call: Call) -> Reply:
     """Continue one or several prompts."""
     body = await call.read(CompletionBody)
     service = call.service
-    service.check_model(body.model)
+    served = service.served(body.model)
     turns = asks.completion_turns(body, service.defaults)
-    run = await service.start(turns, call)
+    run = await service.start(turns, call, served)
     if body.stream:
         return Events(CompletionStream(run, body, service).events(), openai_ending)
     pieces = await run.whole()
@@ -160,7 +160,7 @@ async def completions(call: Call) -> Reply:
     def answer() -> bytes:
         several = [pieces[start : start + body.n] for start in range(0, len(pieces), body.n)]
         choices = answers.text_choices(body, turns, run.outputs, several, service.tokenizer)
-        return whole_answer(COMPLETIONS, service, choices, run, asks.is_echo_alone(body))
+        return whole_answer(COMPLETIONS, choices, run, asks.is_echo_alone(body))
 
     return Raw(await service.off_loop(answer) if body.logprobs is not None or body.echo else answer())
 
@@ -206,7 +206,7 @@ class CompletionStream(Stream):
 
 async def models(call: Call) -> Reply:
     """The models there are"""
-    names = call.service.names
+    names = *call.service.names, *call.service.loras
     pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
     return {"object": "list", "data": [model_body(call.service, name) for name in names], **pages}
 
@@ -214,7 +214,7 @@ async def models(call: Call) -> Reply:
 async def model(call: Call) -> Reply:
     """One model, by its name"""
     name = call.path_params["name"]
-    call.service.check_model(name)
+    call.service.served(name)
     return model_body(call.service, name)
 
 
@@ -229,6 +229,7 @@ def model_body(service: Service, name: str) -> Chunk:
         "created": service.created,
         "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(service.created)),
         "owned_by": "infinilm",
+        "parent": service.name if name in service.loras else None,
         "max_model_len": service.max_model_len,
         "default_sampling": service.defaults,
     }
@@ -241,7 +242,7 @@ async def tokenize(call: Call) -> Reply:
     """The tokens of a prompt or of a conversation"""
     body = await call.read(TokenizeBody)
     service = call.service
-    service.check_model(body.model)
+    service.served(body.model)
     if (body.prompt is None) == (not body.messages):
         raise BodyError("either prompt or messages must be given", "prompt")
     return Raw(await service.off_loop(tokenized, body, service))
@@ -272,7 +273,7 @@ async def detokenize(call: Call) -> Reply:
     """The text of tokens"""
     body = await call.read(DetokenizeBody)
     service = call.service
-    service.check_model(body.model)
+    service.served(body.model)
     return {"prompt": await service.off_loop(text_of, body, service)}
 
 

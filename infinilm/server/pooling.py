@@ -19,7 +19,7 @@ from infinilm.engine.request import RequestError
 from infinilm.models.judging import Judge
 from infinilm.models.pooling import PoolingError
 from infinilm.server.bodies import BodyError, EmbeddingBody, Judged, RerankBody, ScoreBody
-from infinilm.server.service import BYTES_A_TOKEN, Service, field_of
+from infinilm.server.service import BYTES_A_TOKEN, Served, Service, field_of
 from infinilm.server.stream import Call, Operation, Raw, Reply, dumps
 from infinilm.tokenizer import TokenizerError
 
@@ -40,9 +40,9 @@ async def embeddings(call: Call) -> Reply:
     """Vectors of texts: each the state of its last token"""
     body = await call.read(EmbeddingBody)
     service = call.service
-    service.check_model(body.model)
+    served = service.served(body.model)
     size = embedding_size(body, service)
-    reading = Reading(call, "input", body.priority, body.cache_salt)
+    reading = Reading(call, "input", body.priority, body.cache_salt, served)
     prompts = await reading.begin(body.input, lambda: [input_ids(one, body, service) for one in body.input])
     states = await reading.each(reading.state, prompts)
 
@@ -52,7 +52,7 @@ async def embeddings(call: Call) -> Reply:
             {"object": "embedding", "index": index, "embedding": written(found, body.encoding_format)}
             for index, found in enumerate(vectors)
         ]
-        told = {"object": "list", "data": data, "model": service.name, "usage": usage_of(prompts)}
+        told = {"object": "list", "data": data, "model": served.name, "usage": usage_of(prompts)}
         return dumps(told).encode()
 
     return Raw(await service.off_loop(answer))
@@ -100,7 +100,8 @@ async def rerank(call: Call) -> Reply:
     scores, usage = await judged(call, body, "documents", pairs)
     best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]
     results = [result_of(index, scores[index], body) for index in best]
-    told = {"id": f"rerank-{uuid.uuid4().hex}", "model": call.service.name, "results": results}
+    model = call.service.served(body.model).name
+    told = {"id": f"rerank-{uuid.uuid4().hex}", "model": model, "results": results}
     return Raw(await call.service.off_loop(lambda: dumps({**told, "usage": usage}).encode()))
 
 
@@ -120,7 +121,7 @@ async def score(call: Call) -> Reply:
     scores, usage = await judged(call, body, "text_2", list(zip(queries, documents, strict=True)))
     data = [{"index": index, "object": "score", "score": found} for index, found in enumerate(scores)]
     head = {"id": f"score-{uuid.uuid4().hex}", "object": "list", "created": int(time.time())}
-    return {**head, "model": call.service.name, "data": data, "usage": usage}
+    return {**head, "model": call.service.served(body.model).name, "data": data, "usage": usage}
 
 
 async def judged(
@@ -128,9 +129,9 @@ async def judged(
 ) -> tuple[list[float], dict[str, int]]:
     """The scores of queries and documents, and the usage"""
     service = call.service
-    service.check_model(body.model)
+    served = service.served(body.model)
     judge = Judge(service.llm.model, service.tokenizer)
-    reading = Reading(call, name, body.priority, body.cache_salt)
+    reading = Reading(call, name, body.priority, body.cache_salt, served)
     prompts = await reading.begin(pairs, lambda: [judge.prompt(*pair, body.instruction) for pair in pairs])
 
     async def score(prompt: list[int]) -> float:
@@ -146,7 +147,8 @@ async def judged(
 class Reading:
     """The prompts of one request, of the field `name`, read by the engine for their last states."""
 
-    def __init__(self, call: Call, name: str, priority: int, salt: str | None) -> None:
+    def __init__(self, call: Call, name: str, priority: int, salt: str | None, served: Served) -> None:
+        self.lora = served.lora
         self.call, self.name, self.priority, self.salt = call, name, priority, salt
         self.service = call.service
         self.ids = call.new_ids()
@@ -184,7 +186,9 @@ class Reading:
                 "context_length_exceeded",
             )
         try:
-            self.service.llm.engine.make_encoding(prompt, self.priority, cache_salt=self.salt)
+            self.service.llm.engine.make_encoding(
+                prompt, self.priority, cache_salt=self.salt, lora_request=self.lora
+            )
         except RequestError as error:
             wrong = field_of(str(error), self.name, self.name)
             raise BodyError(f"{wrong}: {error}", wrong) from error
@@ -192,7 +196,11 @@ class Reading:
     async def state(self, prompt: list[int]) -> Tensor:
         with self.service.tally.watch():
             state = await self.service.llm.encode(
-                {"prompt_token_ids": prompt}, next(self.ids), priority=self.priority, cache_salt=self.salt
+                {"prompt_token_ids": prompt},
+                next(self.ids),
+                priority=self.priority,
+                cache_salt=self.salt,
+                lora_request=self.lora,
             )
         self.place.has_begun(len(prompt))
         return state

@@ -322,7 +322,7 @@ def head_of(run: Run, body: ResponsesBody, service: Service) -> Event:
         "id": f"resp_{uuid.uuid4().hex}",
         "object": "response",
         "created_at": int(time.time()),
-        "model": service.name,
+        "model": run.model,
         "background": False,
         "error": None,
         "instructions": None,  # long, and the caller's own
@@ -368,9 +368,9 @@ async def responses(call: Call) -> Reply:
     """Answer a conversation of items."""
     body = await call.read(ResponsesBody)
     service = call.service
-    service.check_model(body.model)
+    served = service.served(body.model)
     turn = turn_of(body, service.defaults)
-    answer = Answer(await service.start([turn], call), body, service)
+    answer = Answer(await service.start([turn], call, served), body, service)
     return Events(answer.events(), answer.ending, answer.beat) if body.stream else await answer.whole()
 
 

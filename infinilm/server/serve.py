@@ -22,6 +22,7 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from infinilm.engine.adapters import LoRARequest
 from infinilm.engine.request import EngineDead
 from infinilm.server.app import make_app
 from infinilm.server.service import Service
@@ -48,6 +49,7 @@ class Options:
     port: int = 8000
     uds: str | None = None  # the path of a Unix socket, in place of host and port
     names: tuple[str, ...] = ()
+    loras: tuple[LoRARequest, ...] = ()  # adapters, which are models to those who ask
     max_num_seqs: int = 64  # answers that are made at once
     max_queue: int = 1024  # answers that wait
     max_queue_tokens: int = 1 << 22  # of their prompts
@@ -55,6 +57,11 @@ class Options:
     prefix_file: str | Path | None = None  # of prefixes that are loaded at first and saved at last
     log_level: str = "info"
     settings: Settings = field(default_factory=Settings)
+
+    def __post_init__(self) -> None:
+        names = [*self.names, *(lora.lora_name for lora in self.loras)]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"{twice[0]!r} is the name of two, of the model and its adapters")
 
 
 def run(options: Options, load: Callable[[], AsyncLLM]) -> int:
@@ -195,16 +202,27 @@ class Process:
     async def live(self) -> None:
         """Load the model, then wait for an end that should not come."""
         options = self.options
-        llm = await in_thread(self.load)
+        llm = await in_thread(self.load_all)
         await self.load_prefixes(llm)
         names = options.names or (str(llm.config.model),)
         max_answers = options.max_num_seqs + options.max_queue
-        self.server.service = Service(llm, names, max_answers, options.max_queue_tokens)
+        self.server.service = Service(llm, names, max_answers, options.max_queue_tokens, options.loras)
         tell(f"ready: {names[0]} at {address(options, self.sock)}")
         if not options.uds:
             tell(f"the chat page is {address(options, self.sock)}/")
         await llm.died()
         await asyncio.sleep(DEAD_SECONDS)
+
+    def load_all(self) -> AsyncLLM:
+        """The model, and its adapters before anybody waits for an answer of theirs"""
+        llm = self.load()
+        try:
+            for lora in self.options.loras:
+                llm.engine.adapters.of(lora)
+        except BaseException:
+            llm.shutdown()
+            raise
+        return llm
 
     # ---- the end -------------------------------------------------------------------------------------------
 

@@ -11,8 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from reprlib import repr as short
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from infinilm.engine.adapters import LoRARequest
 from infinilm.engine.request import EngineDead, RequestError
 from infinilm.engine.stats import Progress
 from infinilm.folder import Folder
@@ -37,19 +38,32 @@ DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class UnknownModel(BodyError):
-    def __init__(self, name: str, served: str) -> None:
-        told = f"The model {short(name)} does not exist; this server has {served!r}"
+    def __init__(self, name: str, served: Sequence[str]) -> None:
+        told = f"The model {short(name)} does not exist; this server has {', '.join(map(repr, served))}"
         super().__init__(told, "model", "model_not_found")
+
+
+class Served(NamedTuple):
+    """What a request is answered with, by the name that the answer tells: the model, or it with an adapter"""
+
+    name: str
+    lora: LoRARequest | None = None
 
 
 class Service:
     """A model as the APIs see it."""
 
     def __init__(
-        self, llm: AsyncLLM, names: Sequence[str], max_answers: int = 1 << 10, max_tokens: int = 1 << 22
+        self,
+        llm: AsyncLLM,
+        names: Sequence[str],
+        max_answers: int = 1 << 10,
+        max_tokens: int = 1 << 22,
+        loras: Sequence[LoRARequest] = (),
     ) -> None:
         self.llm = llm
         self.names = tuple(names)  # that it is asked for by; the first is the one it tells
+        self.loras = {lora.lora_name: lora for lora in loras}
         self.created = int(time.time())
         self.max_model_len: int = llm.engine.max_length
         self.vocab_size: int = llm.model.config.vocab_size
@@ -66,9 +80,13 @@ class Service:
     def name(self) -> str:
         return self.names[0]
 
-    def check_model(self, name: str | None) -> None:
-        if name is not None and name not in self.names:
-            raise UnknownModel(name, self.name)
+    def served(self, name: str | None) -> Served:
+        """What has this name, the model if there is none; UnknownModel where nothing has it"""
+        if name is None or name in self.names:
+            return Served(self.name)
+        if name not in self.loras:
+            raise UnknownModel(name, (self.name, *self.loras))
+        return Served(name, self.loras[name])
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -77,16 +95,16 @@ class Service:
         """The result of a call that may take long."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)
 
-    async def start(self, turns: Sequence[Turn], caller: Caller) -> Run:
+    async def start(self, turns: Sequence[Turn], caller: Caller, served: Served) -> Run:
         """Turns on their way, or RequestError or Overloaded. Their place is theirs until the stack ends."""
         place = self.admission.enter(sum(turn.params.n for turn in turns), caller.num_bytes // BYTES_A_TOKEN)
         caller.stack.callback(place.leave)
         named = [*zip(turns, caller.new_ids(), strict=False)]
-        prepared = await self.off_loop(lambda: [self.prepare(turn, own) for turn, own in named])
+        prepared = await self.off_loop(lambda: [self.prepare(turn, own, served) for turn, own in named])
         place.takes(sum(len(one.token_ids) for one in prepared))
-        return Run(self, prepared, place)
+        return Run(self, prepared, place, served.name)
 
-    def prepare(self, turn: Turn, request_id: str) -> Prepared:
+    def prepare(self, turn: Turn, request_id: str, served: Served) -> Prepared:
         """In any thread: make a turn's request, so that what is wrong is known before an answer begins."""
         name = turn.prompt_field
         try:
@@ -97,7 +115,9 @@ class Service:
         starts = self._starts_in_reasoning(turn, token_ids)
         try:
             params = enforced(turn, self.family, starts)
-            request = self.llm.engine.make(token_ids, params, turn.priority, request_id, turn.salt)
+            request = self.llm.engine.make(
+                token_ids, params, turn.priority, request_id, turn.salt, served.lora
+            )
         except BodyError:
             raise
         except RequestError as error:

@@ -193,8 +193,9 @@ class Reading:
 class Run:
     """Turns under way, the choices of each numbered after those of the one before."""
 
-    def __init__(self, service: Service, prepared: Sequence[Prepared], place: Place) -> None:
+    def __init__(self, service: Service, prepared: Sequence[Prepared], place: Place, model: str) -> None:
         self.prepared = prepared
+        self.model = model  # the name that answers tell
         self.start = time.monotonic()
         self._service, self._place = service, place
         self._outputs: dict[int, RequestOutput] = {}  # the last of each turn
