@@ -46,6 +46,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/embeddings": {"input": "x"},
     "/v1/rerank": {"query": "x", "documents": ["y"]},
     "/rerank": {"query": "x", "documents": ["y"]},
+    "/v1/score": {"text_1": "x", "text_2": "y"},
+    "/score": {"text_1": "x", "text_2": "y"},
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [5]},
 }
@@ -181,6 +183,7 @@ HALVES: list[tuple[str, str, Any]] = [
     ("/v1/embeddings", "input", HALF),
     ("/v1/embeddings", "cache_salt", HALF),
     ("/v1/rerank", "documents", [HALF]),
+    ("/v1/score", "text_2", [HALF]),
     ("/tokenize", "prompt", HALF),
 ]
 
@@ -350,6 +353,7 @@ NOTHING: list[tuple[str, str, Any, int]] = [
     (RESPONSES, "input", [{"role": "king", "content": "x"}], 400),
     *(("/v1/rerank", "documents", value, 400) for value in ([], None, [None])),
     ("/v1/rerank", "query", None, 400),
+    *(("/v1/score", name, value, 400) for name in ("text_1", "text_2") for value in ([], None, [None])),
 ]
 
 
@@ -561,6 +565,7 @@ def test_special_tokens_in_what_a_user_says_are_text(text: str, abused: Running)
         ("/v1/messages/count_tokens", "messages", [{"role": "user", "content": text}], ("input_tokens",)),
         ("/v1/embeddings", "input", text, usage),
         ("/v1/rerank", "documents", [text], usage),
+        ("/v1/score", "text_2", [text], usage),
     ):
         plain = json.loads(json.dumps(value).replace(json.dumps(text), json.dumps("x" * len(text))))
         found = [ask(abused, path, **{name: one, "cache_salt": str(one)}).json() for one in (value, plain)]
