@@ -279,7 +279,7 @@ def note_encoded(server: Running, monkeypatch: pytest.MonkeyPatch) -> list[Turn]
     service = server.process.server.service
     assert service is not None
     prepare, found = service.prepare, list[Turn]()
-    monkeypatch.setattr(service, "prepare", lambda turn, own: found.append(turn) or prepare(turn, own))
+    monkeypatch.setattr(service, "prepare", lambda turn, *rest: found.append(turn) or prepare(turn, *rest))
     return found
 
 
