@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 from collections.abc import Iterator
+from functools import cache
 from importlib.util import resolve_name
 from pathlib import Path
 
@@ -63,6 +64,7 @@ def nodes(path: Path) -> Iterator[ast.AST]:
     return ast.walk(ast.parse(path.read_text()))
 
 
+@cache
 def imports(path: Path) -> set[str]:
     """Every dotted name the file imports, also inside functions: `from a import b` gives a.b."""
     package = name_of(path.parent).replace("/", ".")

@@ -173,7 +173,11 @@ def test_a_machines_name_is_short() -> None:
 # ---- models ----
 
 
-@pytest.mark.parametrize("type_name", TYPES)
+QUICK_TYPES = ("Q4_0", "MXFP4", "Q4_K_M", "BF16")  # of those that are made in ways of their own
+OTHER_TYPES = [pytest.param(name, marks=pytest.mark.slow) for name in TYPES if name not in QUICK_TYPES]
+
+
+@pytest.mark.parametrize("type_name", [*QUICK_TYPES, *OTHER_TYPES])
 def test_a_random_model_loads_and_speaks(type_name: str, tmp_path: Path) -> None:
     path = tmp_path / "random.gguf"
     write_model(path, type_name, Size(2, 256, 256, num_heads=4, num_kv_heads=4))
