@@ -157,3 +157,17 @@ def test_a_router_stays_as_it_is_where_matrices_are_rounded(make: Any) -> None:
     assert torch.equal(mlp.gate.weight, stored["model.layers.0.mlp.gate.weight"])
     exact = LlamaForCausalLM.from_pretrained(folder)
     assert nmse(model(prompt()), exact(prompt())) < 1e-2
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_text_of_a_gemma_that_also_sees_is_gemma(prefix: str, make: Any) -> None:
+    kind, options = MODELS["gemma3"]
+    theirs, folder = make(kind, **options)
+    content = json.loads((folder / "config.json").read_text())
+    weights = load_file(folder / "model.safetensors")
+    weights = {prefix + name.removeprefix("model."): weight for name, weight in weights.items()}
+    save_file(weights | {"vision_tower.x.weight": torch.ones(3)}, folder / "model.safetensors")
+    whole = {"model_type": "gemma3", "text_config": content, "vision_config": {}, "eos_token_id": [1, 106]}
+    (folder / "config.json").write_text(json.dumps(whole))
+    check_parity(theirs, folder, torch.float32, FLOAT32_BAR)
+    assert LlamaForCausalLM.from_pretrained(folder).config.eos_token_ids == (1, 106)

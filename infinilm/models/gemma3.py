@@ -50,7 +50,8 @@ class Gemma3Config(gemma2.Gemma2Config):
 
     def __post_init__(self, torch_dtype: Any) -> None:
         super().__post_init__(torch_dtype)
-        self._set(local_rope=self.rope_of(self.rope_local_base_freq, None))
+        theta = check_number("rope_local_base_freq", self.rope_local_base_freq, MAX_THETA)
+        self._set(local_rope=self.rope_of(theta, None))
         if not self.rope.is_fixed:
             raise ValueError(f"rope_scaling {short(self.rope_scaling)} is not supported in a gemma3 model")
 
@@ -58,11 +59,6 @@ class Gemma3Config(gemma2.Gemma2Config):
         step = check_whole("sliding_window_pattern", self.sliding_window_pattern, 1, 4096)
         self._fill_in_windows(lambda layer: (layer + 1) % step > 0)
         super()._fill_in()
-
-    def _check(self) -> None:
-        super()._check()
-        theta = check_number("rope_local_base_freq", self.rope_local_base_freq, MAX_THETA)
-        self._set(rope_local_base_freq=theta)
 
 
 class Gemma3RoPE(LlamaRoPE):
