@@ -16,7 +16,8 @@ constexpr int kExpertWeights = 3;  // gate, up and down
 
 // The rows of an expert's weight follow those of the one before it.
 struct Experts {
-    Tensor y, x, ids, shares, weight[kExpertWeights], bias[kExpertWeights];  // without data where there is none
+    Tensor y, x, ids, shares, weight[kExpertWeights],
+        bias[kExpertWeights];  // without data where there is none
     BlockType type[kExpertWeights];
     int activation_bits[kExpertWeights];  // 0 where a weight is not packed
     int64_t num_experts, intermediate_size;
