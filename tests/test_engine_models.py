@@ -86,3 +86,18 @@ def test_an_engine_says_what_generate_says(name: str, make: Any, tmp_path: Path)
     model = LlamaForCausalLM.from_pretrained(folder)
     output = generated(engine_of(Tiny(folder, model, tokenizer), 16), prompt(24), max_tokens=30)
     assert output.outputs[0].token_ids == model.generate([prompt(24)], 30)[0, 24:].tolist()
+
+
+def test_what_keeps_a_step_from_being_recorded_is_known_and_changes_no_token(
+    make: Any, tmp_path: Path
+) -> None:
+    _, folder = make("Llama", vocab_size=VOCAB_SIZE)
+    _, tokenizer = load_model(write_model(tmp_path / "words"))
+    model = LlamaForCausalLM.from_pretrained(folder)
+    plain, logits = engine_of(Tiny(folder, model, tokenizer), 16), model.logits
+    wanted = generated(plain, prompt(9), max_tokens=12).outputs[0].token_ids
+    assert plain.runner.obstacle == ""
+    model.logits = lambda states: logits(states) * 1.0  # by torch, which no recording has
+    engine = engine_of(Tiny(folder, model, tokenizer), 16)
+    assert generated(engine, prompt(9), max_tokens=12).outputs[0].token_ids == wanted
+    assert "mul" in engine.runner.obstacle and "replay would leave it out" in engine.runner.obstacle
