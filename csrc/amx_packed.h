@@ -70,6 +70,12 @@ INFINI_INLINE inline void store_group(int32_t (*dots)[kRowBlock][kRows]) {
     }
 }
 
+// While tiles are busy only one of a core's two vector ports multiplies, converts or shifts. The other moves
+// bytes.
+INFINI_INLINE inline __m512i times_256(__m512i v) {
+    return _mm512_shuffle_epi8(v, _mm512_set4_epi32(0x0e0d0cff, 0x0a0908ff, 0x060504ff, 0x020100ff));
+}
+
 // total[0:R][0:16] += the products of a block of x with a chunk of weight, of which only the groups and their
 // sign matter here. kCopies is 2 where tiles hold both planes.
 template <int G, bool kHasMinimum, bool is_unsigned, int P, int R, int kCopies>
@@ -78,7 +84,6 @@ void add_block(float* total, const Chunk<kCopies>& chunk, const Activations& x, 
     constexpr int kSplit = kGroup / G;    // weight groups to a group of x
     constexpr int kPlanes = P / kCopies;  // whose dots come apart
     const int64_t at = x.at(first, row);
-    const int radix = x.radix;
     alignas(64) int32_t dots[2][2][kRowBlock][kRows];
     vf t[R];
     unrolled<R>([&](auto r) INFINI_INLINE { t[r] = load(total + r * kRows); });
@@ -91,11 +96,11 @@ void add_block(float* total, const Chunk<kCopies>& chunk, const Activations& x, 
         const vf w_scale = load(chunk.scale + g * kRows), minimum = load(chunk.minimum + g * kRows);
         const float* x_total = x.total_at(first + g / kSplit, row, g % kSplit, G);
         unrolled<R>([&](auto r) INFINI_INLINE {
-            const auto value = [&](int plane) INFINI_INLINE {
-                return (vf)_mm512_cvtepi32_ps(_mm512_load_si512(dots[slot][plane][r]));
-            };
-            const vf v = kPlanes == 2 ? fma(value(0), splat(static_cast<float>(radix)), value(1)) : value(0);
-            t[r] = fma(v, w_scale * x_scale[r], t[r]);
+            const auto dots_of = [&](int plane)
+                                     INFINI_INLINE { return _mm512_load_si512(dots[slot][plane][r]); };
+            const __m512i dot =
+                kPlanes == 2 ? _mm512_add_epi32(times_256(dots_of(0)), dots_of(1)) : dots_of(0);
+            t[r] = fma((vf)_mm512_cvtepi32_ps(dot), w_scale * x_scale[r], t[r]);
             if (kHasMinimum) t[r] = fma(minimum, splat(x_total[r]), t[r]);
         });
     };
@@ -116,6 +121,12 @@ void add_block(float* total, const Chunk<kCopies>& chunk, const Activations& x, 
         if (g + 2 <= last) leave(even);
     }
     unrolled<R>([&](auto r) INFINI_INLINE { store(total + r * kRows, t[r]); });
+}
+
+// Planes whose dots come apart are bytes of a 16-bit number.
+template <class Block, int P>
+bool suits_tiles(const Activations& x) {
+    return P == 1 || x.radix == 256 || kIsFourBits<Block>;
 }
 
 // total[panel][row][0:16], panels of `band` rows

@@ -26,7 +26,7 @@ void add_products(float* total, const uint8_t* packed, int num_panels, const Act
                   int64_t num_rows) {
     const bool are_few = num_rows <= kPackedFewRows;
 #if defined(INFINI_AMX)
-    const int block = are_few ? 1 : 1 << x.log_rows;
+    const int block = are_few || !suits_tiles<Block, P>(x) ? 1 : 1 << x.log_rows;
     if (block == kRowBlock)
         return add_blocks<Block, P, kRowBlock>(total, kPackedBandRows, packed, num_panels, x, row, num_rows);
     if (block == kPackedFewestTileRows)
