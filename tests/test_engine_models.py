@@ -78,14 +78,16 @@ def check(tiny: Tiny, job: Job, output: Any) -> None:
         assert said(output) == said(wanted)
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_an_engine_says_what_generate_says(name: str, make: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_an_engine_says_what_generate_says_and_records_it(name: str, make: Any, tmp_path: Path) -> None:
     kind, options = MODELS[name]
     _, folder = make(kind, **{**options, "vocab_size": VOCAB_SIZE})
     _, tokenizer = load_model(write_model(tmp_path / "words"))
     model = LlamaForCausalLM.from_pretrained(folder)
-    output = generated(engine_of(Tiny(folder, model, tokenizer), 16), prompt(24), max_tokens=30)
+    engine = engine_of(Tiny(folder, model, tokenizer), 16)
+    output = generated(engine, prompt(24), max_tokens=30)
     assert output.outputs[0].token_ids == model.generate([prompt(24)], 30)[0, 24:].tolist()
+    assert engine.runner.obstacle == ""
 
 
 def test_what_keeps_a_step_from_being_recorded_is_known_and_changes_no_token(
