@@ -462,7 +462,7 @@ def test_a_recorded_step_gives_the_logits_of_a_plain_one() -> None:
         made.advanced(runner, streams)
     (recording,) = runner._recordings.values()
     work = [Work(stream, 1) for stream in streams]
-    plain = made.step(*runner._inputs(work))[1]
+    plain = made.step(*runner._inputs(work, None))[1]
     runner.run(work)
     found = recording.outcome(3)[1]
     assert (found - plain).norm() <= 0.02 * plain.norm()
