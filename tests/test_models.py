@@ -12,7 +12,9 @@ from parity import BFLOAT16_BAR, FLOAT32_BAR, check_parity, make, nmse, prompt
 from safetensors.torch import load_file, save_file
 
 from infinicore.quantization import QuantizedTensor
+from infinilm.checkpoint import open_checkpoint
 from infinilm.models.llama import LlamaForCausalLM
+from infinilm.models.weights import describe
 
 __all__ = ["make"]
 
@@ -164,6 +166,12 @@ def test_a_router_stays_as_it_is_where_matrices_are_rounded(make: Any) -> None:
     assert torch.equal(mlp.gate.weight, stored["model.layers.0.mlp.gate.weight"])
     exact = LlamaForCausalLM.from_pretrained(folder)
     assert nmse(model(prompt()), exact(prompt())) < 1e-2
+
+
+def test_which_steps_of_a_mixture_are_not_recorded_is_told(make: Any) -> None:
+    kind, options = MODELS["qwen3moe"]
+    with open_checkpoint(make(kind, **options)[1]) as checkpoint:
+        assert "on a GPU of more than 42 tokens" in describe(checkpoint)["steps"]
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
