@@ -18,6 +18,7 @@ from torch import Tensor
 
 import infinicore
 from infinilm import LLM, DynamicCache, EngineConfig, RequestOutput, SamplingParams, load_model, runner
+from infinilm.checkpoint.staging import Staging
 from infinilm.engine.engine import Engine
 from infinilm.models import registry
 from infinilm.models.llama import LlamaForCausalLM
@@ -259,6 +260,11 @@ def test_gpt_oss_in_mxfp4_has_the_logits_it_has_on_a_cpu(make: Any) -> None:
     theirs, folder = make("GptOss", **MODELS["gptoss"][1], intermediate_size=64)
     write_mxfp4(theirs, folder)
     check_logits(folder, torch.float32, FLOAT32_BAR)
+
+
+def test_a_tensor_that_lies_transposed_reaches_a_gpu_as_it_is() -> None:
+    turned = torch.arange(15.0).view(3, 5).T
+    assert torch.equal(Staging(torch.device("cuda")).send(turned).cpu(), turned)
 
 
 # ---- adapters, embeddings ----------------------------------------------------------------------------------
