@@ -107,6 +107,8 @@ def captured(
             with torch.cuda.graph(graph, pool=arena.pool, capture_error_mode="thread_local"):
                 result = function()
         except RuntimeError as error:
+            # torch takes no further graph into a pool whose first one has failed.
+            arena.pool = torch.cuda.graph_pool_handle()
             raise RecordError(f"a CUDA graph cannot repeat this: {error}") from error
     graph.replay()
     return graph, arena, result

@@ -8,8 +8,8 @@ import reprlib
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -348,15 +348,16 @@ class LLM:
             request = self.engine.make(prompt, checked, lora_request=lora_request)
         (completion,) = request.completions
         text = Text(self.tokenizer, checked)  # a step may bring several tokens, which are told apart here
-        for _ in self._steps([request]):
-            start = completion.num_prompt + text.num_tokens
-            for token in completion.token_ids[start:]:
-                num_shown = len(text.text)
-                text.add(token, is_shown=token not in completion.stop_ids)
-                is_last = text.num_tokens == completion.num_drawn
-                if is_last and completion.finish_reason is not None:
-                    text.finish()
-                yield token, text.text[num_shown:]
+        with closing(self._steps([request])) as steps:  # it ends with its caller, whoever still holds it
+            for _ in steps:
+                start = completion.num_prompt + text.num_tokens
+                for token in completion.token_ids[start:]:
+                    num_shown = len(text.text)
+                    text.add(token, is_shown=token not in completion.stop_ids)
+                    is_last = text.num_tokens == completion.num_drawn
+                    if is_last and completion.finish_reason is not None:
+                        text.finish()
+                    yield token, text.text[num_shown:]
 
     def save_prefixes(self, path: str | Path) -> int:
         """Write what the cache knows to a file, for another process with this model; the number of blocks"""
@@ -369,11 +370,11 @@ class LLM:
             return self.engine.load_prefixes(path)
 
     def _finish(self, requests: list[Request], use_tqdm: bool) -> None:
-        with progress(len(requests), use_tqdm) as advance:
-            for finished in self._steps(requests):
+        with progress(len(requests), use_tqdm) as advance, closing(self._steps(requests)) as steps:
+            for finished in steps:
                 advance(len(finished))
 
-    def _steps(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
+    def _steps(self, requests: Sequence[Request]) -> Generator[list[Request], None, None]:
         """Run steps until all requests have ended; after each, those that have ended since the last one.
 
         Between two of them anybody may run others, which move these requests as well.

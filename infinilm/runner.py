@@ -5,6 +5,7 @@ Work may also be a Passage, which is run a few layers at a time.
 
 from __future__ import annotations
 
+import sys
 import time
 from array import array
 from collections import Counter
@@ -139,6 +140,7 @@ class Runner:
         self._arena = CudaArena(self.device) if is_cuda else Arena()
         has_recordings = is_cuda or self.device.type == "cpu"
         self.obstacle = "" if has_recordings else f"{self.device.type} has none"  # to recording steps
+        self.refused_from = sys.maxsize if has_recordings else 1  # tokens: steps of so many meet it
         most_bytes = num_bytes(page_kinds(PROMPTED[-1], MAX_CAPTURED))
         self._latest = Latest(max(MAX_CAPTURED, max_streams), most_bytes, self.device)
 
@@ -158,9 +160,8 @@ class Runner:
         """Begin to compute the tokens of all work, which on a CPU ends it as well."""
         self.tables.show(work)
         rows = drawn_rows(work)
-        is_recorded = not self.obstacle and is_small(work, len(rows), self.device)
         self._is_settled = True
-        recording = self._replayed(work, rows) if is_recorded else None
+        recording = self._replayed(work, rows) if is_small(work, len(rows), self.device) else None
         outcome = self._outcome(work) if recording is None else recording.outcome(len(rows))
         is_plain = self.is_ahead and all(item.is_plain for item in work)
         tokens: list[int] | Readback | None = None
@@ -221,6 +222,8 @@ class Runner:
     def _replayed(self, work: Sequence[Work], rows: Sequence[Row]) -> Recording | None:
         """A recording that has run this work, or None where there is none"""
         size = recorded_size(sum(item.num_tokens for item in work), len(rows), self.device)
+        if size[0] >= self.refused_from:
+            return None
         adapted = self._adapted_for(work)
         recordings = self._recordings if adapted is None else adapted.recordings
         recording = recordings.get(size)
@@ -237,7 +240,7 @@ class Runner:
         try:
             recording.run(adapted or self.model, self.cache, rope, self._arena)
         except RecordError as error:
-            self.obstacle = str(error)
+            self.obstacle, self.refused_from = str(error).partition("\n")[0], size[0]
             return None
         recordings[size] = recording
         if len(recordings) > MAX_RECORDINGS:

@@ -129,10 +129,9 @@ def default_model_metadata(default_model_path: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model that takes long prompts"""
-    from engines import write_model
-    from servers import MAX_LENGTH
+    from engines import LONG_LENGTH, write_model
 
-    return write_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=MAX_LENGTH)
+    return write_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=LONG_LENGTH)
 
 
 @pytest.fixture(scope="module")

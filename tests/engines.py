@@ -28,6 +28,7 @@ HIDDEN, HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, NUM_LAYERS = 32, 16, 2, 1, 2
 SPECIALS = ["</s>", "<pad>"]
 VOCAB_SIZE = len(SPECIALS) + 256
 MAX_LENGTH = 512
+LONG_LENGTH = 100_000  # of a model that takes long prompts
 CONFIG = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": HIDDEN,

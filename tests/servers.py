@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import openai
 import psutil
-from engines import check_idle
+from engines import LONG_LENGTH, check_idle
 
 from infinilm import LLM, AsyncLLM, SamplingParams
 from infinilm.server import serve
@@ -26,7 +26,7 @@ from infinilm.server.stream import Settings
 
 PATIENCE = 60.0  # seconds, for what takes milliseconds on an idle machine
 NAME = "tiny"
-MAX_LENGTH = 100_000
+MAX_LENGTH = LONG_LENGTH
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 GREEDY = {"temperature": 0, "ignore_eos": True}
 ENDLESS = {**GREEDY, "max_tokens": 90_000}

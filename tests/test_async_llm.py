@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import Tiny, check_idle, generated, is_beginning, prompt, said
+from engines import PLACED, Tiny, check_idle, generated, is_beginning, prompt, said
 
 from infinilm import (
     AsyncLLM,
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 PATIENCE = 60.0  # seconds, for what takes milliseconds on an idle machine
 SAMPLED = SamplingParams(seed=1, ignore_eos=True, max_tokens=20, logprobs=1)
 ENDLESS = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None)  # minutes
-OPTIONS: dict[str, Any] = {"kv_cache_memory": "32MB", "block_size": 16}
+OPTIONS: dict[str, Any] = {"kv_cache_memory": "32MB", "block_size": 16, **PLACED}
 
 
 @pytest.fixture

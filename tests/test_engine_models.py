@@ -78,14 +78,16 @@ def check(tiny: Tiny, job: Job, output: Any) -> None:
         assert said(output) == said(wanted)
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_an_engine_says_what_generate_says(name: str, make: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_an_engine_says_what_generate_says_and_records_it(name: str, make: Any, tmp_path: Path) -> None:
     kind, options = MODELS[name]
     _, folder = make(kind, **{**options, "vocab_size": VOCAB_SIZE})
     _, tokenizer = load_model(write_model(tmp_path / "words"))
     model = LlamaForCausalLM.from_pretrained(folder)
-    output = generated(engine_of(Tiny(folder, model, tokenizer), 16), prompt(24), max_tokens=30)
+    engine = engine_of(Tiny(folder, model, tokenizer), 16)
+    output = generated(engine, prompt(24), max_tokens=30)
     assert output.outputs[0].token_ids == model.generate([prompt(24)], 30)[0, 24:].tolist()
+    assert engine.runner.obstacle == ""
 
 
 def test_what_keeps_a_step_from_being_recorded_is_known_and_changes_no_token(
@@ -101,3 +103,25 @@ def test_what_keeps_a_step_from_being_recorded_is_known_and_changes_no_token(
     engine = engine_of(Tiny(folder, model, tokenizer), 16)
     assert generated(engine, prompt(9), max_tokens=12).outputs[0].token_ids == wanted
     assert "mul" in engine.runner.obstacle and "replay would leave it out" in engine.runner.obstacle
+    assert not engine.runner._recordings
+
+
+def test_a_step_too_large_to_be_recorded_leaves_smaller_ones_their_recordings(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, folder = make("Llama", vocab_size=VOCAB_SIZE)
+    _, tokenizer = load_model(write_model(tmp_path / "words"))
+    model = LlamaForCausalLM.from_pretrained(folder)
+    engine, step = engine_of(Tiny(folder, model, tokenizer), 16), model.step
+    wanted = generated(engine, prompt(9), max_tokens=12).outputs[0].token_ids
+
+    def few(batch: Any, *rest: Any) -> Any:
+        """As on a GPU where many tokens are dealt to experts"""
+        states, logits = step(batch, *rest)
+        return states, logits if len(batch.token_ids) < 9 else logits * 1.0
+
+    monkeypatch.setattr(model, "step", few)
+    engine = engine_of(Tiny(folder, model, tokenizer), 16)
+    assert generated(engine, prompt(9), max_tokens=12).outputs[0].token_ids == wanted
+    assert engine.runner.obstacle and engine.runner.refused_from == 9
+    assert list(engine.runner._recordings) == [(1, 1)]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import MAX_LENGTH, VOCAB_SIZE, check_idle, generated, prompt, said, write_model
+from engines import MAX_LENGTH, PLACED, VOCAB_SIZE, check_idle, generated, prompt, said, write_model
 
 from infinilm import LLM, RequestError, SamplingParams, load_model
 
@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(folder: Path, one_thread: None) -> LLM:
-    return LLM(folder, kv_cache_memory="4MB", block_size=16)
+    return LLM(folder, kv_cache_memory="4MB", block_size=16, **PLACED)
 
 
 # ---- loading -----------------------------------------------------------------------------------------------
@@ -183,9 +183,8 @@ def test_a_wrong_setting_names_itself_and_is_no_request() -> None:
 
 
 def test_more_prompts_than_may_wait_are_all_answered_in_their_order(folder: Path, llm: LLM) -> None:
-    small = LLM(
-        folder, kv_cache_memory="1MB", block_size=16, max_num_seqs=2, max_queue=3, max_queue_tokens=40
-    )
+    limits = {"max_num_seqs": 2, "max_queue": 3, "max_queue_tokens": 40}
+    small = LLM(folder, kv_cache_memory="1MB", block_size=16, **limits, **PLACED)
     prompts = [prompt(1 + i % 30, i) for i in range(40)]
     outputs = small.generate(prompts, SAMPLED)
     assert [output.prompt_token_ids for output in outputs] == prompts
@@ -271,12 +270,12 @@ def test_an_error_in_a_step_reaches_the_caller_and_leaves_nothing(
     assert said(llm.generate("abc", GREEDY)[0]) == wanted
 
 
-# In a fresh interpreter: one that has run parallel torch code may not fork.
+# In a fresh interpreter: one that has run parallel torch code may not fork. CUDA does not live on in a fork.
 FORKED = """
 import os, sys
 from infinilm import LLM, SamplingParams
 
-llm = LLM(sys.argv[1], kv_cache_memory="1MB")
+llm = LLM(sys.argv[1], kv_cache_memory="1MB", device="cpu")
 tokens = lambda: llm.generate("abc", SamplingParams(seed=1, max_tokens=5))[0].outputs[0].token_ids
 wanted = tokens()
 child = os.fork()

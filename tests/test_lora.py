@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from engines import (
+    DEVICE,
     PLACED,
     VOCAB_SIZE,
     Job,
@@ -96,6 +96,8 @@ def record_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def adapted(theirs: Any, folder: Path, seed: int = 0, **options: Any) -> Any:
     """transformers' model with an adapter of PEFT's, which is saved to the folder"""
+    import peft  # not where other tests of this file run on a GPU
+
     torch.manual_seed(seed)
     config = peft.LoraConfig(**{"r": 4, "lora_alpha": 6, "task_type": "CAUSAL_LM", **options})
     model = peft.get_peft_model(copy.deepcopy(theirs), config).eval()
@@ -267,7 +269,8 @@ def test_steps_without_adapters_are_the_models_own(tiny: Tiny, loras: list[LoRAR
     generated(engine, prompt(1), max_tokens=3)
     assert engine.runner._recordings[1, 1].graph is plain
     assert engine.runner._adapted is not None
-    assert len(engine.runner._adapted.recordings[1, 1].graph) > len(plain)
+    adapted = engine.runner._adapted.recordings[1, 1].graph
+    assert adapted is not plain and (len(adapted) > len(plain) or DEVICE != "cpu")
 
 
 # ---- what is kept ------------------------------------------------------------------------------------------

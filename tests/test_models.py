@@ -12,7 +12,9 @@ from parity import BFLOAT16_BAR, FLOAT32_BAR, check_parity, make, nmse, prompt
 from safetensors.torch import load_file, save_file
 
 from infinicore.quantization import QuantizedTensor
+from infinilm.checkpoint import open_checkpoint
 from infinilm.models.llama import LlamaForCausalLM
+from infinilm.models.weights import describe
 
 __all__ = ["make"]
 
@@ -89,11 +91,13 @@ def test_logits_equal_those_of_transformers_whole_and_in_pieces(name: str, make:
     check_parity(*make(kind, **options), torch.float32, FLOAT32_BAR, length=30)
 
 
-def has_experts(name: str) -> bool:
-    return any("experts" in option for option in MODELS[name][1])
+def has_experts(options: dict[str, Any]) -> bool:
+    return any("experts" in option for option in options)
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if not has_experts(name)])  # one may tip over
+@pytest.mark.parametrize(
+    "name", [name for name in MODELS if not has_experts(MODELS[name][1])]
+)  # one may tip over
 @torch.inference_mode()
 def test_bfloat16_logits_are_about_as_exact_as_those_of_transformers(name: str, make: Any) -> None:
     kind, options = MODELS[name]
@@ -124,9 +128,15 @@ def test_64_greedy_tokens_equal_those_of_transformers(name: str, make: Any) -> N
     assert torch.equal(ours.generate(prompt(), max_new_tokens=64), wanted)
 
 
-def test_gpt_oss_in_mxfp4_has_the_logits_of_the_same_weights_as_floats(make: Any, tmp_path: Path) -> None:
+def test_gpt_oss_in_mxfp4_has_the_logits_of_the_same_weights_as_floats(make: Any) -> None:
     kind, options = MODELS["gptoss"]
     theirs, folder = make(kind, **options, intermediate_size=64)
+    write_mxfp4(theirs, folder)
+    check_parity(theirs, folder, torch.float32, FLOAT32_BAR)
+
+
+def write_mxfp4(theirs: Any, folder: Path) -> None:
+    """Random blocks in the place of its experts, and their values in that of transformers'"""
     weights, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(2)
     for name in [name for name in weights if name.endswith("_proj") and "experts" in name]:
         count, columns, rows = weights.pop(name).shape
@@ -142,7 +152,6 @@ def test_gpt_oss_in_mxfp4_has_the_logits_of_the_same_weights_as_floats(make: Any
     (folder / "config.json").write_text(
         json.dumps(content | {"quantization_config": {"quant_method": "mxfp4"}})
     )
-    check_parity(theirs, folder, torch.float32, FLOAT32_BAR)
 
 
 MXFP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
@@ -157,6 +166,12 @@ def test_a_router_stays_as_it_is_where_matrices_are_rounded(make: Any) -> None:
     assert torch.equal(mlp.gate.weight, stored["model.layers.0.mlp.gate.weight"])
     exact = LlamaForCausalLM.from_pretrained(folder)
     assert nmse(model(prompt()), exact(prompt())) < 1e-2
+
+
+def test_which_steps_of_a_mixture_are_not_recorded_is_told(make: Any) -> None:
+    kind, options = MODELS["qwen3moe"]
+    with open_checkpoint(make(kind, **options)[1]) as checkpoint:
+        assert "on a GPU of more than 42 tokens" in describe(checkpoint)["steps"]
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])

@@ -462,7 +462,7 @@ def test_a_recorded_step_gives_the_logits_of_a_plain_one() -> None:
         made.advanced(runner, streams)
     (recording,) = runner._recordings.values()
     work = [Work(stream, 1) for stream in streams]
-    plain = made.step(*runner._inputs(work))[1]
+    plain = made.step(*runner._inputs(work, None))[1]
     runner.run(work)
     found = recording.outcome(3)[1]
     assert (found - plain).norm() <= 0.02 * plain.norm()
@@ -470,9 +470,15 @@ def test_a_recorded_step_gives_the_logits_of_a_plain_one() -> None:
 
 @pytest.mark.skipif(not HAS_GPU, reason="the interpreter is slow")
 def test_what_waits_for_the_device_cannot_be_recorded() -> None:
-    x = random(4, dtype=torch.float32)
+    x, arena = random(4, dtype=torch.float32), CudaArena(DEVICE)
+    kept: list[Tensor] = []
+
+    def waits() -> None:
+        kept.append(x + 1)
+        kept[-1].max().item()
+
     with pytest.raises(RecordError, match="a CUDA graph cannot repeat this"):
-        Graph.record(lambda: x + x.max().item(), CudaArena(DEVICE))
-    graph = Graph.record(lambda: ops.silu(x), CudaArena(DEVICE))
+        Graph.record(waits, arena)
+    graph = Graph.record(lambda: ops.silu(x), arena)
     x.mul_(2)
     assert torch.equal(graph.replay(), ops.silu(x))

@@ -22,8 +22,8 @@ class Staging:
         self._next = 0
 
     def send(self, tensor: Tensor) -> Tensor:
-        """A copy of a contiguous tensor on the GPU"""
-        arrived = torch.empty_like(tensor, device=self.device)
+        """A copy on the GPU, contiguous"""
+        arrived = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
         pieces, places = (torch.split(bytes_of(t), PIECE_BYTES) for t in (tensor, arrived))
         for piece, place in zip(pieces, places, strict=True):
             self._send_piece(piece, place)

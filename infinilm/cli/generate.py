@@ -57,8 +57,10 @@ def answer(llm: LLM, token_ids: list[int], options: argparse.Namespace) -> str:
     print()
     if options.stats:
         print(stats, file=sys.stderr)
-    if options.stats and (obstacle := llm.engine.runner.obstacle):
-        print(f"steps are run op by op, not recorded: {obstacle}", file=sys.stderr)
+    runner = llm.engine.runner
+    if options.stats and runner.obstacle:
+        steps = f"steps of {runner.refused_from} or more tokens"
+        print(f"{steps} are run op by op, not recorded: {runner.obstacle}", file=sys.stderr)
     return "".join(pieces)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from infinicore import nn, ops
 from infinicore.nn.linear import project_gated
-from infinilm.config import LlamaConfig
+from infinilm.config import DTYPES, LlamaConfig
 from infinilm.models import llama
 from infinilm.models.gguf import GGUF
 from infinilm.models.registry import register
@@ -96,10 +96,15 @@ class Gemma2DecoderLayer(llama.LlamaDecoderLayer):
 
 
 class Gemma2Model(llama.LlamaModel):
+    def __init__(self, config: LlamaConfig, layer_class: type[llama.LlamaDecoderLayer]) -> None:
+        super().__init__(config, layer_class)
+        root = torch.tensor(config.hidden_size**0.5, dtype=torch.float64, device="cpu")
+        self.roots = {dtype: root.to(dtype).item() for dtype in (torch.float64, *DTYPES.values())}
+
     def embed(self, token_ids: Tensor) -> Tensor:
         """Scaled by the root of their size, which is rounded as they are"""
         embedded = super().embed(token_ids)
-        return ops.scale(embedded, torch.tensor(self.config.hidden_size**0.5, dtype=embedded.dtype).item())
+        return ops.scale(embedded, self.roots[embedded.dtype])
 
 
 @register(GGUF("gemma2", {cap: cap for cap in CAPS}, GGUF_NORMS, has_windows=True))

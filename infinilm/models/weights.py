@@ -23,7 +23,7 @@ from infinilm.checkpoint import Checkpoint
 from infinilm.checkpoint.staging import Staging
 from infinilm.config import DTYPES, EngineConfig, LlamaConfig, parse_dtype
 from infinilm.models.gguf import tensor_names
-from infinilm.models.mixture import Router
+from infinilm.models.mixture import MixtureConfig, Router
 from infinilm.models.registry import class_of, entry_of, read_config
 from infinilm.models.stored import Stored
 
@@ -317,10 +317,14 @@ def describe(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def recording(config: LlamaConfig) -> str:
-    if config.rope.scaling["rope_type"] != "dynamic":
-        return "recorded and replayed"
-    longest = f"{config.max_position_embeddings:,} tokens"
-    return f"recorded and replayed; beyond {longest} run op by op, for each is rotated by its own angles"
+    said = ["recorded and replayed"]
+    if config.rope.scaling["rope_type"] == "dynamic":
+        longest = f"{config.max_position_embeddings:,} tokens"
+        said.append(f"beyond {longest} run op by op, for each is rotated by its own angles")
+    if isinstance(config, MixtureConfig):
+        most = 128 // config.num_experts_per_tok
+        said.append(f"on a GPU of more than {most} tokens, or with experts in blocks, run op by op")
+    return "; ".join(said)
 
 
 def type_name(dtype: torch.dtype | BlockType) -> str:
