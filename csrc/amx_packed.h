@@ -3,29 +3,50 @@
 // weights have four bits and activations 12, it holds both planes: [high | low] of x meets [16 w | w], whose
 // product is the whole dot. 16 w fills a byte, a signed one or an unsigned one as w is.
 #pragma once
+#include <array>
+
 #include "amx.h"
 #include "dots.h"
 
 namespace infini::INFINI_LEVEL {
 namespace {
 
-// The fields w of a block of each of the 16 rows, each group's 16 w and then its w
+// What puts the bits of a byte into another order, in one instruction: bits[0] becomes the lowest, and so on;
+// 8 is none.
+constexpr uint64_t bit_matrix(std::array<int, 8> bits) {
+    uint64_t matrix = 0;
+    for (int i = 0; i < 8; ++i)
+        if (bits[i] < 8) matrix |= uint64_t{1} << (8 * (7 - i) + bits[i]);
+    return matrix;
+}
+
+// The fields w of a block of each of the 16 rows, each group's 16 w and then its w, of the low halves of bytes
+// and of the high ones. A half that stands for w + 8 has its highest bit turned, and w is filled up with it.
 template <class Block>
 void read_pairs(int8_t* __restrict q, const uint8_t* __restrict packed) {
     constexpr int kCount = kGroup * kRows, kHalf = Block::kRun / 2 * kRows;
-    constexpr uint8_t kDown = 16 * Block::kOffset;  // 128 or nothing
+    constexpr bool is_signed = Block::kOffset != 0;
+    constexpr int kTurned = is_signed ? 128 : 0, kFilled = is_signed ? 248 : 0;
+    constexpr int kLow = is_signed ? 3 : 8, kHigh = is_signed ? 7 : 8;
     const auto place = [](int element) { return element / kCount * 2 * kCount + element % kCount; };
+    constexpr int kNext =
+        kHalf < kCount ? kHalf : 2 * kCount;  // from the low fields of a run to the high ones
     packed += Block::kData * kRows;
     for (int run = 0; run < Block::kElements / Block::kRun; ++run, packed += kHalf) {
         int8_t* low = q + place(2 * kHalf * run);
-        constexpr int kNext =
-            kHalf < kCount ? kHalf : 2 * kCount;  // from the low fields of a run to the high ones
-        for (int i = 0; i < kHalf; ++i) {
-            const uint8_t byte = packed[i];
-            low[i] = static_cast<int8_t>(static_cast<uint8_t>(byte << 4) ^ kDown);
-            low[kCount + i] = static_cast<int8_t>((byte & 15) - Block::kOffset);
-            low[kNext + i] = static_cast<int8_t>((byte & 240) ^ kDown);
-            low[kNext + kCount + i] = static_cast<int8_t>((byte >> 4) - Block::kOffset);
+        for (int i = 0; i < kHalf; i += 64) {
+            const __m512i bytes = _mm512_loadu_si512(packed + i);
+            const auto put = [&](int at, auto turned, uint64_t matrix) INFINI_INLINE {
+                _mm512_store_si512(
+                    low + at + i,
+                    _mm512_gf2p8affine_epi64_epi8(bytes, _mm512_set1_epi64(matrix), decltype(turned)::value));
+            };
+            constexpr std::integral_constant<int, kTurned> turned;
+            constexpr std::integral_constant<int, kFilled> filled;
+            put(0, turned, bit_matrix({8, 8, 8, 8, 0, 1, 2, 3}));
+            put(kCount, filled, bit_matrix({0, 1, 2, 3, kLow, kLow, kLow, kLow}));
+            put(kNext, turned, bit_matrix({8, 8, 8, 8, 4, 5, 6, 7}));
+            put(kNext + kCount, filled, bit_matrix({4, 5, 6, 7, kHigh, kHigh, kHigh, kHigh}));
         }
     }
 }

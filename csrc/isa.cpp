@@ -38,7 +38,8 @@ bool has_avx512() {
 // Tile registers need the kernel's leave, asked for once a process (ARCH_REQ_XCOMP_PERM, XTILEDATA).
 bool has_amx() {
     unsigned eax, ebx, ecx, edx;
-    if (!has_avx512() || !__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
+    if (!has_avx512() || !__builtin_cpu_supports("gfni") || !__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx))
+        return false;
     constexpr unsigned kTileBf16Int8 = 1u << 22 | 1u << 24 | 1u << 25;
     unsigned eax1;
     if ((edx & kTileBf16Int8) != kTileBf16Int8 || !__get_cpuid_count(7, 1, &eax1, &ebx, &ecx, &edx))
