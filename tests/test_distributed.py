@@ -1,6 +1,7 @@
 """Communicators and tensor-parallel layers on real processes over loopback, peers that fail among them."""
 
 import copy
+import multiprocessing
 import os
 import signal
 import time
@@ -24,7 +25,12 @@ PATIENCE = 240  # seconds for what must happen, on a machine however busy
 
 def results_of(worker, size: int, folder: Path, num_survivors: int) -> list[dict]:
     """What worker(rank, size) returns on the first ranks, which must end by themselves."""
-    ranks = mp.spawn(rank_main, (worker, size, folder), nprocs=size, join=False).processes
+    # Forks of one process that has imported torch: each importing it by itself takes seconds
+    multiprocessing.set_forkserver_preload(["torch.distributed", "infinicore.nn", "infinicore.distributed"])
+    arguments = (worker, size, folder)
+    ranks = mp.start_processes(
+        rank_main, arguments, nprocs=size, join=False, start_method="forkserver"
+    ).processes
     try:
         for rank in ranks[:num_survivors]:
             rank.join(timeout=PATIENCE)
