@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -67,6 +68,24 @@ def plain_loop(x: Tensor, ids: Tensor, shares: Tensor, weights: tuple[Weight, ..
             state = torch.nn.functional.silu(gate[inside] @ row) * (up[inside] @ row)
             y[token] += share * (down[expert * hidden : (expert + 1) * hidden] @ state)
     return y
+
+
+class Case(NamedTuple):
+    """What tokens bring to a mixture, and what they take from it"""
+
+    x: Tensor
+    ids: Tensor
+    shares: Tensor
+    weights: tuple[Weight, ...]
+    wanted: Tensor
+
+
+@cache
+def case(kind: str, num_tokens: int, hidden: int, inner: int) -> Case:
+    """The same at every level, and slow to make; nobody changes it."""
+    weights = mixture(kind, hidden, inner)
+    x, (ids, shares) = inputs(num_tokens, weights), chosen(num_tokens)
+    return Case(x, ids, shares, weights, plain_loop(x, ids, shares, weights))
 
 
 def assert_near(found: Tensor, wanted: Tensor, error: float) -> None:
@@ -153,19 +172,16 @@ def test_more_experts_than_there_are_cannot_be_chosen_natively(num_chosen: int) 
 @pytest.mark.parametrize("kind", KINDS)
 def test_experts_are_a_plain_loop_over_tokens_and_slots(kind: str, num_tokens: int, level: str) -> None:
     odd = kind in DTYPES
-    weights = mixture(kind, *((65, 39) if odd else (256, 256)))
-    x, (ids, shares) = inputs(num_tokens, weights), chosen(num_tokens)
+    x, ids, shares, weights, wanted = case(kind, num_tokens, *((65, 39) if odd else (256, 256)))
     found = ops.experts.attempt(None, x, ids, shares, weights, NO_BIASES, "silu")
     assert found is not None
-    assert_near(found, plain_loop(x, ids, shares, weights), 1e-11)
+    assert_near(found, wanted, 1e-11)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 7, 64])
 @pytest.mark.parametrize("kind", PACKED)
 def test_packed_experts_are_that_loop_but_for_rounding(kind: str, num_tokens: int, level: str) -> None:
-    weights = mixture(kind, 256, 512)
-    x, (ids, shares) = inputs(num_tokens, weights), chosen(num_tokens)
-    wanted = plain_loop(x, ids, shares, weights)
+    x, ids, shares, weights, wanted = case(kind, num_tokens, 256, 512)
     for bits, error in ((16, 1e-7), (12, 1e-5), (8, 1e-3)):
         found = ops.experts.attempt(None, x, ids, shares, packed(weights, bits), NO_BIASES, "silu")
         assert found is not None
