@@ -4,6 +4,8 @@ BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 CORE := CMakeLists.txt $(wildcard csrc/*)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
+# Tests start many a Python: without what was compiled before, each would compile the sources again.
+unexport PYTHONDONTWRITEBYTECODE
 
 # The requirements of pyproject.toml's project `p` that an expression lists
 requirements = $$($(BIN)/python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
@@ -48,7 +50,7 @@ demo: .venv/.built
 	$(BIN)/infinilm generate "Why is the sky blue?" --max-tokens 100 --stats
 
 test: setup lint
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # lm-eval, with libraries of its own, asks the server as those do who compare models.
 build/lm-eval/.done:

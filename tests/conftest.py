@@ -46,6 +46,18 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
+# Begun first where several processes share out the files, so that none is left alone with one at the end
+LONG = (
+    *("test_invariance", "test_default_model", "test_page", "test_benchmarks", "test_lora", "test_cli"),
+    *("test_server", "test_process", "test_ops", "test_hostile_files", "test_models", "test_engine"),
+    *("test_openapi", "test_load"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.stem not in LONG)
+
+
 @contextmanager
 def at_level(name: str) -> Iterator[None]:
     from infinicore import _native
