@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-NUM_EXAMPLES = 20  # of each operation
+NUM_EXAMPLES = [10, pytest.param(100, marks=pytest.mark.slow)]  # of each operation
 SETTINGS = hypothesis.settings(
-    max_examples=NUM_EXAMPLES,
     deadline=None,
     derandomize=True,
     database=None,
@@ -69,13 +68,14 @@ def is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+@pytest.mark.parametrize("num_examples", NUM_EXAMPLES)
 @pytest.mark.parametrize(("method", "path", "mode"), CASES)
 def test_no_answer_is_a_servers_error(
-    method: str, path: str, mode: str, schema: Any, server: Running
+    method: str, path: str, mode: str, num_examples: int, schema: Any, server: Running
 ) -> None:
     from schemathesis import GenerationMode
 
-    @SETTINGS
+    @hypothesis.settings(SETTINGS, max_examples=num_examples)
     @hypothesis.given(schema[path][method].as_strategy(GenerationMode(mode)))
     def ask(case: schemathesis.Case) -> None:
         case.body = within_bounds(case.body)

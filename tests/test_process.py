@@ -225,7 +225,6 @@ def test_empty_variables_count_as_unset(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_environment_is_read_when_the_core_is_imported() -> None:
     code = "import infinicore; print(infinicore.get_num_threads(), infinicore._native.isa())"
     assert run_python(code, INFINICORE_NUM_THREADS="3", INFINICORE_ISA="portable").stdout == "3 portable\n"
-    assert "INFINICORE_NUM_THREADS must" in run_python(code, INFINICORE_NUM_THREADS="abc").stderr
 
 
 @pytest.mark.parametrize("count", [0, 1025, 2**70, "2", 1.5])
