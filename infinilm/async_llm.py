@@ -20,7 +20,8 @@ from torch import Tensor
 
 from infinilm.config import EngineConfig
 from infinilm.engine.adapters import LoRARequest
-from infinilm.engine.engine import Engine, Prompt
+from infinilm.engine.engine import Engine
+from infinilm.engine.intake import Prompt
 from infinilm.engine.request import EngineDead, QueueFull, Request, RequestError, RequestOutput
 from infinilm.engine.stats import Progress, Stats
 from infinilm.llm import Report, as_request_errors, make_engine, one_each, tell_nobody, with_options

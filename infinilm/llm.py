@@ -21,7 +21,8 @@ from infinilm.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from infinilm.config import EngineConfig
 from infinilm.engine.adapters import LoRARequest
 from infinilm.engine.draft import SpeculativeConfig
-from infinilm.engine.engine import Engine, Prompt
+from infinilm.engine.engine import Engine
+from infinilm.engine.intake import Prompt
 from infinilm.engine.memory import told_of_memory
 from infinilm.engine.request import (
     EmbeddingRequestOutput,

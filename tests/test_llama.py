@@ -26,11 +26,11 @@ from infinilm.models.llama import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaMLP,
-    MistralConfig,
     grouped_query_attention,
     multi_head_attention,
     repeat_kv,
 )
+from infinilm.models.mistral import MistralConfig
 from infinilm.models.qwen import Qwen2Config, Qwen3Config
 
 __all__ = ["make"]

@@ -35,7 +35,6 @@ from servers import (
 )
 
 from infinilm import LLM, AsyncLLM, SamplingParams
-from infinilm.engine.engine import Engine
 from infinilm.engine.grammar import GrammarCompiler
 from infinilm.server import stream
 from infinilm.server.app import OPERATIONS
@@ -152,7 +151,7 @@ def test_a_schema_is_kept(strict: bool, idle: Running) -> None:
     assert set(json.loads(answer["message"]["content"])) <= {1, 22} and answer["finish_reason"] == "stop"
 
 
-def note_calls(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, calls: list[str]) -> None:
+def note_calls(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, calls: list[str]) -> None:
     call = getattr(owner, name)
 
     def noted(*given: Any, **options: Any) -> Any:
@@ -168,7 +167,7 @@ def test_a_request_is_made_and_its_grammar_compiled_once(
 ) -> None:
     """Before its answer begins, so that what is wrong can still be told by a status"""
     calls: list[str] = []
-    note_calls(monkeypatch, Engine, "make", calls)
+    note_calls(monkeypatch, idle.llm.engine, "make", calls)
     note_calls(monkeypatch, GrammarCompiler, "compile", calls)
     choices = ["once", f"as a stream: {is_stream}"]
     answer = idle.chat(stream=is_stream, structured_outputs={"choice": choices}, max_tokens=30)

@@ -33,11 +33,23 @@ def add(commands: Any) -> None:
         nargs="?",
         help="a path or a Hugging Face id; the built-in model if left out",
     )
-    listen = command.add_argument_group("where it listens")
+    add_listening_options(command.add_argument_group("where it listens"))
+    add_caller_options(command.add_argument_group("whom it answers"))
+    add_running_options(command.add_argument_group("how the model is run"))
+    add_load_options(command)
+    add_engine_options(command)
+    command.add_argument("--log-level", default="info", metavar="LEVEL", help="debug, info, warning or error")
+    take_environment(command)
+    command.set_defaults(run=run)
+
+
+def add_listening_options(listen: Any) -> None:
     listen.add_argument("--host", default="127.0.0.1", help="this machine alone, 127.0.0.1, if left out")
     listen.add_argument("--port", type=int, default=8000, help="8000 if left out; 0 is any that is free")
     listen.add_argument("--uds", metavar="PATH", help="a Unix socket, in place of host and port")
-    who = command.add_argument_group("whom it answers")
+
+
+def add_caller_options(who: Any) -> None:
     who.add_argument("--api-key", metavar="KEY", help="that callers must send; without one all are answered")
     who.add_argument("--api-key-file", type=Path, metavar="FILE", help="a key a line, each of which will do")
     who.add_argument("--served-model-name", nargs="+", metavar="NAME", help="what callers call the model")
@@ -63,7 +75,9 @@ def add(commands: Any) -> None:
         metavar="SECONDS",
         help="for answers under way when it is told to end: 30",
     )
-    how = command.add_argument_group("how the model is run")
+
+
+def add_running_options(how: Any) -> None:
     how.add_argument("--chat-template", type=Path, metavar="FILE", help="in place of the model's own")
     how.add_argument("--threads", type=int, metavar="N", help="of the CPU; all of them if left out")
     how.add_argument("--enable-lora", action="store_true", help=argparse.SUPPRESS)  # they always are
@@ -74,13 +88,13 @@ def add(commands: Any) -> None:
         metavar="FILE",
         help="of prompts read before: loaded at the start if it is there, saved at the end",
     )
-    add_load_options(command)
-    add_engine_options(command)
-    command.add_argument("--log-level", default="info", metavar="LEVEL", help="debug, info, warning or error")
+
+
+def take_environment(command: argparse.ArgumentParser) -> None:
+    """What is not given on the command line is taken from there."""
     for action in command._actions:
         if (given := os.environ.get(f"INFINILM_{action.dest.upper()}")) is not None:
             action.default = given.split() if action.nargs == "+" else given
-    command.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""LLaMA: Llama 2 and 3, SmolLM2, Mistral; and what other models change in files of their own.
+"""LLaMA: Llama 2 and 3, SmolLM2; and what other models change in files of their own.
 
 A step works on a flat list of tokens (`step`); `forward` lays a batch of rows out as one. Attribute names are
 the keys of Hugging Face checkpoints. Shapes: N tokens of a step, R of them with logits, B streams, S new
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -422,19 +422,6 @@ class LlamaForCausalLM(nn.Module, GenerationMixin):
         for module in self.model.modules():
             if isinstance(module, LlamaAttention | LlamaMLP):
                 module.lay_out()
-
-
-@dataclass(frozen=True, kw_only=True)
-class MistralConfig(LlamaConfig):
-    model_types = ("mistral",)
-    sliding_window: int | None = 4096
-
-
-@register()
-class MistralForCausalLM(LlamaForCausalLM):
-    """Llama that looks through a window; its GGUF files call themselves llama."""
-
-    config_class = MistralConfig
 
 
 class AutoLlamaModel:

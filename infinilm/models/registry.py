@@ -23,6 +23,7 @@ FILES = (
     "gpt_oss",
     "granite",
     "llama",
+    "mistral",
     "mixtral",
     "olmo2",
     "olmoe",

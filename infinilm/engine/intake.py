@@ -1,0 +1,231 @@
+"""From what a caller gives to a request that has been checked, or an error that says what is wrong."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from infinicore.checks import integer
+from infinilm.config import EngineConfig
+from infinilm.engine.adapters import Adapters, LoRARequest
+from infinilm.engine.blocks import Blocks
+from infinilm.engine.request import Request, RequestError
+from infinilm.generation import NO_HEAD
+from infinilm.models.llama import LlamaForCausalLM
+from infinilm.sampling import SamplingParams, is_text
+from infinilm.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from infinilm.engine.grammar import GrammarCompiler
+
+# How a prompt is read whose last state is wanted: as if one token were to follow, which needs no room.
+ENCODING = SamplingParams(temperature=0.0, max_tokens=1)
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+class Intake:
+    """Requests for one model and the blocks of its cache"""
+
+    def __init__(
+        self,
+        model: LlamaForCausalLM,
+        tokenizer: Tokenizer,
+        config: EngineConfig,
+        adapters: Adapters,
+        blocks: Blocks,
+        max_length: int,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.config = config
+        self.adapters = adapters
+        self.blocks = blocks
+        self.max_length = max_length
+        self._serials = itertools.count()
+        self._seeds = random.Random(config.seed)
+        self._pool: tuple[int, ThreadPoolExecutor] | None = None
+
+    def make(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int = 0,
+        request_id: str | None = None,
+        cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
+    ) -> Request:
+        """A request that has been checked; RequestError if it is wrong or can never be served."""
+        if params is not ENCODING and not self.model.has_head:
+            raise RequestError(NO_HEAD)
+        check_options(priority, request_id, cache_salt)
+        text, token_ids = self._tokens_of(prompt)
+        self._check_ids(token_ids, params)
+        max_tokens = self._room_for(len(token_ids), params)
+        serial = next(self._serials)
+        ends = frozenset() if params.ignore_eos else frozenset(self._eos_ids)
+        request = Request(
+            f"request-{serial}" if request_id is None else request_id,
+            text,
+            token_ids,
+            params,
+            self.tokenizer,
+            serial,
+            self._seeds.getrandbits(63) if params.seed is None else params.seed,
+            max_tokens,
+            eos_ids=ends,
+            stop_ids=ends | frozenset(params.stop_token_ids),
+            bad_words=self._bad_words(params),
+            priority=priority,
+            cache_salt=cache_salt or "",
+            adapter=self.adapters.of(lora_request),
+        )
+        for completion in request.completions:
+            completion.salt = self.salt(len(token_ids), request)
+            completion.turning_point = self.model.config.rope.turning_point(len(token_ids))
+        if params.structured_outputs is not None:
+            matcher = self._grammars.compile(params.structured_outputs)
+            for completion in request.completions:
+                completion.matcher = matcher.with_masks(self._threads())
+        return request
+
+    def salt(self, length: int, request: Request) -> bytes:
+        """Who shares it shares keys: the rope's frequencies and the adapter are the same, and nobody asked to
+        be apart."""
+        salt = f"{self.model.config.rope.regime(length)}:{request.cache_salt}".encode()
+        return salt if request.adapter is None else b"lora " + request.adapter.digest + salt
+
+    def make_encoding(
+        self,
+        prompt: Prompt,
+        priority: int = 0,
+        request_id: str | None = None,
+        cache_salt: str | None = None,
+        prompt_name: str | None = None,
+        lora_request: LoRARequest | None = None,
+    ) -> Request:
+        """A request whose prompt is read, for the state of its last token, and not continued. A text is read
+        as the model's files have texts embedded, with the prompt of this name before it."""
+        encoded = self._encoded(prompt, prompt_name)
+        request = self.make(encoded, ENCODING, priority, request_id, cache_salt, lora_request)
+        request.completions[0].wants_state = True
+        return request
+
+    @property
+    def _eos_ids(self) -> tuple[int, ...]:
+        """Files may name others, which the model cannot draw."""
+        named = *self.tokenizer.eos_token_ids, *self.model.config.eos_token_ids
+        return tuple(token_id for token_id in named if token_id < self.model.config.vocab_size)
+
+    @cached_property
+    def _grammars(self) -> GrammarCompiler:
+        """Its library is imported by those alone who ask for structured outputs."""
+        from infinilm.engine.grammar import GrammarCompiler
+
+        return GrammarCompiler(self.tokenizer, self.model.config.vocab_size, self._eos_ids)
+
+    def _threads(self) -> ThreadPoolExecutor:
+        """For masks; a fork has none of its parent's threads."""
+        if self._pool is None or self._pool[0] != os.getpid():
+            self._pool = os.getpid(), ThreadPoolExecutor(1, "infinilm-masks")
+        return self._pool[1]
+
+    def close(self) -> None:
+        """End its threads; no request follows."""
+        if self._pool is not None and self._pool[0] == os.getpid():
+            self._pool[1].shutdown(wait=False)
+
+    def _tokens_of(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """The text, if that is what was given, and its tokens"""
+        if isinstance(prompt, Mapping):
+            prompt = content_of(prompt)
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer.encode(prompt)
+        return None, token_ids_of(prompt)
+
+    def _encoded(self, prompt: Prompt, prompt_name: str | None) -> Prompt:
+        """Text to be embedded as its tokens; token ids stay as they are."""
+        given = content_of(prompt) if isinstance(prompt, Mapping) else prompt
+        if isinstance(given, str):
+            return self.model.pooling.encode(given, self.tokenizer, prompt_name)
+        if prompt_name is not None:
+            raise RequestError("prompt_name is for texts, but the prompt is given as token ids")
+        return given
+
+    def _check_ids(self, token_ids: Sequence[int], params: SamplingParams) -> None:
+        vocab_size = self.model.config.vocab_size
+        named = {
+            "the prompt": token_ids,
+            "stop_token_ids": params.stop_token_ids,
+            "allowed_token_ids": params.allowed_token_ids or (),
+            "logit_bias": [token_id for token_id, _ in params.logit_bias],
+        }
+        for name, ids in named.items():
+            for token_id in ids:
+                if not 0 <= token_id < vocab_size:
+                    raise RequestError(
+                        f"{name} has token id {token_id}; the model's are 0 to {vocab_size - 1}"
+                    )
+
+    def _room_for(self, num_prompt: int, params: SamplingParams) -> int:
+        """How many tokens may follow a prompt."""
+        if num_prompt == 0:
+            raise RequestError("the prompt has no tokens; the model needs one at least")
+        room = self.max_length - num_prompt
+        most = self.max_length - (params is not ENCODING)
+        if num_prompt > most:
+            model_len = self.config.max_model_len or self.model.config.max_position_embeddings
+            blocks = f"{self.blocks.num_blocks} blocks of {self.blocks.size} tokens"
+            raise RequestError(
+                f"the prompt has {num_prompt} tokens; with max_model_len {model_len} and {blocks} "
+                f"for keys and values, {most} are the most"
+            )
+        return room if params.max_tokens is None else min(room, params.max_tokens)
+
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """Their tokens at the beginning of a text, and after a space"""
+        encoded = [
+            self.tokenizer.encode(start + word.lstrip(), add_special_tokens=False, allow_special=False)
+            for word in params.bad_words
+            for start in ("", " ")
+        ]
+        return [token_ids for token_ids in encoded if token_ids]
+
+
+def content_of(prompt: Mapping[str, Any]) -> Any:
+    if len(prompt) != 1 or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
+        keys = reprlib.repr(list(prompt))
+        raise RequestError(f"a prompt has either 'prompt' or 'prompt_token_ids', but this one has {keys}")
+    ((key, value),) = prompt.items()
+    if isinstance(value, str) != (key == "prompt"):
+        wanted = "a text" if key == "prompt" else "a list of token ids"
+        raise RequestError(f"{key} must be {wanted}, but is {reprlib.repr(value)}")
+    return value
+
+
+def token_ids_of(prompt: Any) -> list[int]:
+    if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Iterable):
+        raise RequestError(f"a prompt must be a text or a list of token ids, but is {reprlib.repr(prompt)}")
+    ids = list(prompt)
+    try:
+        if any(isinstance(token_id, bool) for token_id in ids):
+            raise TypeError("a token id must be a whole number, not True or False")
+        return [integer("prompt", "a token id", token_id) for token_id in ids]
+    except (TypeError, ValueError) as error:
+        raise RequestError(str(error)) from error
+
+
+def check_options(priority: Any, request_id: Any, cache_salt: Any) -> None:
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise RequestError(f"priority must be a whole number, but is {priority!r}")
+    for name, value in (("request_id", request_id), ("cache_salt", cache_salt)):
+        if not isinstance(value, str | None):
+            raise RequestError(f"{name} must be a string, but is {value!r}")
+        if value is not None and not is_text(value):
+            raise RequestError(f"{name} must be text, without halves of surrogate pairs, but is {value!r}")
