@@ -19,7 +19,7 @@ from benchmarks.machine import arguments
 from benchmarks.timing import race
 from infinicore import _native, ops
 from infinicore.nn import functional as F
-from infinicore.ops.reference import pair_samples, row_samples
+from infinicore.ops.samples import pair_samples, row_samples
 from infinilm.bench import Measured
 
 HIDDEN_SIZE = 2048

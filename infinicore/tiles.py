@@ -13,15 +13,8 @@ from typing import ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from infinicore.quantization import (
-    BlockType,
-    QuantizedTensor,
-    _fields,
-    _group_scales,
-    _grouped,
-    _half,
-    _parts,
-)
+from infinicore.block_formats import _fields, _group_scales, _grouped, _half, _parts
+from infinicore.quantization import BlockType, QuantizedTensor
 
 # N rows, K their length, T tiles, G groups of 32 values of a row, B blocks of a row
 TILE_ROWS = 32

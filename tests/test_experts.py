@@ -13,7 +13,7 @@ from torch import Tensor
 import infinicore
 from infinicore import nn, ops
 from infinicore.graph import Arena, Graph
-from infinicore.ops.reference import random_blocks
+from infinicore.ops.samples import random_blocks
 from infinicore.quantization import BlockType, PackedTensor, QuantizedTensor, quantize
 
 Weight = Tensor | QuantizedTensor

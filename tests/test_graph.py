@@ -15,7 +15,7 @@ from infinicore.graph import Arena, Graph, RecordError
 from infinicore.nn import functional as F
 from infinicore.nn.fused import gated_linear
 from infinicore.ops.attention_reference import paged, unfold_keys
-from infinicore.ops.reference import random_blocks
+from infinicore.ops.samples import random_blocks
 from infinicore.quantization import BlockType
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import infinicore
 from infinicore import nn, ops
-from infinicore.ops.reference import random_blocks
+from infinicore.ops.samples import random_blocks
 from infinicore.quantization import BlockType
 from infinilm import DynamicCache, cache, runner
 from infinilm.batch import Stream

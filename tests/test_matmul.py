@@ -15,7 +15,7 @@ import infinicore
 from infinicore import _native, ops
 from infinicore.nn import functional as F
 from infinicore.nn.fused import gated_linear, linear_add, linear_group
-from infinicore.ops.reference import random_blocks
+from infinicore.ops.samples import random_blocks
 from infinicore.quantization import BlockType, PackedTensor, QuantizedTensor, quantize
 
 BLOCK_TYPES = pytest.mark.parametrize("block_type", list(BlockType), ids=lambda block_type: block_type.name)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from infinicore import _native
-from infinicore.quantization import PACKED_ROWS, QUANTIZERS, BlockType, QuantizedTensor, quantize
+from infinicore.block_formats import QUANTIZERS
+from infinicore.quantization import PACKED_ROWS, BlockType, QuantizedTensor, quantize
 
 BLOCK_TYPES = pytest.mark.parametrize("block_type", list(BlockType), ids=lambda block_type: block_type.name)
 QUANTIZABLE = pytest.mark.parametrize("block_type", [BlockType.Q8_0, BlockType.Q4_0], ids=["Q8_0", "Q4_0"])
@@ -91,7 +92,7 @@ def test_quantized_bytes_are_those_of_ggml(block_type, scale):
 def test_the_kernel_of_every_level_rounds_as_the_plain_one_does(block_type, level, dtype):
     generator = torch.Generator().manual_seed(2)
     values = (torch.randn(70, 992, generator=generator) * 10 ** torch.linspace(-9, 3, 992)).to(dtype)
-    wanted = torch.cat([QUANTIZERS[block_type](block) for block in values.float().split(32, 1)], 1)
+    wanted = torch.cat([QUANTIZERS[block_type.name](block) for block in values.float().split(32, 1)], 1)
     assert torch.equal(quantize(values, block_type).blocks, wanted)
     assert torch.equal(quantize(values.t().contiguous().t(), block_type).blocks, wanted)
 

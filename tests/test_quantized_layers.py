@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from infinicore import nn
-from infinicore.ops.reference import random_blocks
+from infinicore.ops.samples import random_blocks
 from infinicore.quantization import BlockType, QuantizedTensor
 
 Q4 = random_blocks(BlockType.Q4_1, 5, 2)

@@ -11,7 +11,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 import infinicore
 from infinicore import ops
-from infinicore.ops.reference import not_finite
+from infinicore.ops.samples import not_finite
 from infinicore.ops.sampling_reference import largest
 
 VOCABULARY = 50_257  # a multiple of nothing

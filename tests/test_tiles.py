@@ -8,7 +8,7 @@ import torch
 from infinicore import nn
 from infinicore.nn.fused import joined
 from infinicore.nn.linear import lay_together
-from infinicore.ops.reference import random_blocks
+from infinicore.ops.samples import random_blocks
 from infinicore.quantization import BlockType, QuantizedTensor
 from infinicore.tiles import PARTS, TILE_ROWS, TiledTensor, tile
 

@@ -12,7 +12,7 @@ from torch import Tensor
 import infinicore
 from infinicore import nn, ops
 from infinicore.graph import CudaArena, Graph
-from infinicore.ops.reference import random_blocks
+from infinicore.ops.samples import random_blocks
 from infinicore.quantization import BlockType
 from infinicore.tiles import tile
 

@@ -31,8 +31,8 @@ from infinicore.float8 import Float8Tensor, to_float8
 from infinicore.graph import CudaArena, Graph
 from infinicore.ops import registry
 from infinicore.ops.fused_reference import places
-from infinicore.ops.reference import random_blocks
 from infinicore.ops.registry import Op
+from infinicore.ops.samples import random_blocks
 from infinicore.quantization import BlockType, QuantizedTensor, quantize
 from infinicore.tiles import PARTS, TiledTensor, tile
 from infinilm.models.llama import LlamaForCausalLM

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from infinicore import ops
 from infinicore.graph import CudaArena, Graph
-from infinicore.ops.reference import not_finite
+from infinicore.ops.samples import not_finite
 
 pytestmark = [
     pytest.mark.gpu,

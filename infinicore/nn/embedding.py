@@ -10,6 +10,7 @@ from torch import Tensor
 
 from infinicore.checks import check_place, integer, positive
 from infinicore.nn import functional as F
+from infinicore.nn.checks import HALVES
 from infinicore.nn.module import Module, Parameter
 from infinicore.nn.weight import WeightLayer
 
@@ -45,7 +46,7 @@ class Embedding(WeightLayer):
     def forward(self, indices: Ids, dtype: torch.dtype | None = None) -> Tensor:
         """The rows in `dtype`, or as the weight has them."""
         ids, weight = ids_tensor(indices, self.weight.device), self.weight
-        if dtype is torch.float32 and isinstance(weight, Tensor) and weight.dtype in F.HALVES:
+        if dtype is torch.float32 and isinstance(weight, Tensor) and weight.dtype in HALVES:
             shape = (*ids.shape, self.embedding_dim)
             return F.embedding(ids, weight, out=torch.empty(shape, dtype=dtype, device=weight.device))
         rows = F.embedding(ids, weight)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from infinicore import ops
 from infinicore.nn import functional as F
+from infinicore.nn.checks import check_like, check_linear
 from infinicore.nn.norm import RMSNorm
 from infinicore.quantization import PackedTensor, QuantizedTensor
 from infinicore.tiles import RowTensor, can_be_one
@@ -23,8 +24,8 @@ def linear_add(
     input: Tensor, weight: Tensor | QuantizedTensor, bias: Tensor | None, residual: Tensor
 ) -> Tensor:
     """residual + linear(input, weight, bias)"""
-    F.check_linear(input, weight, bias)
-    F.check_like("linear", input, "residual", residual, (*input.shape[:-1], weight.shape[0]))
+    check_linear(input, weight, bias)
+    check_like("linear", input, "residual", residual, (*input.shape[:-1], weight.shape[0]))
     if isinstance(weight, PackedTensor):
         return ops.packed_linear(input, (weight,), (bias,), residual)
     return ops.linear_add(input, weight, bias, residual)
@@ -42,7 +43,7 @@ def linear_group(
     if not can_share_input(weights):
         return tuple(F.linear(input, weight, bias) for weight, bias in zip(weights, biases, strict=True))
     for weight, bias in zip(weights, biases, strict=True):
-        F.check_linear(input, weight, bias)
+        check_linear(input, weight, bias)
     y = ops.packed_linear(input, tuple(weights), tuple(biases), None)
     return torch.split(y, [weight.shape[0] for weight in weights], -1)
 
@@ -73,20 +74,20 @@ def gated_linear(  # noqa: PLR0913  two products, what comes before and after th
     by = gate_of(activation)
     whole = None if input.is_cpu or gate.shape != up.shape else joined((gate, up), (gate_bias, up_bias))
     if whole is not None:
-        F.check_linear(input, *whole)
+        check_linear(input, *whole)
         return ops.gated_linear(input, *scale_of(norm, input), *whole, activation)
     input = input if norm is None else norm(input)
     if not can_share_input((gate, up)) or gate.shape != up.shape:
         return by(*linear_group(input, (gate, up), (gate_bias, up_bias)))
-    F.check_linear(input, gate, gate_bias)
-    F.check_linear(input, up, up_bias)
+    check_linear(input, gate, gate_bias)
+    check_linear(input, up, up_bias)
     return ops.packed_linear(input, (gate, up), (gate_bias, up_bias), None, activation)
 
 
 def scale_of(norm: RMSNorm | None, input: Tensor) -> tuple[Tensor | None, float]:
     if norm is None:
         return None, 0.0
-    F.check_like("rms_norm", input, "weight", norm.weight, input.shape[-1:])
+    check_like("rms_norm", input, "weight", norm.weight, input.shape[-1:])
     return norm.weight, norm.eps
 
 

@@ -14,6 +14,7 @@ from infinicore import ops
 from infinicore.checks import check_place, integer, positive
 from infinicore.distributed import Communicator
 from infinicore.nn import functional as F
+from infinicore.nn.checks import check_like, check_linear
 from infinicore.nn.fused import gate_of, gated_linear, joined, linear_add, linear_group, scale_of
 from infinicore.nn.module import Parameter
 from infinicore.nn.norm import RMSNorm
@@ -119,7 +120,7 @@ class RowParallelLinear(BaseLinear):
         y = y if self.bias is None else y + self.bias
         if residual is None:
             return y
-        F.check_like(type(self).__name__, y, "residual", residual, y.shape)
+        check_like(type(self).__name__, y, "residual", residual, y.shape)
         return y + residual
 
     def extra_repr(self) -> str:
@@ -157,7 +158,7 @@ def project_heads(
     if not x.is_cpu and norm is not None and all(type(layer) is Linear for layer in layers):
         whole = joined([layer.weight for layer in layers], [layer.bias for layer in layers])
     if whole is not None:
-        F.check_linear(x, *whole)
+        check_linear(x, *whole)
         return ops.project_heads(x, *scale_of(norm, x), *whole, *place)
     projected = project(x if norm is None else norm(x), *layers)
     head_dim = 2 * place[1].shape[1]  # a row of the sines has one for each pair

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from infinicore.checks import check_eps, check_place, sizes
 from infinicore.nn import functional as F
+from infinicore.nn.checks import check_float, check_normalized
 from infinicore.nn.module import Module, Parameter
 
 
@@ -68,8 +69,8 @@ class LayerNorm(Module):
         return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
 
     def forward_standard(self, x: Tensor) -> Tensor:
-        F.check_float("layer_norm", "input", x)
-        F.check_normalized("layer_norm", x, self.normalized_shape)
+        check_float("layer_norm", "input", x)
+        check_normalized("layer_norm", x, self.normalized_shape)
         dims = tuple(range(-len(self.normalized_shape), 0))
         centered = x - x.mean(dims, keepdim=True)
         variance = centered.square().mean(dims, keepdim=True)

@@ -13,6 +13,7 @@ from torch import Tensor
 from infinicore.checks import check_place, integer, positive
 from infinicore.nn import functional as F
 from infinicore.nn.activation import GELU
+from infinicore.nn.checks import check_float
 from infinicore.nn.module import Module, Parameter
 from infinicore.nn.norm import LayerNorm
 
@@ -125,7 +126,7 @@ class RBELinear(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[*, I] -> [*, O]"""
-        F.check_float("RBELinear", "x", x)
+        check_float("RBELinear", "x", x)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return F.linear(x, self.dense_weight().to(x.dtype), bias)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from infinicore.checks import check_place, integer, number, positive
 from infinicore.nn import functional as F
+from infinicore.nn.checks import check_float
 from infinicore.nn.functional import RopeAlgo
 from infinicore.nn.module import Module
 
@@ -88,7 +89,7 @@ class RoPE(Module):
     def forward(self, x: Tensor, pos: Tensor, in_place: bool = False, *, out: Tensor | None = None) -> Tensor:
         if in_place and out is not None:
             raise ValueError("RoPE: in_place=True and out= exclude each other; pass one of them")
-        F.check_float("RoPE", "x", x)
+        check_float("RoPE", "x", x)
         sin, cos = self.tables_as(x.dtype)
         return F.rope(x, pos, sin, cos, self.algo, out=x if in_place else out)
 

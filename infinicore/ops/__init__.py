@@ -7,6 +7,12 @@ from infinicore.ops.descriptor import RopeAlgo, RopeDescriptor, RopeInfo
 from infinicore.ops.experts_reference import experts, route
 from infinicore.ops.fused_reference import gated_linear, linear_add, project_heads, store_heads
 from infinicore.ops.lora_reference import add_lora
+from infinicore.ops.quantized_reference import (
+    packed_embedding,
+    packed_linear,
+    quantized_embedding,
+    quantized_linear,
+)
 from infinicore.ops.reference import (
     add,
     add_rms_norm,
@@ -18,10 +24,6 @@ from infinicore.ops.reference import (
     gelu,
     layer_norm,
     linear,
-    packed_embedding,
-    packed_linear,
-    quantized_embedding,
-    quantized_linear,
     rms_norm,
     rope,
     scale,

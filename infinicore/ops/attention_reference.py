@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infinicore.ops.reference import EXACT, NOT_FINITE, Samples, not_finite, random, wide
+from infinicore.block_formats import DEQUANTIZERS, q8_0_parts
+from infinicore.ops.reference import wide
 from infinicore.ops.registry import DEFAULT_TOLERANCES, RECORDING, Kernel, Tolerance, op
-from infinicore.quantization import DEQUANTIZERS, BlockType, q8_0_parts
+from infinicore.ops.samples import EXACT, NOT_FINITE, Samples, not_finite, random
+from infinicore.quantization import BlockType
 
 KEY_LANES = 16  # keys that lie side by side in a pool
 Q8_0 = BlockType.Q8_0
@@ -56,7 +58,7 @@ def values_of(rows: Tensor) -> Tensor:
     if rows.dtype != torch.uint8:
         return wide(rows)
     blocks = rows.reshape(-1, Q8_0.bytes_per_block)
-    return DEQUANTIZERS[Q8_0](blocks).view(*rows.shape[:-1], -1)
+    return DEQUANTIZERS[Q8_0.name](blocks).view(*rows.shape[:-1], -1)
 
 
 def paged(

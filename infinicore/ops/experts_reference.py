@@ -6,30 +6,26 @@ for all of them each product finds the one that it would have found alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from infinicore.ops.reference import (
+from infinicore.ops.quantized_reference import packed_linear, quantized_linear
+from infinicore.ops.reference import linear, swiglu, wide
+from infinicore.ops.registry import op
+from infinicore.ops.samples import (
     HALF_PRODUCT,
     PRODUCT,
-    linear,
+    Samples,
     not_finite,
     not_finite_samples,
-    packed_linear,
-    quantized_linear,
     random,
     random_blocks,
-    swiglu,
-    wide,
 )
-from infinicore.ops.registry import op
 from infinicore.quantization import BlockType, PackedTensor, QuantizedTensor
 
 # N tokens, X experts, k of them chosen, E hidden size, I intermediate size
-Samples = Iterator[tuple[Any, ...]]
 Weight = Tensor | QuantizedTensor
 
 

@@ -6,31 +6,19 @@ found alone, with its bits, and is recorded as that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from infinicore.ops.attention_reference import paged, store_kv
-from infinicore.ops.reference import (
-    GATES,
-    HALF_PRODUCT,
-    PRODUCT,
-    add,
-    linear,
-    not_finite,
-    quantized_linear,
-    random,
-    rms_norm,
-    rope,
-    rope_tables,
-)
+from infinicore.ops.quantized_reference import quantized_linear
+from infinicore.ops.reference import GATES, add, linear, rms_norm, rope, rope_tables
 from infinicore.ops.registry import op
+from infinicore.ops.samples import HALF_PRODUCT, PRODUCT, Samples, not_finite, random
 from infinicore.quantization import QuantizedTensor
 
 # N tokens, E hidden size, I intermediate size, H query heads, K key/value heads, D head size
-Samples = Iterator[tuple[Any, ...]]
 Weight = Tensor | QuantizedTensor
 
 

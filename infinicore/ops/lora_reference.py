@@ -5,18 +5,15 @@ The reference calls products by name, so that on a GPU they are those of other l
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from infinicore.ops.fused_reference import linear_add
-from infinicore.ops.reference import HALF_PRODUCT, PRODUCT, linear, not_finite, random
+from infinicore.ops.reference import linear
 from infinicore.ops.registry import op
+from infinicore.ops.samples import HALF_PRODUCT, PRODUCT, Samples, not_finite, random
 
 # N rows, R rows of all adapters together
-Samples = Iterator[tuple[Any, ...]]
 
 
 def add_lora_samples(dtype: torch.dtype) -> Samples:

@@ -6,76 +6,30 @@ computed in float32 and rounded once, except where a docstring says that the mod
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from infinicore.ops.registry import Op, Tolerance, op
-from infinicore.quantization import BlockType, PackedTensor, QuantizedTensor
+from infinicore.ops.registry import Op, op
+from infinicore.ops.samples import (
+    EXACT,
+    HALF_PRODUCT,
+    ODD_SIZES,
+    PRODUCT,
+    Samples,
+    not_finite,
+    not_finite_samples,
+    pair_samples,
+    random,
+    row_samples,
+    small_rows,
+)
 
 # R rows, E row length, S sequence, H heads, D head size, T keys, V vocabulary
-ODD_SIZES = (1, 7, 17, 31, 33, 127, 1023)
-EXACT = {dtype: Tolerance(0, 0) for dtype in (torch.float32, torch.float16, torch.bfloat16)}
-# A dot product's error grows with its terms, not with its value, which may be near zero.
-PRODUCT = {torch.float32: Tolerance(1e-5, 1e-4)}
-HALF_PRODUCT = {torch.float16: Tolerance(2e-3, 2e-2), torch.bfloat16: Tolerance(1.6e-2, 2e-2)}
-Samples = Iterator[tuple[Any, ...]]
-
-
-def random(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-    """Normal values that depend on the shape alone, so that a failing case can be run again."""
-    generator = torch.Generator().manual_seed(sum((i + 1) * size for i, size in enumerate(shape)))
-    return (torch.randn(*shape, generator=generator) * scale).to(dtype)
 
 
 def wide(x: Tensor) -> Tensor:
     """x in the precision it is computed in: float32 for half types, its own otherwise."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-
-
-NOT_FINITE = (torch.nan, torch.inf, -torch.inf)
-
-
-def not_finite(size: int, dtype: torch.dtype) -> Tensor:
-    """Rows with a value that is not finite at their start, midst or end, rows with two, one without."""
-    x = random(13, size, dtype=dtype)
-    for row in range(9):
-        x[row, (0, size // 2, size - 1)[row // 3]] = NOT_FINITE[row % 3]
-    for row, (first, last) in enumerate(((1, 2), (1, 0), (2, 0)), start=9):
-        x[row, 0], x[row, size - 1] = NOT_FINITE[first], NOT_FINITE[last]
-    return x
-
-
-def not_finite_samples(dtype: torch.dtype) -> Samples:
-    for size in (3, 18, 133):  # ends of vectors, whole ones, and several at once
-        yield (not_finite(size, dtype),)
-
-
-def row_samples(dtype: torch.dtype) -> Samples:
-    for size in ODD_SIZES:
-        yield (random(3, size, dtype=dtype, scale=3.0),)
-    yield from not_finite_samples(dtype)
-    yield (random(2, 3, 5, 65, dtype=dtype),)
-    yield (random(40, 1025, dtype=dtype),)  # enough for two threads
-    yield (random(0, 8, dtype=dtype),)
-    yield (random(3, 0, dtype=dtype),)
-
-
-def pair_samples(dtype: torch.dtype) -> Samples:
-    for (x,) in row_samples(dtype):
-        yield x, random(*x.shape, dtype=dtype).flip(0)
-    for (x,) in not_finite_samples(dtype):
-        yield random(*x.shape, dtype=dtype), x
-        yield x, x.flip(0)
-
-
-def small_rows(dtype: torch.dtype) -> Tensor:
-    """Rows whose mean square is near eps, and one of zeros: without eps a norm of them is another."""
-    x = random(4, 40, dtype=dtype, scale=2.0**-8)
-    x[2] = 0
-    return x
 
 
 def rms_norm_samples(dtype: torch.dtype) -> Samples:
@@ -344,118 +298,3 @@ def linear_samples(dtype: torch.dtype) -> Samples:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x @ weight.T + bias, the weight cast to the dtype of x"""
     return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
-
-
-def random_blocks(type: BlockType, num_rows: int, num_blocks: int) -> QuantizedTensor:
-    """Random bytes, but for two bits of each: whichever are a float16 scale, it is below 1/128."""
-    generator = torch.Generator().manual_seed(type.ggml_id)
-    row_bytes = num_blocks * type.bytes_per_block
-    blocks = torch.randint(256, (num_rows, row_bytes), generator=generator, dtype=torch.uint8) & 0b10011111
-    if type is BlockType.MXFP4:  # whose scale is an exponent
-        blocks.view(-1, type.bytes_per_block)[:, 0] %= 8
-        blocks.view(-1, type.bytes_per_block)[:, 0] += 118
-    return QuantizedTensor(blocks, type, (num_rows, num_blocks * type.elements_per_block))
-
-
-def quantized_linear_samples(dtype: torch.dtype) -> Samples:
-    for type in BlockType:
-        for num_rows, num_blocks, out_features in ((1, 1, 1), (2, 3, 33), (5, 2, 7), (17, 1, 16), (64, 2, 9)):
-            weight = random_blocks(type, out_features, num_blocks)
-            x = random(num_rows, weight.shape[1], dtype=dtype, scale=0.1)
-            yield x, weight, random(out_features, dtype=dtype)
-        yield random(2, 3, weight.shape[1], dtype=dtype, scale=0.1), weight, None
-        yield random(0, weight.shape[1], dtype=dtype), weight, None
-        for x in (not_finite(weight.shape[1], dtype), not_finite(weight.shape[1], dtype)[1:2]):
-            yield x, weight, None
-    weight = random_blocks(BlockType.Q4_1, 576, 18)  # enough for two threads
-    yield random(3, 576, dtype=dtype), weight, None
-
-
-@op(quantized_linear_samples, PRODUCT)
-def quantized_linear(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
-    """x @ weight.T + bias, the weight dequantised to the dtype of x"""
-    return torch.nn.functional.linear(x, weight.dequantize(x.dtype), bias)
-
-
-def quantized_embedding_samples(dtype: torch.dtype) -> Samples:
-    for type in BlockType:
-        yield torch.tensor([[4, 0], [2, 4]]), random_blocks(type, 5, 3)
-        yield torch.tensor(3), random_blocks(type, 5, 1)
-        yield torch.empty(0, 3, dtype=torch.int64), random_blocks(type, 5, 1)
-    yield torch.arange(300, dtype=torch.int32) % 50, random_blocks(BlockType.Q8_0, 50, 16)
-
-
-@op(quantized_embedding_samples, EXACT)
-def quantized_embedding(ids: Tensor, weight: QuantizedTensor) -> Tensor:
-    """The rows of weight that ids name, dequantised to float32: [*] -> [*, E]"""
-    rows = weight.rows(ids.long().flatten()).dequantize()
-    return rows.view(*ids.shape, weight.shape[-1])
-
-
-ACTIVATION_GROUP = 32
-SMALLEST_ACTIVATION = 2.0**-100  # what is below has no reciprocal in float32
-
-
-def rounded_activations(x: Tensor, bits: int) -> Tensor:
-    """x with each group of 32 rounded to equal steps: the largest absolute value is 127 of them.
-
-    With more than 8 bits a step has 16 or 256 parts, of which kernels keep at most 127 to either side of a
-    whole one.
-    """
-    parts = 1 << (bits - 8)
-    groups = x.reshape(*x.shape[:-1], x.shape[-1] // ACTIVATION_GROUP, ACTIVATION_GROUP)
-    largest = groups.abs().amax(-1, keepdim=True)
-    rounded = (groups * torch.where(largest >= SMALLEST_ACTIVATION, 127 * parts / largest, 0)).round()
-    if bits == 16:
-        rounded = rounded + (rounded.remainder(256) == 128)
-    return (rounded * (largest / (127 * parts))).flatten(-2)
-
-
-def packed_linear_samples(dtype: torch.dtype) -> Samples:
-    for bits in (8, 12, 16):
-        for x, weight, bias in quantized_linear_samples(dtype):
-            yield x, (weight.pack(bits),), (bias,), None, None
-    x, first = random(3, 64, dtype=dtype), random_blocks(BlockType.Q4_1, 40, 2).pack()
-    second, third = random_blocks(BlockType.Q8_0, 16, 2).pack(), random_blocks(BlockType.Q5_0, 7, 2).pack()
-    yield x, (first, second, third), (random(40, dtype=dtype), None, random(7, dtype=dtype)), None, None
-    yield x, (first, second), (None, None), random(3, 56, dtype=dtype)
-    pair, biases = (first, random_blocks(BlockType.Q4_0, 40, 2).pack()), (None, random(40, dtype=dtype))
-    for activation in GATES:
-        yield x, pair, biases, None, activation
-
-
-# Scales and minimums are applied to sums over a group, which are larger than the values they leave.
-@op(packed_linear_samples, {torch.float32: Tolerance(1e-5, 5e-4)})
-def packed_linear(
-    x: Tensor,
-    weights: Sequence[PackedTensor],
-    biases: Sequence[Tensor | None],
-    residual: Tensor | None,
-    activation: str | None = None,
-) -> Tensor:
-    """x @ weight.T + bias for each of up to three weights, side by side, with x rounded to 8, 12 or 16 bits.
-
-    With an activation, "silu" or "gelu_tanh", activation(first) * second of two; then the residual is added.
-    """
-    rounded = rounded_activations(x, weights[0].activation_bits)
-    products = [
-        torch.nn.functional.linear(rounded, weight.dequantize(x.dtype), bias)
-        for weight, bias in zip(weights, biases, strict=True)
-    ]
-    if activation is None:
-        y = torch.cat(products, -1)
-    else:
-        gate, options = GATES[activation]
-        y = gate.reference(*products, *options)
-    return y if residual is None else residual + y
-
-
-def packed_embedding_samples(dtype: torch.dtype) -> Samples:
-    for ids, weight in quantized_embedding_samples(dtype):
-        yield ids, weight.pack()
-
-
-@op(packed_embedding_samples, EXACT)
-def packed_embedding(ids: Tensor, weight: PackedTensor) -> Tensor:
-    """quantized_embedding of the weight before it was packed"""
-    return quantized_embedding.reference(ids, weight.unpack())

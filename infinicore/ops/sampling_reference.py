@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from infinicore.ops.reference import EXACT, NOT_FINITE, ODD_SIZES, Samples, not_finite, random
 from infinicore.ops.registry import DEFAULT_TOLERANCES, RECORDING, Kernel, Tolerance, op
+from infinicore.ops.samples import EXACT, NOT_FINITE, ODD_SIZES, Samples, not_finite, random
 
 
 def random_sample_samples(dtype: torch.dtype) -> Samples:
