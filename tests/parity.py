@@ -74,3 +74,10 @@ def check_parity(theirs: Any, folder: Path, dtype: torch.dtype, bar: float, leng
     cache, steps = DynamicCache(), [ids[:, :10], ids[:, 10:13], *ids[:, 13:].split(1, dim=1)]
     logits = torch.cat([ours(step, past_key_values=cache, logits_to_keep=0) for step in steps], dim=1)
     assert nmse(logits, wanted) <= bar
+
+
+def check_greedy(theirs: Any, folder: Path) -> None:
+    """64 tokens are the same"""
+    ours = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    wanted = theirs.generate(prompt(), max_new_tokens=64, do_sample=False, pad_token_id=0)
+    assert torch.equal(ours.generate(prompt(), max_new_tokens=64), wanted)
