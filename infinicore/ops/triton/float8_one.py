@@ -82,10 +82,10 @@ def add_word(sums, words, x, y, EMULATES: tl.constexpr):
 
 @triton.jit
 def load_rows(
-    word_ptr, n, is_row, which, piece, num_pieces, half, gap, D,
+    word_ptr, scale_ptr, n, is_row, which, piece, num_pieces, half, gap, D,
     PAIRS: tl.constexpr, TURNS: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """[P, R, 4]: rows n, or rows n and those that lie `gap` further"""
+    """[P, R, 4] and scales [R]: rows n, or rows n and those that lie `gap` further"""
     row = n
     if TURNS:
         row = row_of(n, half, D, IS_INTERLEAVED)
@@ -93,9 +93,14 @@ def load_rows(
         row += which * gap
     at = row.to(tl.int64)[None, :, None] * num_pieces + piece[:, None, None]
     is_in = is_row[None, :, None] & (piece < num_pieces)[:, None, None]
-    return tl.load(
-        word_ptr + at * 4 + tl.arange(0, 4)[None, None, :], mask=is_in, other=0, eviction_policy="evict_first"
-    )
+    at = word_ptr + at * 4 + tl.arange(0, 4)[None, None, :]
+    words = tl.load(at, mask=is_in, other=0, eviction_policy="evict_first")
+    return words, tl.load(scale_ptr + row, mask=is_row, other=0.0)
+
+
+@triton.jit
+def load_residual(residual_ptr, n, N, ADDS: tl.constexpr):
+    return tl.load(residual_ptr + n, mask=n < N, other=0.0).to(tl.float32) if ADDS else n
 
 
 @triton.jit
@@ -117,12 +122,13 @@ def one_kernel(
     gap = (1 if IS_INTERLEAVED else half) if TURNS else N
     begin = tl.program_id(0) * EACH
     n = begin + r % EACH
-    words = load_rows(
-        word_ptr, n, n < N, which, piece, num_pieces, half, gap, D, PAIRS, TURNS, IS_INTERLEAVED
+    words, scale = load_rows(
+        word_ptr, scale_ptr, n, n < N, which, piece, num_pieces, half, gap, D, PAIRS, TURNS, IS_INTERLEAVED
     )
     pn, qn = load_pairs(norm_ptr if NORMS else word_ptr, piece, num_pieces if NORMS else 0)
     wait_for_inputs(OVERLAPS)
     turn = place_now(where, S) if TURNS else 0
+    residual = load_residual(residual_ptr, begin + each, N, ADDS)
     p, q = load_pairs(x_ptr, piece, num_pieces)
     a, b = floats_of(p[0], pn[0], NORMS), floats_of(p[1], pn[1], NORMS)
     c, d = floats_of(p[2], pn[2], NORMS), floats_of(p[3], pn[3], NORMS)
@@ -134,16 +140,18 @@ def one_kernel(
         factor = tl.rsqrt(tl.sum(squares) / (num_pieces * 16) + eps)
     for start in range(begin, N, tl.num_programs(0) * EACH):
         ahead = start + tl.num_programs(0) * EACH + r % EACH
-        next_words = load_rows(
-            word_ptr, ahead, ahead < N, which, piece, num_pieces, half, gap, D, PAIRS, TURNS, IS_INTERLEAVED
-        )
+        next_words, next_scale = load_rows(
+            word_ptr, scale_ptr, ahead, ahead < N, which, piece, num_pieces, half, gap, D,
+            PAIRS, TURNS, IS_INTERLEAVED,
+        )  # fmt: skip
+        next_residual = load_residual(residual_ptr, start + tl.num_programs(0) * EACH + each, N, ADDS)
         v0, v1, v2, v3 = four(words)
         sums = tl.zeros([PIECES, ROWS], tl.float32)
         sums = add_word(sums, v0, a, b, EMULATES)
         sums = add_word(sums, v1, c, d, EMULATES)
         sums = add_word(sums, v2, e, f, EMULATES)
         sums = add_word(sums, v3, g, h, EMULATES)
-        y = tl.sum(sums, 0) * factor
+        y = tl.sum(sums, 0) * (scale * factor)
         out = start + each
         if PAIRS:
             first, second = tl.split(y.reshape(2, EACH).permute(1, 0))
@@ -151,23 +159,22 @@ def one_kernel(
             first, second = y, y
         if TURNS:
             store_turned(
-                y_ptr, scale_ptr, bias_ptr, first, second, out, N, turn, where, half, gap, D,
+                y_ptr, bias_ptr, first, second, out, N, turn, where, half, gap, D,
                 HAS_BIAS, IS_INTERLEAVED, S, LANES,
             )  # fmt: skip
         else:
-            first = finished(first, scale_ptr, bias_ptr, out, out < N, HAS_BIAS)
+            first = biased(first, bias_ptr, out, out < N, HAS_BIAS)
             if GATES:
-                second = finished(second, scale_ptr, bias_ptr, out + N, out < N, HAS_BIAS)
+                second = biased(second, bias_ptr, out + N, out < N, HAS_BIAS)
                 first = first / (1 + tl.exp(-first)) * second
             if ADDS:
-                first += tl.load(residual_ptr + out, mask=out < N, other=0.0).to(tl.float32)
+                first += residual
             tl.store(y_ptr + out, first.to(y_ptr.dtype.element_ty), mask=out < N)
-        words = next_words
+        words, scale, residual = next_words, next_scale, next_residual
 
 
 @triton.jit
-def finished(y, scale_ptr, bias_ptr, row, is_row, HAS_BIAS: tl.constexpr):
-    y *= tl.load(scale_ptr + row, mask=is_row, other=0.0)
+def biased(y, bias_ptr, row, is_row, HAS_BIAS: tl.constexpr):
     if HAS_BIAS:
         y += tl.load(bias_ptr + row, mask=is_row, other=0.0).to(tl.float32)
     return y
@@ -186,7 +193,7 @@ def place_now(where, S: tl.constexpr):
 
 @triton.jit
 def store_turned(
-    q_ptr, scale_ptr, bias_ptr, first, second, pair, num_pairs, turn, where, half, gap, D,
+    q_ptr, bias_ptr, first, second, pair, num_pairs, turn, where, half, gap, D,
     HAS_BIAS: tl.constexpr, IS_INTERLEAVED: tl.constexpr, S: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     position, block, place = turn
@@ -195,8 +202,8 @@ def store_turned(
     is_pair = pair < num_pairs
     row = row_of(pair, half, D, IS_INTERLEAVED)
     head, d = pair // half, row % D
-    first = finished(first, scale_ptr, bias_ptr, row, is_pair, HAS_BIAS)
-    second = finished(second, scale_ptr, bias_ptr, row + gap, is_pair, HAS_BIAS)
+    first = biased(first, bias_ptr, row, is_pair, HAS_BIAS)
+    second = biased(second, bias_ptr, row + gap, is_pair, HAS_BIAS)
     sin, cos = angles(sin_ptr, cos_ptr, position, pair % half, is_pair, sin_stride, cos_stride, length)
     r0 = tl.where(head < H + K, first * cos - second * sin, first)
     r1 = tl.where(head < H + K, first * sin + second * cos, second)

@@ -138,8 +138,11 @@ def tile_of(num_rows: int, weight: TiledTensor | Float8Tensor) -> Tile:
         return DETERMINISTIC
     if num_rows <= 16:
         tile = Tile(4, 16, 256, 3) if weight.type in NIBBLES else Tile(4, 16, 128, 5)
+    elif num_rows <= 32:
+        tile = Tile(8, 32, 128, 3)
     elif num_rows <= 64:
-        tile = Tile(8, 32 if num_rows <= 32 else 64, 128, 3)
+        is_small = weight.shape[0] <= 64 * num_processors(weight.device)
+        tile = Tile(4, 64, 64, 5) if is_small else Tile(8, 64, 128, 3)
     else:
         tile = Tile(8, 128, 64, 3)
     return tile._replace(splits=splits_of(tile, num_rows, weight))
