@@ -15,7 +15,7 @@ from torch import Tensor
 
 import infinicore
 from infinicore.float8 import Float8Tensor
-from infinicore.ops.triton.fragments import FP8, columns_of, load_float8, load_tiles
+from infinicore.ops.triton.fragments import FP8, columns_of, fetch, load_float8, load_tiles
 from infinicore.ops.triton.rows import HALVES, finish
 from infinicore.ops.triton.splits import arrivals, leave_part, parts_at, sum_of_parts
 from infinicore.ops.triton.tensors import num_processors, overlap, wait_for_inputs
@@ -26,6 +26,7 @@ from infinicore.tiles import TILE_ROWS, TiledTensor
 
 # M rows of x, N of y, K their length
 MOST_SPLITS = 8
+AHEAD = 2  # steps of few rows, whose weights are fetched while the kernel before ends; four are too many
 NIBBLES = (BlockType.Q4_0, BlockType.Q4_1, BlockType.Q4_K)
 MOST_ROWS, MOST_FLOAT8_ROWS = 256, 64  # with more, floats are made of a weight as a whole, or float8 of x
 
@@ -62,8 +63,9 @@ def fragment_kernel(
     y_ptr, part_ptr, arrival_ptr, x_ptr, word_ptr, half_ptr, byte_ptr, scale_ptr, bias_ptr, residual_ptr,
     x_stride, residual_stride, stride, M, N, K, apart, num_steps, power,
     HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, GATES: tl.constexpr, TILES: tl.constexpr,
-    COLUMNS: tl.constexpr, LENGTH: tl.constexpr, SPLITS: tl.constexpr, TYPE: tl.constexpr,
-    IN_PAIRS: tl.constexpr, IS_WHOLE: tl.constexpr, EMULATES: tl.constexpr, OVERLAPS: tl.constexpr,
+    COLUMNS: tl.constexpr, LENGTH: tl.constexpr, SPLITS: tl.constexpr, AHEAD: tl.constexpr,
+    TYPE: tl.constexpr, IN_PAIRS: tl.constexpr, IS_WHOLE: tl.constexpr, EMULATES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """y = x times the weight + bias (+ residual), or silu(gate) * up of tiles that are some apart
 
@@ -76,6 +78,11 @@ def fragment_kernel(
     split = tl.program_id(2)
     at = columns_of(LENGTH, TYPE)
     x_row = x_ptr + tl.minimum(column, M - 1).to(tl.int64)[:, None] * x_stride + at[None, :]
+    if OVERLAPS:
+        for i in tl.static_range(AHEAD):
+            start = (split * num_steps + i) * LENGTH
+            if start < K:
+                fetch(word_ptr, first, apart, start, num_rows, K, stride, TILES, EACH, TYPE)
     wait_for_inputs(OVERLAPS)
     sums = tl.zeros([TILES * 32, COLUMNS], tl.float32)
     for number in range(split * num_steps, (split + 1) * num_steps):
@@ -163,11 +170,10 @@ def launch(
     bias: Tensor | None,
     residual: Tensor | None = None,
     is_gated: bool = False,
-    tile: Tile | None = None,
 ) -> None:
     """y = x times the weight + bias + residual, or silu(gate) * up where the weight has the rows of both"""
     size, num_outputs = x.shape[1], y.shape[-1]
-    tile = tile or tile_of(len(x), weight)
+    tile = tile_of(len(x), weight)
     each = tile.tiles // 2 if is_gated else tile.tiles
     grid = (
         triton.cdiv(triton.cdiv(num_outputs, TILE_ROWS), each),
@@ -186,7 +192,8 @@ def launch(
         HAS_BIAS=bias is not None, ADDS=residual is not None, GATES=is_gated, TILES=tile.tiles,
         COLUMNS=tile.columns, LENGTH=tile.length, SPLITS=tile.splits,
         TYPE=FP8.value if isinstance(weight, Float8Tensor) else weight.type.ggml_id, IN_PAIRS=in_pairs,
-        IS_WHOLE=num_steps * tile.splits * tile.length == size, EMULATES=IS_INTERPRETED,
+        AHEAD=AHEAD if tile.columns == 16 else 0, EMULATES=IS_INTERPRETED,
+        IS_WHOLE=num_steps * tile.splits * tile.length == size,
         num_warps=tile.tiles, num_stages=tile.num_stages, **overlap(x.device),
     )  # fmt: skip
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from infinicore.ops.triton.tiles import Q8_0
 from infinicore.ops.triton.tiles_values import load_numbers, pair_of_values, step, twice
 
 # L threads: 32 for each tile of 32 rows. Thread 4 g + t of a tile has its rows 8 j + g, j being 0 to 3.
@@ -128,3 +129,24 @@ def load_tiles(
     values = tl.join(low, top).reshape(GROUPS, TILES, 8, 4, 2, 2, 2, 2, 2)
     # j / 2, tile, j % 2, g; group, its half, the high bit of a value's place, t, the low bit
     return values.permute(4, 1, 5, 2, 0, 8, 7, 3, 6).reshape(TILES * 32, LENGTH)
+
+
+@triton.jit
+def fetch(
+    word_ptr, first, apart, start, num_rows, K, stride,
+    TILES: tl.constexpr, EACH: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    """Bring 4 KB of each tile into the L2 cache: what a step takes of it, or most of that"""
+    thread = tl.arange(0, TILES * 32)
+    tile = first + thread // 32 % EACH + thread // (32 * EACH) * apart
+    if TYPE == FP8:
+        row = tl.minimum(tile * 32 + thread % 32, num_rows - 1)
+        at = word_ptr + (row.to(tl.int64) * K + start) // 4
+    else:
+        SIZE: tl.constexpr = 8 if TYPE == Q8_0 else 4  # words of a row and group
+        at = word_ptr + tl.minimum(tile, tl.cdiv(num_rows, 32) - 1).to(tl.int64) * stride * 4
+        at += tl.minimum(start * SIZE + thread % 32 * 32, stride * 4 - 1)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
