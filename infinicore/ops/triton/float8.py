@@ -1,8 +1,8 @@
 """Products with weights in float8, and rows of them (infinicore/float8.py).
 
-One row is sums of products in registers; a few go through the tensor cores in their own dtype, so that only
-the weight is rounded. Many of bfloat16 are rounded too, each to a scale of its own, for the float8 tensor
-cores. GPUs without these take the reference.
+One row is sums of products in registers (float8_one.py); a few go through the tensor cores in their own
+dtype (fragment_rows.py), so that only the weight is rounded. Many of bfloat16 are rounded too, each to a
+scale of its own, for the float8 tensor cores. GPUs without these take the reference.
 """
 
 from __future__ import annotations
@@ -14,31 +14,20 @@ from torch import Tensor
 
 import infinicore
 from infinicore.float8 import LARGEST, Float8Tensor
-from infinicore.ops.triton.splits import fold, part_of, splits_of, store_sums
+from infinicore.ops.triton import fragment_rows
+from infinicore.ops.triton.float8_one import launch_one, takes_one, values_of
 from infinicore.ops.triton.tensors import overlap, wait_for_inputs
+from infinicore.ops.triton.tiles import IS_INTERPRETED
 
 # M rows of x, N of the weight, K their length
-MOST_FOR_TILES = 32  # rows; more are rounded to float8 themselves
+MOST_ALONE = 32  # rows of float32, which the tensor cores do not take
 TILE = 1024
 
 
 @triton.jit
-def values_of(words):
-    """The four float8 of a word as float32, two at a time by way of float16"""
-    return tl.inline_asm_elementwise(
-        "{ .reg .b16 low, high, a, b, c, d; .reg .b32 first, last; mov.b32 {low, high}, $4;"
-        " cvt.rn.f16x2.e4m3x2 first, low; cvt.rn.f16x2.e4m3x2 last, high;"
-        " mov.b32 {a, b}, first; mov.b32 {c, d}, last;"
-        " cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; cvt.f32.f16 $2, c; cvt.f32.f16 $3, d; }",
-        "=f,=f,=f,=f,r", [words], dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
-        is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def products_of(words, x_at, is_in):
+def products_of(words, x_at, is_in, EMULATES: tl.constexpr):
     """Words [P, R, 4] times 16 values of x for each piece: [P, R]"""
-    a, b, c, d = values_of(words)
+    a, b, c, d = values_of(words, EMULATES)
     products = a * tl.load(x_at, mask=is_in, other=0.0).to(tl.float32)[:, None, :]
     products += b * tl.load(x_at + 1, mask=is_in, other=0.0).to(tl.float32)[:, None, :]
     products += c * tl.load(x_at + 2, mask=is_in, other=0.0).to(tl.float32)[:, None, :]
@@ -49,7 +38,8 @@ def products_of(words, x_at, is_in):
 @triton.jit
 def row_kernel(
     y_ptr, x_ptr, word_ptr, scale_ptr, bias_ptr, x_stride, N, num_pieces,
-    HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, PIECES: tl.constexpr, OVERLAPS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, PIECES: tl.constexpr, EMULATES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """y[m, n] = scale[n] * sum(x[m] * weight[n]) + bias[n]"""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -69,42 +59,16 @@ def row_kernel(
         second = first + PIECES
         is_in = is_row & (second + piece < num_pieces)[:, None, None]
         others = tl.load(at + second * 4, mask=is_in, other=0, eviction_policy="evict_first")
-        sums += products_of(words, x_at + first * 16, (first + piece < num_pieces)[:, None])
+        sums += products_of(words, x_at + first * 16, (first + piece < num_pieces)[:, None], EMULATES)
         third = second + PIECES
         is_in = is_row & (third + piece < num_pieces)[:, None, None]
         words = tl.load(at + third * 4, mask=is_in, other=0, eviction_policy="evict_first")
-        sums += products_of(others, x_at + second * 16, (second + piece < num_pieces)[:, None])
+        sums += products_of(others, x_at + second * 16, (second + piece < num_pieces)[:, None], EMULATES)
     y = tl.sum(sums, 0) * tl.load(scale_ptr + row, mask=row < N, other=0.0)
     if HAS_BIAS:
         y += tl.load(bias_ptr + row, mask=row < N, other=0.0).to(tl.float32)
     to = y_ptr + tl.program_id(1).to(tl.int64) * N + row
     tl.store(to, y.to(y_ptr.dtype.element_ty), mask=row < N)
-
-
-@triton.jit
-def tiles_kernel(
-    y_ptr, part_ptr, x_ptr, weight_ptr, scale_ptr, bias_ptr, x_stride, M, N, K, num_steps,
-    HAS_BIAS: tl.constexpr, IS_SPLIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    LENGTH: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    """A tile [ROWS of the weight, COLUMNS rows of x] of the product, or of a split of its sums"""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    split = tl.program_id(2)
-    at = tl.arange(0, LENGTH)
-    w_at = weight_ptr + row.to(tl.int64)[:, None] * K + at[None, :]
-    x_at = x_ptr + column.to(tl.int64)[:, None] * x_stride + at[None, :]
-    wait_for_inputs(OVERLAPS)
-    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for step in range(split * num_steps, (split + 1) * num_steps):
-        start = step * LENGTH
-        is_in = (start + at < K)[None, :]
-        is_weight = (row < N)[:, None] & is_in
-        weight = tl.load(w_at + start, mask=is_weight, other=0.0, eviction_policy="evict_first")
-        x = tl.load(x_at + start, mask=(column < M)[:, None] & is_in, other=0.0)
-        sums = tl.dot(weight.to(x.dtype), x.T, sums)
-    sums *= tl.load(scale_ptr + row, mask=row < N, other=0.0)[:, None]
-    store_sums(y_ptr, part_ptr, bias_ptr, sums, row, column, split, M, N, HAS_BIAS, IS_SPLIT)
 
 
 @triton.jit
@@ -145,26 +109,9 @@ def launch_row(y: Tensor, x: Tensor, weight: Float8Tensor, bias: Tensor | None) 
     rows, pieces = 8, min(triton.next_power_of_2(num_pieces), 128)
     row_kernel[(triton.cdiv(num_rows, rows), len(x))](
         y, x, weight.blocks.view(torch.int32), weight.row_scales, bias, x.stride(0), num_rows, num_pieces,
-        HAS_BIAS=bias is not None, ROWS=rows, PIECES=pieces, num_warps=max(pieces // 32, 1), num_stages=1,
-        **overlap(x.device),
+        HAS_BIAS=bias is not None, ROWS=rows, PIECES=pieces, EMULATES=IS_INTERPRETED,
+        num_warps=max(pieces // 32, 1), num_stages=1, **overlap(x.device),
     )  # fmt: skip
-
-
-def launch_tiles(y: Tensor, x: Tensor, weight: Float8Tensor, bias: Tensor | None) -> None:
-    num_rows, size = weight.shape
-    is_fixed = infinicore.deterministic  # then tiles and sums depend on no other row
-    rows, columns = 64, MOST_FOR_TILES if is_fixed else max(triton.next_power_of_2(len(x)), 16)
-    length = 128
-    num_programs, num_steps = triton.cdiv(num_rows, rows), triton.cdiv(size, length)
-    splits = 1 if is_fixed else splits_of(num_programs, num_steps, x.device)
-    part = part_of(y, splits)
-    tiles_kernel[(num_programs, triton.cdiv(len(x), columns), splits)](
-        y, part, x, weight.values, weight.row_scales, bias, x.stride(0), len(x), num_rows, size,
-        triton.cdiv(num_steps, splits),
-        HAS_BIAS=bias is not None, IS_SPLIT=splits > 1, ROWS=rows, COLUMNS=columns, LENGTH=length,
-        num_warps=4, num_stages=4, **overlap(x.device),
-    )  # fmt: skip
-    fold(y, part, bias)
 
 
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -179,13 +126,12 @@ def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def linear(y: Tensor, x: Tensor, weight: Float8Tensor, bias: Tensor | None) -> None:
     """y [M, N] = x [M, K] times the weight + bias"""
-    if infinicore.deterministic:
-        by = launch_row if x.dtype == torch.float32 else launch_tiles
-        by(y, x, weight, bias)
-    elif len(x) == 1 or (x.dtype == torch.float32 and len(x) <= MOST_FOR_TILES):
+    if x.dtype == torch.float32 and (infinicore.deterministic or len(x) <= MOST_ALONE):
         launch_row(y, x, weight, bias)
-    elif len(x) <= MOST_FOR_TILES:
-        launch_tiles(y, x, weight, bias)
+    elif takes_one(x, weight):
+        launch_one(y, x, weight, bias)
+    elif fragment_rows.suits(x, weight):
+        fragment_rows.launch(y, x, weight, bias)
     elif x.dtype == torch.bfloat16 and weight.shape[0] % 16 == 0:
         values, scales = rounded(x)
         torch._scaled_mm(

@@ -34,7 +34,7 @@ from infinicore.ops.triton.tensors import (
     target,
     wait_for_inputs,
 )
-from infinicore.tiles import TiledTensor
+from infinicore.tiles import RowTensor
 
 # N tokens, H query heads, K key/value heads, D head size, E hidden size, B streams, M blocks of a stream,
 # P blocks of a pool, S slots of a block. Heads are counted on: of the queries, of the keys, of the values.
@@ -246,7 +246,7 @@ def accepts_project_heads(  # noqa: PLR0913  those of the op
     )
 
 
-def query_shape(weight: Tensor | TiledTensor, values: Tensor) -> tuple[int, int, int]:
+def query_shape(weight: Tensor | RowTensor, values: Tensor) -> tuple[int, int, int]:
     _, num_kv_heads, _, size = values.shape
     return 1, weight.shape[0] // size - 2 * num_kv_heads, size
 

@@ -13,18 +13,14 @@ from torch import Tensor
 
 import infinicore
 from infinicore.float8 import Float8Tensor
-from infinicore.ops.triton import float8
+from infinicore.ops.triton import float8, fragment_rows
 from infinicore.ops.triton.tensors import FLOATS, INDICES, are_plain, fits, rows_of, settled, target
 from infinicore.ops.triton.tiles import capability
-from infinicore.ops.triton.tiles_few import launch_few
-from infinicore.ops.triton.tiles_many import launch_row, launch_tiles
-from infinicore.ops.triton.tiles_one import TYPES as ONE_ROW
-from infinicore.ops.triton.tiles_one import launch_one
+from infinicore.ops.triton.tiles_one import launch_one, takes_one
+from infinicore.ops.triton.tiles_row import launch_row
 from infinicore.ops.triton.tiles_values import launch_rows, values_of
 from infinicore.tiles import TiledTensor
 
-MOST_IN_REGISTERS = 16  # rows; with more, Triton's products
-MOST_FOR_TILES = 256  # rows; with more, floats are made of a weight as a whole
 MOST_ALONE = 16  # rows of float32, which the tensor cores do not take
 
 
@@ -62,16 +58,12 @@ def quantized_linear(
 
 def linear(y: Tensor, x: Tensor, weight: TiledTensor, bias: Tensor | None) -> None:
     """y [M, N] = x [M, K] times the weight + bias"""
-    if infinicore.deterministic:
-        by = launch_row if x.dtype == torch.float32 else launch_tiles
-        by(y, x, weight, bias)
-    elif x.dtype == torch.bfloat16 and len(x) <= MOST_IN_REGISTERS and capability(x.device) >= (8, 0):
-        by = launch_one if len(x) == 1 and weight.type in ONE_ROW else launch_few
-        by(y, x, weight, bias)
-    elif len(x) == 1 or (x.dtype == torch.float32 and len(x) <= MOST_ALONE):
+    if x.dtype == torch.float32 and (infinicore.deterministic or len(x) <= MOST_ALONE):
         launch_row(y, x, weight, bias)
-    elif x.dtype != torch.float32 and len(x) <= MOST_FOR_TILES:
-        launch_tiles(y, x, weight, bias)
+    elif takes_one(x, weight):
+        launch_one(y, x, weight, bias)
+    elif fragment_rows.suits(x, weight):
+        fragment_rows.launch(y, x, weight, bias)
     elif bias is None:
         torch.mm(x, values_of(weight, x.dtype).t(), out=y)
     else:

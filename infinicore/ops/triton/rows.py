@@ -12,17 +12,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 import infinicore
+from infinicore.ops.triton.splits import arrivals, leave_part, parts_at, sum_of_parts
 from infinicore.ops.triton.tensors import overlap, wait_for_inputs
 
 # M rows of x, N rows of the weight, K their length
 HALVES = (torch.float16, torch.bfloat16)
 OURS, OURS_GATED = range(33, 65), range(33, 129)  # numbers of rows for which cuBLAS is slower
-MOST_TILES = 1024  # of a result whose columns are split
-# How many parts of a tile have come, for each weight: it is in one product at a time.
-ARRIVALS = WeakTensorKeyDictionary()
 
 
 @triton.jit
@@ -89,16 +86,9 @@ def rows_kernel(
         finish(y_ptr, bias_ptr, residual_ptr, sums, gated, m, n, residual_stride, M, N, HAS_BIAS, ADDS, GATES)
     else:
         tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        place = tl.arange(0, ROWS)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-        at = part_ptr + tile.to(tl.int64) * SPLITS * ROWS * SIZE + place
-        tl.store(at + split * ROWS * SIZE, sums)
-        tl.debug_barrier()
-        num_before = tl.atomic_add(arrival_ptr + tile, 1, sem="acq_rel", scope="gpu")
-        if num_before == SPLITS - 1:
-            tl.store(arrival_ptr + tile, 0)
-            sums = tl.load(at)
-            for i in tl.static_range(1, SPLITS):
-                sums += tl.load(at + i * ROWS * SIZE)
+        at = parts_at(part_ptr, tile, SPLITS, ROWS, SIZE)
+        if leave_part(at, arrival_ptr, tile, sums, split, SPLITS):
+            sums = sum_of_parts(at, arrival_ptr, tile, SPLITS, ROWS * SIZE)
             finish(
                 y_ptr, bias_ptr, residual_ptr, sums, sums, m, n, residual_stride, M, N, HAS_BIAS, ADDS, False
             )
@@ -161,10 +151,3 @@ def launch(
         ROWS=tile.rows, SIZE=tile.size, STEP=tile.step, SPLITS=tile.splits, SWAPS=tile.is_swapped,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **overlap(x.device),
     )  # fmt: skip
-
-
-def arrivals(weight: Tensor) -> Tensor:
-    if weight not in ARRIVALS:
-        ARRIVALS[weight] = torch.zeros(MOST_TILES, dtype=torch.int32, device=weight.device)
-    found: Tensor = ARRIVALS[weight]
-    return found

@@ -1,4 +1,4 @@
-"""Sums of products that processors share: each has a split of the terms, and these are folded in order."""
+"""Sums of products that processors share: each leaves its part, and the one that comes last adds them up."""
 
 from __future__ import annotations
 
@@ -7,58 +7,37 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from infinicore.ops.triton.tensors import num_processors, overlap, wait_for_inputs
-
-TILE = 1024
-
-
-@triton.jit
-def store_sums(
-    y_ptr, part_ptr, bias_ptr, sums, row, column, split, M, N, HAS_BIAS: tl.constexpr, IS_SPLIT: tl.constexpr
-):
-    """Sums [rows of a weight, columns: rows of x] go to y [M, N], or to their split of it"""
-    is_stored = (column < M)[:, None] & (row < N)[None, :]
-    if IS_SPLIT:
-        to = part_ptr + (split.to(tl.int64) * M + column)[:, None] * N + row[None, :]
-        tl.store(to, sums.T, mask=is_stored)
-    else:
-        if HAS_BIAS:
-            sums += tl.load(bias_ptr + row, mask=row < N, other=0.0).to(tl.float32)[:, None]
-        to = y_ptr + column.to(tl.int64)[:, None] * N + row[None, :]
-        tl.store(to, sums.T.to(y_ptr.dtype.element_ty), mask=is_stored)
+MOST_TILES = 1024  # of a result whose sums are split
+# How many parts of a tile have come, by where a weight lies: it is in one product at a time.
+ARRIVALS: dict[int, Tensor] = {}
 
 
 @triton.jit
-def fold_kernel(
-    y_ptr, part_ptr, bias_ptr, total, N,
-    HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    """y = the sum of the splits, in their order, + bias"""
-    wait_for_inputs(OVERLAPS)
-    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    sums = tl.zeros([TILE], tl.float32)
-    for split in tl.static_range(SPLITS):
-        sums += tl.load(part_ptr + split * total + at, mask=at < total, other=0.0)
-    if HAS_BIAS:
-        sums += tl.load(bias_ptr + at % N, mask=at < total, other=0.0).to(tl.float32)
-    tl.store(y_ptr + at, sums.to(y_ptr.dtype.element_ty), mask=at < total)
+def parts_at(part_ptr, tile, SPLITS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """Where the first part of a tile [HEIGHT, WIDTH] of sums goes; the others follow"""
+    place = tl.arange(0, HEIGHT)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    return part_ptr + tile.to(tl.int64) * (SPLITS * HEIGHT * WIDTH) + place
 
 
-def splits_of(num_programs: int, num_steps: int, device: torch.device) -> int:
-    """Into how many parts the sums are split, so that every processor has work"""
-    wanted = 2 * num_processors(device) // num_programs
-    return max(min(wanted, num_steps // 4, 8), 1)
+@triton.jit
+def leave_part(at, arrival_ptr, tile, sums, split, SPLITS: tl.constexpr):
+    """Whether this was the last part to come"""
+    tl.store(at + split * (sums.shape[0] * sums.shape[1]), sums)
+    tl.debug_barrier()
+    return tl.atomic_add(arrival_ptr + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
 
 
-def part_of(y: Tensor, splits: int) -> Tensor:
-    """Where the sums of each split go; y itself if there is one"""
-    return y if splits == 1 else torch.empty((splits, *y.shape), dtype=torch.float32, device=y.device)
+@triton.jit
+def sum_of_parts(at, arrival_ptr, tile, SPLITS: tl.constexpr, SIZE: tl.constexpr):
+    """In their order, whoever came first; the next product finds that none has come"""
+    tl.store(arrival_ptr + tile, 0)
+    sums = tl.load(at)
+    for i in tl.static_range(1, SPLITS):
+        sums += tl.load(at + i * SIZE)
+    return sums
 
 
-def fold(y: Tensor, part: Tensor, bias: Tensor | None) -> None:
-    """y [M, N] = the sum of its splits + bias, if it has any"""
-    if part is not y:
-        fold_kernel[(triton.cdiv(y.numel(), TILE),)](
-            y, part, bias, y.numel(), y.shape[1],
-            HAS_BIAS=bias is not None, SPLITS=len(part), TILE=TILE, num_warps=4, **overlap(y.device),
-        )  # fmt: skip
+def arrivals(weight: Tensor) -> Tensor:
+    if weight.data_ptr() not in ARRIVALS:
+        ARRIVALS[weight.data_ptr()] = torch.zeros(MOST_TILES, dtype=torch.int32, device=weight.device)
+    return ARRIVALS[weight.data_ptr()]

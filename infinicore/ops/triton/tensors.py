@@ -64,6 +64,14 @@ def rows_of(x: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 
+def pairs_of(x: Tensor) -> Tensor:
+    """Rows of bfloat16, two to an int32"""
+    whole = (
+        x if x.is_contiguous() and x.data_ptr() % 4 == 0 else x.clone(memory_format=torch.contiguous_format)
+    )
+    return whole.view(torch.int32)
+
+
 def on_device(t: Tensor, device: torch.device) -> Tensor:
     """Sent there without waiting, from pinned memory: other memory must not change until it has been read."""
     return t if t.device == device else t.pin_memory().to(device, non_blocking=True)

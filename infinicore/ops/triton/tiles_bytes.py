@@ -115,3 +115,12 @@ def part_of_one(exponent):
     """Its inverse, NaN where floats were not finite"""
     bits = tl.where(exponent == 255, 0x7FC00000, (exponent - 14) << 23)
     return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def four(x):
+    """[L, 4] -> its columns"""
+    even, odd = tl.split(x.reshape(x.shape[0], 2, 2))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return a, b, c, d

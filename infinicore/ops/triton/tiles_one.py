@@ -16,22 +16,33 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+import infinicore
 from infinicore.ops.triton.cache import LANES
 from infinicore.ops.triton.heads import angles, place_of, put
-from infinicore.ops.triton.tensors import num_processors, overlap, wait_for_inputs
-from infinicore.ops.triton.tiles import IS_INTERPRETED, Q4_0, Q4_1, Q4_K, Q8_0, Shape, load_sides, sides_of
+from infinicore.ops.triton.tensors import num_processors, overlap, pairs_of, wait_for_inputs
+from infinicore.ops.triton.tiles import (
+    IS_INTERPRETED,
+    Q4_0,
+    Q4_1,
+    Q4_K,
+    Q8_0,
+    Shape,
+    capability,
+    load_sides,
+    sides_of,
+)
 from infinicore.ops.triton.tiles_bytes import (
     ROUNDING,
     byte_of_each,
     exponent_of,
     factor_of,
+    four,
     larger_of,
     largest_of,
     multiply_bytes,
     of_column,
     part_of_one,
 )
-from infinicore.ops.triton.tiles_steps import four, pairs_of
 from infinicore.quantization import BlockType
 from infinicore.tiles import TILE_ROWS, TiledTensor
 
@@ -372,6 +383,13 @@ class Plan(NamedTuple):
 
     num_warps: int
     depth: int
+
+
+def takes_one(x: Tensor, weight: TiledTensor) -> bool:
+    """Whether this is one row that need not have its bits among others, and a weight of a type known here"""
+    is_alone = x.numel() == x.shape[-1] and not infinicore.deterministic
+    is_known = weight.type in TYPES and capability(x.device) >= (8, 0)
+    return is_alone and x.dtype == torch.bfloat16 and is_known
 
 
 def launch_one(

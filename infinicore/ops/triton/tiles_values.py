@@ -97,7 +97,9 @@ def step(words, high, j, scale, minimum, power, V: tl.constexpr, TYPE: tl.conste
 @triton.jit
 def twice(x):
     """A float32 as two bfloat16 side by side"""
-    return x.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32) * 0x00010001
+    return tl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $1, $1;", "=r,f", [x], dtype=tl.uint32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
@@ -137,39 +139,23 @@ def pair_of_values(words, high, j, scale, minimum, pairs, P: tl.constexpr, TYPE:
 
 @triton.jit
 def load_values(
-    word_ptr, half_ptr, byte_ptr, tile, start, num_tiles, num_groups, stride, power,
-    TILES: tl.constexpr, GROUPS: tl.constexpr, TYPE: tl.constexpr, DTYPE: tl.constexpr,
-    IN_PAIRS: tl.constexpr, IS_WHOLE: tl.constexpr,
+    word_ptr, half_ptr, byte_ptr, tile, start, num_groups, stride, power,
+    GROUPS: tl.constexpr, TYPE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """What these tiles hold of GROUPS groups from `start` on, rounded once: [32 TILES, 32 GROUPS]"""
-    thread = tl.arange(0, TILES * GROUPS * 32)[:, None]
+    """What a tile holds of GROUPS groups from `start` on, rounded once: [32, 32 GROUPS]"""
+    thread = tl.arange(0, GROUPS * 32)[:, None]
     lane = thread % 32
     j = tl.arange(0, 4)[None, :]
-    group = start + thread // 32 % GROUPS
-    # A tile beyond the last is one that is there, and is not stored.
-    at = tl.minimum(tile + thread // (32 * GROUPS), num_tiles - 1)
-    is_in = tl.full([1, 1], 1, tl.int1) if IS_WHOLE else group < num_groups
+    group = start + thread // 32
     words, high, first, last, minimum = load_numbers(
-        word_ptr, half_ptr, byte_ptr, at.to(tl.int64) * stride, group, lane, j, is_in, num_groups, TYPE
-    )
-    if IN_PAIRS:
-        first = twice(first)
-        last = twice(last)
-        minimum = twice(minimum)
-        low = tl.join(
-            pair_of_values(words, high, j, first, minimum, power, 0, TYPE),
-            pair_of_values(words, high, j, first, minimum, power, 1, TYPE),
-        )
-        top = tl.join(
-            pair_of_values(words, high, j, last, minimum, power, 2, TYPE),
-            pair_of_values(words, high, j, last, minimum, power, 3, TYPE),
-        )
-    else:
-        low = step(words, high, j, first, minimum, power, 0, TYPE, DTYPE)
-        top = step(words, high, j, last, minimum, power, 4, TYPE, DTYPE)
-    # tile, group, g, t, j, bits of a value's place in its word
-    values = tl.join(low, top).reshape(TILES, GROUPS, 8, 4, 4, 2, 2, 2)
-    return values.permute(0, 4, 2, 1, 7, 3, 6, 5).reshape(TILES * 32, GROUPS * 32)
+        word_ptr, half_ptr, byte_ptr, tile.to(tl.int64) * stride, group, lane, j, group < num_groups,
+        num_groups, TYPE,
+    )  # fmt: skip
+    low = step(words, high, j, first, minimum, power, 0, TYPE, DTYPE)
+    top = step(words, high, j, last, minimum, power, 4, TYPE, DTYPE)
+    # group, g, t, j, bits of a value's place in its word
+    values = tl.join(low, top).reshape(GROUPS, 8, 4, 4, 2, 2, 2)
+    return values.permute(3, 1, 0, 6, 2, 5, 4).reshape(32, GROUPS * 32)
 
 
 @triton.jit
@@ -182,8 +168,8 @@ def values_kernel(
     tile = tl.program_id(0)
     start = tl.program_id(1) * GROUPS
     values = load_values(
-        word_ptr, half_ptr, byte_ptr, tile, start, tl.cdiv(N, 32), num_groups, stride, power,
-        1, GROUPS, TYPE, y_ptr.dtype.element_ty, False, False,
+        word_ptr, half_ptr, byte_ptr, tile, start, num_groups, stride, power,
+        GROUPS, TYPE, y_ptr.dtype.element_ty,
     )  # fmt: skip
     row = tile * 32 + tl.arange(0, 32)
     column = start * 32 + tl.arange(0, GROUPS * 32)
