@@ -121,7 +121,8 @@ class QuantizedTensor:
 
     def rows(self, indices: Tensor) -> "QuantizedTensor":
         """The rows that indices [R] name, still in blocks: [R, last dimension]"""
-        return replace(self, blocks=self.blocks[indices], shape=(len(indices), self.shape[-1]))
+        rows = self.blocks.index_select(0, indices)  # whole rows are copied; by [indices] it would be bytes
+        return replace(self, blocks=rows, shape=(len(indices), self.shape[-1]))
 
     def part(self, begin: int, end: int) -> "QuantizedTensor":
         """Rows from begin to end: [end - begin, last dimension], in the same memory where they can be"""
