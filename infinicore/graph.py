@@ -137,6 +137,19 @@ def recording(graph: _native.Graph) -> Iterator[None]:
         _native.record_into(RECORDING.stack[-1] if RECORDING.stack else None)
 
 
+@contextmanager
+def results_in(arena: Arena) -> Iterator[None]:
+    """What ops make in this thread lies in the arena as long as it lives, and nothing is recorded.
+
+    One op after the other so takes the same pages. A heap would put into them what lives longer, and grow.
+    """
+    _native.record_into(_native.Graph(arena))
+    try:
+        yield
+    finally:
+        _native.record_into(RECORDING.stack[-1] if RECORDING.stack else None)
+
+
 class OnlyViews(TorchFunctionMode):
     """Lets torch make empty tensors, which then lie in the arena, and views; refuses every computation.
 

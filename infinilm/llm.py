@@ -80,7 +80,9 @@ def load(config: EngineConfig, report: Report) -> tuple[LlamaForCausalLM, Tokeni
         checkpoint.forget_vocabulary()  # which the tokenizer has in its own way
         _native.release_memory()
         with told_of_memory("the weights", torch.device(config.device or "cpu")):
-            return LlamaForCausalLM.from_checkpoint(checkpoint, config, report), tokenizer
+            model = LlamaForCausalLM.from_checkpoint(checkpoint, config, report)
+    _native.release_memory()
+    return model, tokenizer
 
 
 def chosen_device(config: EngineConfig) -> torch.device | str:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infinicore.graph import Arena, CudaArena, Graph, RecordError
+from infinicore.graph import Arena, CudaArena, Graph, RecordError, results_in
 from infinilm.adapters import AdaptedModel
 from infinilm.batch import Batch, Pausing, Stream
 from infinilm.cache import PagedCache
@@ -138,6 +138,7 @@ class Runner:
         self._num_seen: Counter[tuple[int, int]] = Counter()  # steps that would be of one recording
         self.is_ahead = is_cuda = self.device.type == "cuda"
         self._arena = CudaArena(self.device) if is_cuda else Arena()
+        self._unrecorded = Arena()  # which no replay writes over: what a passage has made waits there for it
         has_recordings = is_cuda or self.device.type == "cpu"
         self.obstacle = "" if has_recordings else f"{self.device.type} has none"  # to recording steps
         self.refused_from = sys.maxsize if has_recordings else 1  # tokens: steps of so many meet it
@@ -153,7 +154,8 @@ class Runner:
         """The same work, to be computed layer by layer; others may run in between."""
         self.tables.show(work)
         adapted = self._adapted_for(work)
-        return Passage(work, (adapted or self.model).step_by_layers(*self._inputs(work, adapted)))
+        steps = (adapted or self.model).step_by_layers(*self._inputs(work, adapted))
+        return Passage(work, steps, self._unrecorded)
 
     @torch.inference_mode()
     def launch(self, work: Sequence[Work]) -> Pending:
@@ -185,7 +187,9 @@ class Runner:
     def _outcome(self, work: Sequence[Work]) -> tuple[Tensor, Tensor]:
         """States [R, E] and logits [R, V]"""
         adapted = self._adapted_for(work)
-        outcome: tuple[Tensor, Tensor] = (adapted or self.model).step(*self._inputs(work, adapted))
+        inputs = self._inputs(work, adapted)
+        with results_in(self._unrecorded):
+            outcome: tuple[Tensor, Tensor] = (adapted or self.model).step(*inputs)
         return outcome
 
     def _inputs(self, work: Sequence[Work], adapted: AdaptedModel | None) -> tuple[Batch, PagedCache, Any]:
@@ -261,10 +265,11 @@ class Runner:
 class Passage:
     """Work that is computed layer by layer. Its streams keep their blocks until it is done."""
 
-    def __init__(self, work: Sequence[Work], steps: Pausing[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, work: Sequence[Work], steps: Pausing[tuple[Tensor, Tensor]], arena: Arena) -> None:
         self.work = work
         self.slowest = 0.0  # seconds of a layer
         self._steps = steps
+        self._arena = arena
 
     @property
     def num_tokens(self) -> int:
@@ -277,7 +282,8 @@ class Passage:
         try:
             while True:
                 start = time.perf_counter()
-                next(self._steps)
+                with results_in(self._arena):
+                    next(self._steps)
                 took = time.perf_counter() - start
                 self.slowest = max(self.slowest, took)
                 if start + 2 * took > end:

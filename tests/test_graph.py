@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from infinicore import nn, ops
-from infinicore.graph import Arena, Graph, RecordError
+from infinicore.graph import Arena, Graph, RecordError, results_in
 from infinicore.nn import functional as F
 from infinicore.nn.fused import gated_linear
 from infinicore.ops.attention_reference import paged, unfold_keys
@@ -154,6 +154,25 @@ def test_a_recording_takes_the_memory_of_what_lives_at_once() -> None:
     for _ in range(2):
         x.normal_()
         assert torch.equal(graph.replay(), run())
+
+
+def test_ops_that_are_not_recorded_take_the_memory_of_what_lives_at_once_from_an_arena() -> None:
+    x, arena = torch.randn(64, 4096), Arena()
+    run = layers(x, 30)
+    with results_in(arena):
+        found = run()
+    assert 5 * x.nbytes <= arena.num_bytes <= 6 * x.nbytes + SLAB
+    assert torch.equal(found, run())
+
+
+def test_a_result_in_an_arena_stays_as_it_is_while_others_are_made() -> None:
+    x, arena = torch.randn(64, 4096), Arena()
+    with results_in(arena):
+        held = ops.silu(x)
+    wanted = held.clone()
+    with results_in(arena):
+        layers(torch.randn(64, 4096), 3)()
+    assert torch.equal(held, wanted)
 
 
 def test_recordings_that_share_an_arena_take_the_memory_of_the_largest() -> None:
