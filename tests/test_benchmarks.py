@@ -283,6 +283,16 @@ def test_infinilm_decodes_the_same_tokens_after_each_rewind(tiny: Path, keep_thr
     assert [len(tokens) for tokens in seen[0]] == [20 + 1 + 1 + 4] * 3
 
 
+def test_a_task_that_is_opened_again_is_run_in_the_cache_it_has(tiny: Path, keep_threads: None) -> None:
+    contender, task = Infinilm(str(tiny), 2), Task("prefill 20", 20)
+    seen = []
+    for _ in range(2):
+        contender.open(task)
+        contender.fill()
+        seen.append((contender.streams, contender.streams.streams[0].token_ids.tolist()))
+    assert seen[0] == seen[1] and len(seen[0][1]) == 21
+
+
 def test_a_task_that_is_served_tells_the_times_of_all_tokens(tiny: Path, keep_threads: None) -> None:
     contender, task = Infinilm(str(tiny), 2), Task("3 streams", 20, 3, 4, is_served=True)
     times = Times(**answer(contender, task, is_open=False))
