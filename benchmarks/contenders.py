@@ -317,7 +317,8 @@ def serve(name: str, path: str, num_threads: int) -> None:
     os.dup2(2, 1)  # what libraries print must not mix with the answers
     module, load = CONTENDERS[name]
     importlib.import_module(module)
-    imported, start = peak_memory(os.getpid()), time.perf_counter()
+    imported = peak_memory(os.getpid()) - library_memory(os.getpid())
+    start = time.perf_counter()
     contender = load(path, num_threads)
     hello = {"load": time.perf_counter() - start, "imported": imported, "note": contender.note}
     print(json.dumps(hello), file=answers, flush=True)
@@ -372,6 +373,18 @@ def peak_memory(process: int) -> float:
     return float(peak.split()[0]) * 1024 if peak else math.nan
 
 
+def library_memory(process: int) -> float:
+    """The bytes of shared libraries that are in a process's memory: more when more of their code has run."""
+    path = Path(f"/proc/{process}/smaps")
+    total, is_library = 0.0, False
+    for first, *others in map(str.split, path.read_text().splitlines() if path.exists() else ()):
+        if not first.endswith(":"):  # a mapping begins, the name of its file the last that is said of it
+            is_library = ".so" in others[-1]
+        elif is_library and first == "Rss:":
+            total += float(others[0]) * 1024
+    return total
+
+
 class WorkerError(RuntimeError):
     """A contender's process has ended."""
 
@@ -420,6 +433,10 @@ class Worker:
 
     def peak_memory(self) -> float:
         return peak_memory(self.process.pid)
+
+    def imported_memory(self) -> float:
+        """What imports took, and all of their libraries that has been read in since."""
+        return self.imported_bytes + library_memory(self.process.pid)
 
     def close(self) -> None:
         for stream in (self.process.stdin, self.process.stdout, self.log):

@@ -41,7 +41,7 @@ class ModelResult:
     weight_bytes: int  # read for each token: a tied embedding is read as the output
     cache_bytes: int  # the keys and values of MEMORY_TASK
     load_seconds: dict[str, float]
-    imported_bytes: dict[str, float]  # what a process held before it loaded the model
+    imported_bytes: dict[str, float]  # what a process held before it loaded the model, and libraries since
     rates: dict[str, dict[str, Measured]] = field(default_factory=dict)
     bandwidth: dict[str, Measured] = field(default_factory=dict)  # bytes a second, during a task
     peak_bytes: dict[str, float] = field(default_factory=dict)

@@ -122,6 +122,7 @@ def run_model(name: str, path: Path, plan: Plan, effort: Effort) -> tuple[ModelR
         print(report.line(result, task.name), flush=True)
         if not result.peak_bytes:
             result.peak_bytes = {name: worker.peak_memory() for name, worker in workers.items()}
+            result.imported_bytes = {name: worker.imported_memory() for name, worker in workers.items()}
     if name == BUILT_IN:
         compare(result, path, workers, effort)
     for worker in workers.values():
@@ -158,7 +159,7 @@ def new_result(name: str, path: Path, workers: dict[str, Worker]) -> ModelResult
         weight_bytes=weight_bytes,
         cache_bytes=512 * 2 * 4 * math.prod(sizes),  # of 512 tokens, keys and values in float32
         load_seconds={name: worker.load_seconds for name, worker in workers.items()},
-        imported_bytes={name: worker.imported_bytes for name, worker in workers.items()},
+        imported_bytes={name: worker.imported_memory() for name, worker in workers.items()},
     )
 
 

@@ -1,6 +1,8 @@
 """What the benchmarks conclude from what they measure, and the models they make."""
 
 import json
+import os
+import sys
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import accuracy, every_type, gpu, serving, threads, throughput
-from benchmarks.contenders import Infinilm, Task, Times, Worker, answer
+from benchmarks.contenders import Infinilm, Task, Times, Worker, answer, library_memory, peak_memory
 from benchmarks.machine import microarchitecture, short
 from benchmarks.random_model import TYPES, Size, kind_of, write_model
 from benchmarks.report import (
@@ -95,6 +97,12 @@ def test_logits_that_are_off_have_a_row_and_a_target(result: ModelResult) -> Non
 def test_memory_is_counted_beyond_imports_and_the_cache(result: ModelResult) -> None:
     (check,) = found(result, "memory beyond imports and the cache, 1B Q4_0")
     assert check.found == "1.19x" and not check.is_met
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not say what is mapped")
+def test_the_libraries_of_a_process_are_some_of_its_memory() -> None:
+    found = library_memory(os.getpid())
+    assert 1 * MB < found < peak_memory(os.getpid())
 
 
 def test_a_ratio_of_what_varied_much_is_called_noisy(result: ModelResult) -> None:
