@@ -86,9 +86,11 @@ class Tokenizer:
         """Build from the `tokenizer.*` entries of a GGUF file's metadata, each of them checked."""
         with _errors_of("GGUF tokenizer"):
             vocabulary = GgufVocabulary(metadata)
-            library = vocabulary.build_library()
+            library, roles = vocabulary.build_library(), vocabulary.roles
+            eos_token_ids, chat_template = vocabulary.eos_token_ids, vocabulary.chat_template
+            del vocabulary  # hundreds of thousands of objects, whose memory others would keep a few of
             _try_out(library, "GGUF tokenizer")
-            return cls(library, vocabulary.roles, vocabulary.eos_token_ids, vocabulary.chat_template)
+            return cls(library, roles, eos_token_ids, chat_template)
 
     @property
     def bos_token_id(self) -> int | None:
