@@ -339,6 +339,7 @@ class EngineConfig:
     dtype: torch.dtype | str | None = None
     activations: str | None = None
     quantize: str | None = None
+    packed_cache: str | Path | None = None  # a folder for packed copies of GGUF models, which a CPU maps
     max_model_len: int | None = None  # tokens of a prompt and its answer; the model's own if None
     max_num_seqs: int = 64  # streams that run at once
     max_num_batched_tokens: int | None = None  # tokens of one step
@@ -375,6 +376,8 @@ class EngineConfig:
         check_flag("enable_prefix_caching", self.enable_prefix_caching)
         check_flag("deterministic", self.deterministic)
         check_flag("enable_lora", self.enable_lora)
+        if not isinstance(self.packed_cache, str | Path | None) or self.packed_cache == "":
+            raise ValueError(f"packed_cache must be the path of a folder, but is {short(self.packed_cache)}")
         if not isinstance(self.chat_template, str | None):
             raise ValueError(f"chat_template must be the text of one, but is {short(self.chat_template)}")
         object.__setattr__(self, "kv_cache_memory", checked_bytes("kv_cache_memory", self.kv_cache_memory))

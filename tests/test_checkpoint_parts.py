@@ -146,6 +146,13 @@ def test_a_split_model_answers_as_the_whole_one(tmp_path):
     assert answers[0] == answers[1]
 
 
+def test_the_stamps_of_a_split_model_are_those_of_all_parts_with_tensors(first):
+    parts = [first.with_name(name_of(number)) for number in (2, 3)]
+    with open_checkpoint(first) as checkpoint:
+        found = checkpoint.stamps()
+    assert found == [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in parts]
+
+
 def test_a_folder_of_one_split_model_is_that_model(first):
     assert open_checkpoint(first.parent).path == first
 

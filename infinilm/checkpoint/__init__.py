@@ -76,6 +76,10 @@ class Checkpoint(ABC):
             raise CheckpointError(f"{self.path}: {name!r} was asked for after the checkpoint was closed")
         return self._read(name, info)
 
+    def stamps(self) -> list[tuple[str, int, int]]:
+        """Of the files that tensors are read from, where that is known: name, bytes, when it was written"""
+        return []
+
     def num_bytes_of(self, name: str) -> int:
         return self._info(name).num_bytes
 

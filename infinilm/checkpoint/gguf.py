@@ -24,6 +24,9 @@ class GGUFCheckpoint(Checkpoint):
         tensors = {name: part.tensors[name] for name, part in self._homes.items()}
         super().__init__(parts[0].path, {}, parts[0].metadata, tensors)
 
+    def stamps(self) -> list[tuple[str, int, int]]:
+        return list(dict.fromkeys(part.stamp for part in self._homes.values()))
+
     def _read(self, name: str, info: TensorInfo) -> Tensor | QuantizedTensor:
         return self._homes[name].read(info)
 

@@ -6,6 +6,7 @@ differs from the first one's, so no file says where to look for another.
 """
 
 import mmap
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -36,9 +37,10 @@ MAPPED_AROUND = 2 << 20
 class Part:
     """A GGUF file in a writable buffer, usually a mapping of it; its header has been checked."""
 
-    def __init__(self, buffer: mmap.mmap | bytearray, path: Path) -> None:
+    def __init__(self, buffer: mmap.mmap | bytearray, path: Path, written: int = 0) -> None:
         header = read_header(buffer, path)
         self.path = path
+        self.stamp = (path.name, len(buffer), written)
         self.metadata = header.metadata
         self.tensors = header.tensors
         self._buffer = buffer
@@ -96,7 +98,8 @@ def open_part(path: Path) -> Part:
     if not path.stat().st_size:
         raise CheckpointError(f"{path}: is empty")
     with path.open("rb") as file:
-        return Part(mmap.mmap(file.fileno(), 0, MAP_FLAGS, mmap.PROT_READ | mmap.PROT_WRITE), path)
+        mapped = mmap.mmap(file.fileno(), 0, MAP_FLAGS, mmap.PROT_READ | mmap.PROT_WRITE)
+        return Part(mapped, path, os.fstat(file.fileno()).st_mtime_ns)
 
 
 def read_split(part: Part) -> Split | None:

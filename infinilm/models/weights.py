@@ -24,8 +24,9 @@ from infinilm.checkpoint.staging import Staging
 from infinilm.config import DTYPES, EngineConfig, LlamaConfig, parse_dtype
 from infinilm.models.gguf import tensor_names
 from infinilm.models.mixture import MixtureConfig, Router
+from infinilm.models.packed_copy import PackedCopy
 from infinilm.models.registry import class_of, entry_of, read_config
-from infinilm.models.stored import Stored
+from infinilm.models.stored import Stored, Weight
 
 if TYPE_CHECKING:
     from infinilm.models.llama import LlamaForCausalLM
@@ -51,11 +52,16 @@ def load_weights(
         fit_heads(model, stored, config)
     wanted = wanted_names(model, config)
     check_names(stored, wanted, set(stored) - tied_names(config))
+    matrices = packed_weights(model, wanted, stored, placement)
+    copy = PackedCopy(checkpoint, engine_config.packed_cache, matrices)
+    packed = copy.read()
     for name in wanted:
-        give_weight(model, name, stored, placement)
+        give_weight(model, name, stored, placement, packed.get(name))
         for source in stored[name].sources:
             checkpoint.forget(source)
         report(stored[name].num_bytes)
+    if not packed:
+        copy.write(model)
     if config.tie_word_embeddings and model.lm_head is not None:
         share_weight(model.lm_head, model.model.embed_tokens.weight)
     tell_of_dense(stored, model, placement.rounds_to)
@@ -232,7 +238,27 @@ def check_names(stored: Stored, wanted: list[str], found: set[str]) -> None:
         raise stored.error(f"{len(unknown)} weights have no place, first {unknown[0]!r}")
 
 
-def give_weight(model: torch.nn.Module, name: str, stored: Stored, placement: Placement) -> None:
+def packed_weights(
+    model: torch.nn.Module, wanted: list[str], stored: Stored, placement: Placement
+) -> dict[str, Weight]:
+    """Those whose blocks are packed as they are stored"""
+    layers = {f"{path}.weight": m for path, m in model.named_modules() if isinstance(m, WeightLayer)}
+    found = {name: stored[name] for name in wanted if name in layers and placement.packs}
+    return {
+        name: weight
+        for name, weight in found.items()
+        if isinstance(weight.dtype, BlockType) and weight.shape == tuple(layers[name].weight.shape)
+    }
+
+
+def give_weight(
+    model: torch.nn.Module,
+    name: str,
+    stored: Stored,
+    placement: Placement,
+    packed: QuantizedTensor | None = None,
+) -> None:
+    """The weight of this name, as it is stored or packed already"""
     path, _, leaf = name.rpartition(".")
     module, found = model.get_submodule(path), stored[name]
     place: Tensor = getattr(module, leaf)
@@ -241,8 +267,9 @@ def give_weight(model: torch.nn.Module, name: str, stored: Stored, placement: Pl
         raise stored.error(f"{name!r} has shape {shapes}")
     if not isinstance(found.dtype, BlockType) and found.dtype not in DTYPES.values():
         raise stored.error(f"{name!r} is {found.dtype}; expected one of {sorted(DTYPES)}")
-    weight = placement.arrived(found.read())
-    check_finite(stored, name, weight)
+    weight: Tensor | QuantizedTensor = placement.arrived(found.read()) if packed is None else packed
+    if packed is None:
+        check_finite(stored, name, weight)
     if isinstance(module, WeightLayer) and leaf == "weight":
         weight = weight if isinstance(module, Router) else placement.quantized(weight)
         if placement.keeps(weight):

@@ -1,0 +1,134 @@
+"""A packed copy of a GGUF model's matrices on disk, by choice: whoever loads the model next maps it, packs
+nothing, and shares its memory with all others that do.
+
+The first page is a label, the digest of all that a copy depends on: the source's files, the matrices, this
+build and its instruction set. With another label, or another size, it is made anew. Nothing else in the file
+says anything: matrices follow each other in the order of the model, each from a whole page on, so what a file
+holds may make answers wrong, but is never read as a place or a size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import mmap
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+import infinicore
+from infinicore import _native
+from infinicore.quantization import PACKED_ROWS, BlockType, PackedTensor
+from infinilm.checkpoint import Checkpoint
+from infinilm.checkpoint.gguf_parts import MAP_FLAGS
+from infinilm.models.stored import Weight
+
+FORMAT = "infinilm packed 1"
+PAGE = 4096
+LOG = logging.getLogger("infinilm.weights")
+
+
+class PackedCopy:
+    """The file in a folder that has, or will have, these matrices of a checkpoint; without a folder, none"""
+
+    def __init__(
+        self, checkpoint: Checkpoint, folder: str | Path | None, weights: Mapping[str, Weight]
+    ) -> None:
+        self.weights = weights if folder is not None and checkpoint.stamps() else {}
+        if self.weights:
+            source = checkpoint.path.resolve()
+            digest = hashlib.sha256(os.fsencode(source)).hexdigest()
+            self.path = Path(folder or "").expanduser() / f"{source.name}.{digest[:16]}.packed"
+            self.label = label_of(checkpoint, weights)
+
+    def read(self) -> dict[str, PackedTensor]:
+        """Every matrix, in mapped memory; none where there is no copy of just these"""
+        memory = self._mapped() if self.weights else None
+        if memory is None or memory[: len(self.label)] != self.label:
+            return {}
+        found, at = {}, PAGE
+        for name, weight in self.weights.items():
+            found[name] = packed = matrix_in(memory, at, weight)
+            at += padded(packed.num_bytes)
+        if all(packed.has_finite_scales() for packed in found.values()):
+            return found
+        LOG.warning(f"{self.path}: holds NaN or infinity, so it is damaged, and made anew")
+        return {}
+
+    def _mapped(self) -> mmap.mmap | None:
+        try:
+            if not self.path.is_file():  # to open a pipe would be to wait
+                return None
+            with self.path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                if status.st_size != self.num_bytes or is_of_another(status):
+                    return None
+                return mmap.mmap(file.fileno(), self.num_bytes, MAP_FLAGS, mmap.PROT_READ | mmap.PROT_WRITE)
+        except (OSError, ValueError) as error:  # the latter if it has become shorter since
+            LOG.warning(f"{self.path}: cannot be read: {error}; the model is packed in memory")
+            return None
+
+    @property
+    def num_bytes(self) -> int:
+        shapes = map(blocks_shape, self.weights.values())
+        return PAGE + sum(padded(num_panels * panel) for num_panels, panel in shapes)
+
+    def write(self, model: torch.nn.Module) -> None:
+        """Put the matrices of a model that has been loaded there, all or nothing. A disk that cannot take
+        them is told of, and does no other harm."""
+        if not self.weights:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self.path.parent, prefix=".", delete=False) as file:
+                try:
+                    self._write_to(file, model)
+                    os.replace(file.name, self.path)
+                except BaseException:
+                    os.unlink(file.name)
+                    raise
+        except OSError as error:
+            LOG.warning(
+                f"{self.path}: no packed copy is kept: {error.strerror}; make room for {self.num_bytes:,} "
+                "bytes, or name another folder as packed_cache"
+            )
+
+    def _write_to(self, file: tempfile._TemporaryFileWrapper[bytes], model: torch.nn.Module) -> None:
+        file.write(self.label.ljust(PAGE, b"\0"))
+        for name in self.weights:
+            packed: PackedTensor = model.get_submodule(name.rpartition(".")[0]).weight  # type: ignore[assignment]
+            file.write(packed.blocks.numpy().data)
+            file.write(bytes(padded(packed.num_bytes) - packed.num_bytes))
+        file.flush()
+        os.fsync(file.fileno())  # or its name could outlive what it holds
+
+
+def label_of(checkpoint: Checkpoint, weights: Mapping[str, Weight]) -> bytes:
+    parts = [(name, str(weight.dtype), weight.shape) for name, weight in weights.items()]
+    core = os.stat(_native.__file__)
+    build = infinicore.__version__, core.st_size, core.st_mtime_ns, _native.isa()
+    return FORMAT.encode() + hashlib.sha256(repr((checkpoint.stamps(), parts, build)).encode()).digest()
+
+
+def is_of_another(status: os.stat_result) -> bool:
+    """Whether somebody else wrote it, who might also cut it short while it is in use"""
+    return hasattr(os, "getuid") and status.st_uid != os.getuid()
+
+
+def matrix_in(memory: mmap.mmap, at: int, weight: Weight) -> PackedTensor:
+    num_panels, panel = blocks_shape(weight)
+    raw = torch.frombuffer(memory, dtype=torch.uint8, count=num_panels * panel, offset=at)
+    return PackedTensor(raw.view(num_panels, panel), weight.dtype, weight.shape)  # type: ignore[arg-type]
+
+
+def blocks_shape(weight: Weight) -> tuple[int, int]:
+    if not isinstance(weight.dtype, BlockType):
+        raise TypeError(f"only blocks are packed, not {weight.dtype}")
+    return -(-weight.shape[0] // PACKED_ROWS), PACKED_ROWS * weight.dtype.bytes_per_row(weight.shape[1])
+
+
+def padded(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE) * PAGE
