@@ -114,15 +114,14 @@ class GgufVocabulary:
         others = STRIPPING.get(str(self._metadata.get("general.architecture")))
         return self._kind == "llama" and others is not None and token not in others
 
-    def _merges(self) -> list[tuple[str, str]]:
-        pairs, ids = [], self._ids
-        for index, merge in enumerate(self._array("ggml.merges", lambda v: isinstance(v, str), "a string")):
+    def _merges(self) -> Sequence[tuple[str, str]]:
+        ids, merges = self._ids, self._array("ggml.merges", lambda v: isinstance(v, str), "a string")
+        for index, merge in enumerate(merges):
             left, _, right = merge.partition(" ")
             if left not in ids or right not in ids or left + right not in ids:
                 token = next(token for token in (left, right, left + right) if token not in ids)
                 raise TokenizerError(f"tokenizer.ggml.merges[{index}] = {merge!r}: {token!r} is no token")
-            pairs.append((left, right))
-        return pairs
+        return Pairs(merges)
 
     def _merges_by_score(self) -> list[tuple[str, str]]:
         scores = self._per_token("ggml.scores", lambda v: type(v) is float and math.isfinite(v), "a float")
@@ -190,6 +189,21 @@ class GgufVocabulary:
         if not is_valid(value):
             raise TokenizerError(f"tokenizer.{name} is {short(value)}, but must be {rule}")
         return value
+
+
+class Pairs(Sequence[tuple[str, str]]):
+    """Merges as the library takes them, each made when it is asked for: of some vocabularies there are half a
+    million, and Python keeps the memory of such crowds."""
+
+    def __init__(self, merges: Sequence[str]) -> None:
+        self._merges = merges
+
+    def __len__(self) -> int:
+        return len(self._merges)
+
+    def __getitem__(self, index: int) -> tuple[str, str]:  # type: ignore[override]
+        left, _, right = self._merges[index].partition(" ")
+        return left, right
 
 
 def _is_array(value: object) -> TypeGuard[Sequence[Any] | np.ndarray]:
