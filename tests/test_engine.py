@@ -154,6 +154,16 @@ def test_replayed_steps_draw_by_the_settings_of_each_stream(tiny: Tiny) -> None:
     check_outputs(tiny, jobs, requests)
 
 
+def test_prompts_that_are_too_long_to_be_recorded_take_no_more_memory_each_time(tiny: Tiny) -> None:
+    engine, rng, sizes = tiny.engine(num_blocks=40), random.Random(5), []
+    for _ in range(3):
+        params = SamplingParams(temperature=0.0, max_tokens=2)
+        jobs = [Job([rng.randrange(3, 30) for _ in range(100)], params)]
+        check_outputs(tiny, jobs, run(engine, jobs))
+        sizes.append(engine.runner._unrecorded.num_bytes)
+    assert sizes[0] > 0 and len(set(sizes)) == 1
+
+
 @pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "float16", "q8_0"])
 def test_keys_in_few_bits_are_the_same_in_a_mix_as_alone(
     kv_cache_dtype: str, tmp_path: Path, one_thread: None
