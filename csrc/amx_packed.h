@@ -3,8 +3,6 @@
 // weights have four bits and activations 12, it holds both planes: [high | low] of x meets [16 w | w], whose
 // product is the whole dot. 16 w fills a byte, a signed one or an unsigned one as w is.
 #pragma once
-#include <array>
-
 #include "amx.h"
 #include "dots.h"
 
@@ -13,7 +11,7 @@ namespace {
 
 // What puts the bits of a byte into another order, in one instruction: bits[0] becomes the lowest, and so on;
 // 8 is none.
-constexpr uint64_t bit_matrix(std::array<int, 8> bits) {
+constexpr uint64_t bit_matrix(const int (&bits)[8]) {
     uint64_t matrix = 0;
     for (int i = 0; i < 8; ++i)
         if (bits[i] < 8) matrix |= uint64_t{1} << (8 * (7 - i) + bits[i]);

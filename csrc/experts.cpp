@@ -8,8 +8,6 @@
 // alone and among others, and the sum runs over the slots from first to last, so experts do so too.
 #include "experts.h"
 
-#include <vector>
-
 #include "products.h"
 #include "rounding.h"
 
@@ -19,32 +17,52 @@ namespace {
 // Positions in the order of experts that are one expert's
 struct Group { int64_t expert, first, count; };
 
-struct Order {
-    std::vector<int32_t> position;  // of each pair
-    std::vector<int32_t> token;     // at each position
-    std::vector<Group> groups;      // of experts that were chosen
+// A level's own, zeros at first: of std::vector the linker keeps one for all levels, whichever it meets.
+template <class T>
+class List {
+public:
+    explicit List(int64_t room) : items_(new T[room]()) {}
+    List(const List&) = delete;
+    ~List() { delete[] items_; }
 
-    Order(const Experts& a, int64_t first_token, int64_t num_tokens) {
-        const int64_t k = a.ids.shape[1], num_pairs = num_tokens * k;
+    void add(const T& item) { items_[size_++] = item; }
+    int64_t size() const { return size_; }
+    T& operator[](int64_t i) { return items_[i]; }
+    const T& operator[](int64_t i) const { return items_[i]; }
+    const T* begin() const { return items_; }
+    const T* end() const { return items_ + size_; }
+
+private:
+    T* items_;
+    int64_t size_ = 0;
+};
+
+struct Order {
+    int64_t num_pairs;
+    List<int32_t> position;  // of each pair
+    List<int32_t> token;     // at each position
+    List<Group> groups;      // of experts that were chosen
+
+    Order(const Experts& a, int64_t first_token, int64_t num_tokens)
+        : num_pairs(num_tokens * a.ids.shape[1]), position(num_pairs), token(num_pairs),
+          groups(a.num_experts) {
+        const int64_t k = a.ids.shape[1];
         const auto expert = [&](int64_t pair) {
             return index_at(a.ids.data, a.ids.dtype, first_token * k + pair);
         };
-        std::vector<int32_t> next(a.num_experts);
+        List<int32_t> next(a.num_experts);
         for (int64_t pair = 0; pair < num_pairs; ++pair) ++next[expert(pair)];
         int32_t first = 0;
         for (int64_t e = 0; e < a.num_experts; ++e) {
             const int32_t count = next[e];
-            if (count) groups.push_back({e, first, count});
+            if (count) groups.add({e, first, count});
             next[e] = first, first += count;
         }
-        position.resize(num_pairs), token.resize(num_pairs);
         for (int64_t pair = 0; pair < num_pairs; ++pair) {
             position[pair] = next[expert(pair)]++;
             token[position[pair]] = static_cast<int32_t>(first_token + pair / k);
         }
     }
-
-    int64_t num_pairs() const { return static_cast<int64_t>(position.size()); }
 };
 
 Tensor matrix(const void* data, int64_t num_rows, int64_t length, int64_t stride, DType dtype) {
@@ -106,10 +124,11 @@ int64_t whole_lines(int64_t bytes) { return (bytes + kLine - 1) / kLine * kLine;
 // every thread for itself; others beforehand. For another weight they are gathered where they lie unevenly.
 class Input {
 public:
-    Input(const Order& order, const Given& given, int bits) : order_(order), given_(given), bits_(bits) {
+    Input(const Order& order, const Given& given, int bits)
+        : order_(order), given_(given), bits_(bits), offset_(order.groups.size()) {
         for (const Group& g : order.groups) {
             const bool is_ready = bits ? g.count * given.length <= kExpertsLoneElements : given.is_even(g);
-            offset_.push_back(is_ready ? kNone : num_bytes_);
+            offset_.add(is_ready ? kNone : num_bytes_);
             if (is_ready) continue;
             num_bytes_ +=
                 whole_lines(bits ? empty(g).num_bytes() : g.count * given.length * item_size(given.dtype));
@@ -123,8 +142,8 @@ public:
         if (num_bytes_ == 0) return;
         if (bits_) return round_all();
         parallel_for(
-            order_.num_pairs(), kGrainElements / (given_.length + 1) + 1, [&](int64_t begin, int64_t end) {
-                for (size_t i = 0; i < order_.groups.size(); ++i) {
+            order_.num_pairs, kGrainElements / (given_.length + 1) + 1, [&](int64_t begin, int64_t end) {
+                for (int64_t i = 0; i < order_.groups.size(); ++i) {
                     const Group& g = order_.groups[i];
                     if (offset_[i] != kNone)
                         put(i, begin < g.first ? 0 : begin - g.first, smaller(end - g.first, g.count));
@@ -133,7 +152,7 @@ public:
     }
 
     // Where the thread has rounded the very rows last, they are at hand.
-    Activations rounded(size_t i, bool are_at_hand) const {
+    Activations rounded(int64_t i, bool are_at_hand) const {
         const Group& g = order_.groups[i];
         Activations x = empty(g);
         x.put_into(offset_[i] != kNone ? room_ + offset_[i] : scratch(Scratch::own, x.num_bytes()));
@@ -141,7 +160,7 @@ public:
         return x;
     }
 
-    Tensor rows(size_t i) const {
+    Tensor rows(int64_t i) const {
         const Group& g = order_.groups[i];
         if (offset_[i] != kNone)
             return matrix(room_ + offset_[i], g.count, given_.length, given_.length, given_.dtype);
@@ -154,7 +173,7 @@ private:
 
     Activations empty(const Group& g) const { return Activations(g.count, given_.length, bits_); }
 
-    void put(size_t i, int64_t begin, int64_t end) const {
+    void put(int64_t i, int64_t begin, int64_t end) const {
         const Group& g = order_.groups[i];
         const int64_t row_bytes = given_.length * item_size(given_.dtype);
         for (int64_t r = begin; r < end; ++r)
@@ -169,11 +188,11 @@ private:
     // The parts of all groups that have room, one after the other
     void round_all() const {
         int64_t count = 0;
-        for (size_t i = 0; i < order_.groups.size(); ++i)
+        for (int64_t i = 0; i < order_.groups.size(); ++i)
             if (offset_[i] != kNone) count += empty(order_.groups[i]).num_parts();
         parallel_for(count, kRoundedGrainElements / (kGroup * kRowBlock) + 1,
                      [&](int64_t begin, int64_t end) {
-                         for (size_t i = 0; i < order_.groups.size() && end > 0; ++i) {
+                         for (int64_t i = 0; i < order_.groups.size() && end > 0; ++i) {
                              if (offset_[i] == kNone) continue;
                              Activations x = empty(order_.groups[i]);
                              x.put_into(room_ + offset_[i]);
@@ -185,8 +204,8 @@ private:
 
     const Order& order_;
     Given given_;
-    int bits_;                     // that rows are rounded to, or 0
-    std::vector<int64_t> offset_;  // of each group in the room
+    int bits_;              // that rows are rounded to, or 0
+    List<int64_t> offset_;  // of each group in the room
     int64_t num_bytes_ = 0;
     char* room_ = nullptr;
 };
@@ -202,7 +221,7 @@ void for_outputs(const Order& order, const Projection& p, Body&& body) {
     const int64_t grain = kGrainElements / (kPieceOutputs * (p.row_length + 1)) + 1;
     parallel_for(count, grain, [&](int64_t begin, int64_t end, bool is_first) {
         int64_t start = 0;
-        for (size_t i = 0; i < order.groups.size() && start < end; ++i) {
+        for (int64_t i = 0; i < order.groups.size() && start < end; ++i) {
             const int64_t each = units(order.groups[i]);
             // The first piece that begins at `unit` or after it
             const auto piece = [&](int64_t unit) {
@@ -234,22 +253,22 @@ public:
 
     void run() {
         take_room();
-        for_outputs(order_, gate_, [&](size_t i, int64_t begin, int64_t end, bool is_first) {
+        for_outputs(order_, gate_, [&](int64_t i, int64_t begin, int64_t end, bool is_first) {
             make_states(i, begin, end, is_first);
         });
         states_.prepare(gates_, room_of_states_);
-        for_outputs(order_, down_, [&](size_t i, int64_t begin, int64_t end, bool) {
+        for_outputs(order_, down_, [&](int64_t i, int64_t begin, int64_t end, bool) {
             multiply(down_, products_, states_, i, false, begin, end);
         });
         with_type(a_.x.dtype, [&](auto type) { add_up<decltype(type)>(); });
     }
 
 private:
-    Given given_tokens() const { return {hidden_, a_.x.stride[0], a_.x.dtype, order_.token.data()}; }
+    Given given_tokens() const { return {hidden_, a_.x.stride[0], a_.x.dtype, order_.token.begin()}; }
 
     // Memory for a row of each pair, in the order of experts, and for rows as kernels take them
     void take_room() {
-        const int64_t item = item_size(a_.x.dtype), num_pairs = order_.num_pairs(),
+        const int64_t item = item_size(a_.x.dtype), num_pairs = order_.num_pairs,
                       inner_bytes = whole_lines(num_pairs * inner_ * item),
                       hidden_bytes = whole_lines(num_pairs * hidden_ * item),
                       other_bytes = is_shared_ ? 0 : tokens_of_up_.num_bytes();
@@ -264,11 +283,11 @@ private:
 
     // Whether all experts are given the same rows, rounded alike: one token, which chose none of them twice
     bool have_one_row() const {
-        return num_tokens_ == 1 && is_shared_ && order_.groups.size() == order_.position.size();
+        return num_tokens_ == 1 && is_shared_ && order_.groups.size() == order_.num_pairs;
     }
 
     // gated(gate, up) takes the place of gate.
-    void make_states(size_t i, int64_t begin, int64_t end, bool is_first) const {
+    void make_states(int64_t i, int64_t begin, int64_t end, bool is_first) const {
         multiply(gate_, gates_, tokens_, i, have_one_row() && !is_first, begin, end);
         multiply(up_, ups_, is_shared_ ? tokens_ : tokens_of_up_, i, is_shared_, begin, end);
         with_type(a_.x.dtype, [&](auto type) {
@@ -283,7 +302,7 @@ private:
     }
 
     // y[:][begin : end] of a group
-    void multiply(const Projection& p, char* y, const Input& x, size_t i, bool are_at_hand, int64_t begin,
+    void multiply(const Projection& p, char* y, const Input& x, int64_t i, bool are_at_hand, int64_t begin,
                   int64_t end) const {
         const Group& g = order_.groups[i];
         const Tensor rows = matrix(y + g.first * p.num_outputs * item_size(a_.x.dtype), g.count,
@@ -308,7 +327,7 @@ private:
                 const int64_t token = i / num_parts, from = i % num_parts * kPieceElements;
                 add_slots(Rows{a_.y}.at<T>(first_token_ + token),
                           Rows{a_.shares}.at<const float>(first_token_ + token),
-                          order_.position.data() + token * k, from, smaller(from + kPieceElements, hidden_));
+                          order_.position.begin() + token * k, from, smaller(from + kPieceElements, hidden_));
             }
         });
     }
