@@ -89,31 +89,24 @@ INFINI_INLINE inline void store_group(int32_t (*dots)[kRowBlock][kRows]) {
     }
 }
 
-// While tiles are busy only one of a core's two vector ports multiplies, converts or shifts. The other moves
-// bytes.
-INFINI_INLINE inline __m512i times_256(__m512i v) {
-    return _mm512_shuffle_epi8(v, _mm512_set4_epi32(0x0e0d0cff, 0x0a0908ff, 0x060504ff, 0x020100ff));
-}
-
-// total[0:R][0:16] += the products of a block of x with a chunk of weight, of which only the groups and their
-// sign matter here. kCopies is 2 where tiles hold both planes.
-template <int G, bool kHasMinimum, bool is_unsigned, int P, int R, int kCopies>
+// total[0:R][0:16] += the products of a block of x with a chunk of weight, of which only the sign
+// matters here. kCopies is 2 where tiles hold both planes.
+template <bool kHasMinimum, bool is_unsigned, int P, int R, int kCopies>
 void add_block(float* total, const Chunk<kCopies>& chunk, const Activations& x, int64_t first,
                int64_t num_groups, int64_t row) {
-    constexpr int kSplit = kGroup / G;    // weight groups to a group of x
     constexpr int kPlanes = P / kCopies;  // whose dots come apart
     const int64_t at = x.at(first, row);
     alignas(64) int32_t dots[2][2][kRowBlock][kRows];
     vf t[R];
     unrolled<R>([&](auto r) INFINI_INLINE { t[r] = load(total + r * kRows); });
     const auto multiply = [&](auto slot, int64_t g) INFINI_INLINE {
-        const int8_t* q = x.q + (at + g / kSplit * R) * P * kGroup + g % kSplit * G;
-        multiply_group<slot, kPlanes, is_unsigned, P * kGroup>(chunk.q + g * kCopies * G * kRows, q);
+        const int8_t* q = x.q + (at + g * R) * P * kGroup;
+        multiply_group<slot, kPlanes, is_unsigned, P * kGroup>(chunk.q + g * kCopies * kGroup * kRows, q);
     };
     const auto scale = [&](auto slot, int64_t g) INFINI_INLINE {
-        const float* x_scale = x.scale + at + g / kSplit * R;
+        const float* x_scale = x.scale + at + g * R;
         const vf w_scale = load(chunk.scale + g * kRows), minimum = load(chunk.minimum + g * kRows);
-        const float* x_total = x.total_at(first + g / kSplit, row, g % kSplit, G);
+        const float* x_total = x.total_at(first + g, row, 0, kGroup);
         unrolled<R>([&](auto r) INFINI_INLINE {
             const auto dots_of = [&](int plane)
                                      INFINI_INLINE { return _mm512_load_si512(dots[slot][plane][r]); };
@@ -125,7 +118,7 @@ void add_block(float* total, const Chunk<kCopies>& chunk, const Activations& x, 
     };
     constexpr std::integral_constant<int, 0> even;
     constexpr std::integral_constant<int, 1> odd;
-    const int64_t last = num_groups * kSplit - 1;
+    const int64_t last = num_groups - 1;
     // What is made leaves its tile register two groups later, and takes a while to arrive: others are scaled.
     const auto leave = [&](auto slot) INFINI_INLINE { store_group<slot, kPlanes>(dots[slot]); };
     multiply(even, 0);
@@ -145,7 +138,7 @@ void add_block(float* total, const Chunk<kCopies>& chunk, const Activations& x, 
 // Planes whose dots come apart are bytes of a 16-bit number.
 template <class Block, int P>
 bool suits_tiles(const Activations& x) {
-    return P == 1 || x.radix == 256 || kIsFourBits<Block>;
+    return P == 1 || x.radix == 256 || kIsFourBits<Block> || kHasWholeSpan<Block>;
 }
 
 // total[panel][row][0:16], panels of `band` rows
@@ -156,7 +149,7 @@ void add_blocks(float* total, int64_t band, const uint8_t* packed, int num_panel
     Chunk<kCopies> chunks[kPackedPanels];
     const int64_t row_length = x.num_groups * kGroup,
                   panel_bytes = row_length / Block::kElements * Block::kBytes * kRows;
-    configure_tiles(TileConfig(R, kCopies * Block::kGroup));
+    configure_tiles(TileConfig(R, kCopies * kGroup));
     for_chunks<Block>(row_length, packed, [&](const uint8_t* p, int64_t k, int64_t length) {
         for (int i = 0; i < num_panels; ++i)
             if constexpr (kCopies == 2)
@@ -166,8 +159,8 @@ void add_blocks(float* total, int64_t band, const uint8_t* packed, int num_panel
                                                                                     length);
         for (int64_t r = 0; r < num_rows; r += R)
             for (int i = 0; i < num_panels; ++i)
-                add_block<Block::kGroup, Block::kHasMinimum, is_unsigned, P, R>(
-                    total + (i * band + r) * kRows, chunks[i], x, k / kGroup, length / kGroup, first_row + r);
+                add_block<Block::kHasMinimum, is_unsigned, P, R>(total + (i * band + r) * kRows, chunks[i], x,
+                                                                 k / kGroup, length / kGroup, first_row + r);
     });
     release_tiles();
 }

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "binding_tensors.h"
+#include "isa.h"
 #include "ops.h"
 
 namespace infini {
@@ -419,6 +420,8 @@ struct Binding<PackedLinear> {
         require(weight.activation_bits != 0, "packed_linear: expected packed weights");
         require(i == 0 || weight.activation_bits == a.activation_bits,
                 "packed_linear: expected weights of the same activation_bits");
+        require(i == 0 || span_of(weight.type, has_tiles()) == span_of(a.type[0], has_tiles()),
+                "packed_linear: expected weights whose activations are rounded as many at a time");
         a.type[i] = weight.type, a.num_rows[i] = weight.num_rows, a.activation_bits = weight.activation_bits;
         check_product(a.x, as_rows(weight, a.weight[i]), weight.type, r.take_if_any(a.bias[i], bias));
     }

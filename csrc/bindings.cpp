@@ -215,6 +215,7 @@ NB_MODULE(_native, m) {
         nb::gil_scoped_release release;
         set_num_threads(count);
     });
+    m.def("activation_span", [](int type) { return span_of(static_cast<BlockType>(type), has_tiles()); });
     m.def("isa_levels", &level_names);
     m.def("isa", [] { return std::string(active_level().name); });
     m.def("set_isa", [](const std::string& name) {

@@ -117,20 +117,21 @@ __attribute__((noinline)) void add_fours(vi* sums, const vb* fields, const int8_
 const vi kNothing = vi{} + kShiftBits;
 
 struct Dots {
-    vi part[kParts];  // plus kShiftBits
+    vi part[kParts];
 
     INFINI_INLINE void start(int32_t first) {
-        for (int i = 0; i < kParts; ++i) part[i] = vi{} + (kShiftBits + first);
+        for (int i = 0; i < kParts; ++i) part[i] = vi{} + first;
     }
 
-    // From nothing. On NEON a load, since a copy of a register would take the place of a product.
+    // From nothing, for value(). On NEON a load, since a copy of a register would take the place of a product.
     INFINI_INLINE void start() {
 #if defined(INFINI_NEON)
         for (int i = 0; i < kParts; ++i) asm volatile("ldr %q0, %1" : "=w"(part[i]) : "m"(kNothing));
 #else
-        start(0);
+        start(kShiftBits);
 #endif
     }
+    // Of small sums that began with kShiftBits
     INFINI_INLINE vf value(int i) const { return (vf)part[i] - kShift; }
 
     // Of the 16 activations, `quad` names four.
@@ -170,15 +171,16 @@ struct PlaneDots {
     }
 
     // `offset` is what the fields stand above the integers they mean.
-    INFINI_INLINE void start(int offset, const GroupSums<P>& sums) {
-        if constexpr (P == 2) high.start(-offset * sums.plane[0]);
-        low.start(-offset * sums.plane[P - 1]);
+    INFINI_INLINE void start(int offset, const GroupSums<P>& sums, int32_t first = kShiftBits) {
+        if constexpr (P == 2) high.start(first - offset * sums.plane[0]);
+        low.start(first - offset * sums.plane[P - 1]);
     }
 
-    template <class Quarter>
+    // Planes are a span apart.
+    template <int span = kGroup, class Quarter>
     INFINI_INLINE void add(Quarter quad, const Quad& w, const int8_t* q) {
         if constexpr (P == 2) high.add(quad, w, Sixteen(q));
-        low.add(quad, w, Sixteen(q + (P - 1) * kGroup));
+        low.add(quad, w, Sixteen(q + (P - 1) * span));
     }
 
     INFINI_INLINE vf value(int i, int radix) const {
@@ -257,14 +259,17 @@ inline void for_chunks(int64_t row_length, const uint8_t* packed, Body&& body) {
         body(packed, k, smaller(kPackedChunkElements, row_length - k));
 }
 
+template <int P>
+struct RowOfTile {
+    PlaneDots<P> dots;
+    Totals totals;
+};
+
 // M rows of x: a list rather than an array, which GCC would keep in memory. each(f) calls f(row, its index).
-template <int P, int M>
+template <class Row, int M>
 struct Tile {
-    Tile<P, M - 1> rest;
-    struct Row {
-        PlaneDots<P> dots;
-        Totals totals;
-    } last;
+    Tile<Row, M - 1> rest;
+    Row last;
 
     template <class F>
     INFINI_INLINE void each(F&& f) {
@@ -273,8 +278,8 @@ struct Tile {
     }
 };
 
-template <int P>
-struct Tile<P, 0> {
+template <class Row>
+struct Tile<Row, 0> {
     template <class F>
     INFINI_INLINE void each(F&&) {}
 };
@@ -292,7 +297,7 @@ INFINI_NOT_SCHEDULED void add_tile(float* __restrict total, const Chunk<>& chunk
     const float* __restrict x_scale = x.scale + at;
     const float* __restrict x_total = x.total_at(first, row, 0, kGroup);
     const float* __restrict scale = chunk.scale, * __restrict minimum = chunk.minimum;
-    Tile<P, M> tile;
+    Tile<RowOfTile<P>, M> tile;
     tile.each([&](auto& r, int m) INFINI_INLINE { r.totals.load_from(total + m * kRows); });
     for (; num_groups > 0; --num_groups, q += step * P * kGroup, sums += step * P * kSums, x_scale += step,
                            x_total += step * kTotals)
@@ -372,7 +377,7 @@ INFINI_INLINE inline void add_blocks_to_rows(float* total, const uint8_t* packed
     constexpr int kSize = Block::kBytes * kRows, kLines = (kSize + 63) / 64,
                   kDistance = kPackedPrefetchBytes > kSize ? kPackedPrefetchBytes : kSize;
     const int64_t step = 1 << x.log_rows;
-    Tile<P, M> tile;
+    Tile<RowOfTile<P>, M> tile;
     tile.each([&](auto& r, int m) INFINI_INLINE { r.totals.load_from(total + m * kRows); });
     for (int64_t first = 0; first < x.num_groups; first += kGroups / kSplit, packed += kSize) {
         alignas(64) float scale[kGroups * kRows], minimum[kGroups * kRows];

@@ -74,11 +74,17 @@ struct Projection {
     const Tensor &weight, &bias;
     BlockType type;
     int bits;  // of the activations of a packed weight, else 0
+    int span;  // of them, which share a scale
     int64_t num_outputs, row_length;
 
     Projection(const Experts& a, int which, int64_t num_outputs, int64_t row_length)
         : weight(a.weight[which]), bias(a.bias[which]), type(a.type[which]), bits(a.activation_bits[which]),
-          num_outputs(num_outputs), row_length(row_length) {}
+          span(span_of(type, kHasTiles)), num_outputs(num_outputs), row_length(row_length) {}
+
+    // Whether both take x rounded alike, or as it is
+    bool takes_as(const Projection& other) const {
+        return bits == other.bits && (bits == 0 || span == other.span);
+    }
 
     Tensor weight_of(int64_t expert) const {
         Tensor t = weight;
@@ -124,14 +130,14 @@ int64_t whole_lines(int64_t bytes) { return (bytes + kLine - 1) / kLine * kLine;
 // every thread for itself; others beforehand. For another weight they are gathered where they lie unevenly.
 class Input {
 public:
-    Input(const Order& order, const Given& given, int bits)
-        : order_(order), given_(given), bits_(bits), offset_(order.groups.size()) {
+    Input(const Order& order, const Given& given, const Projection& p)
+        : order_(order), given_(given), bits_(p.bits), span_(p.span), offset_(order.groups.size()) {
         for (const Group& g : order.groups) {
-            const bool is_ready = bits ? g.count * given.length <= kExpertsLoneElements : given.is_even(g);
+            const bool is_ready = bits_ ? g.count * given.length <= kExpertsLoneElements : given.is_even(g);
             offset_.add(is_ready ? kNone : num_bytes_);
             if (is_ready) continue;
             num_bytes_ +=
-                whole_lines(bits ? empty(g).num_bytes() : g.count * given.length * item_size(given.dtype));
+                whole_lines(bits_ ? empty(g).num_bytes() : g.count * given.length * item_size(given.dtype));
         }
     }
 
@@ -171,7 +177,7 @@ public:
 private:
     static constexpr int64_t kNone = -1;
 
-    Activations empty(const Group& g) const { return Activations(g.count, given_.length, bits_); }
+    Activations empty(const Group& g) const { return Activations(g.count, given_.length, span_, bits_); }
 
     void put(int64_t i, int64_t begin, int64_t end) const {
         const Group& g = order_.groups[i];
@@ -190,21 +196,20 @@ private:
         int64_t count = 0;
         for (int64_t i = 0; i < order_.groups.size(); ++i)
             if (offset_[i] != kNone) count += empty(order_.groups[i]).num_parts();
-        parallel_for(count, kRoundedGrainElements / (kGroup * kRowBlock) + 1,
-                     [&](int64_t begin, int64_t end) {
-                         for (int64_t i = 0; i < order_.groups.size() && end > 0; ++i) {
-                             if (offset_[i] == kNone) continue;
-                             Activations x = empty(order_.groups[i]);
-                             x.put_into(room_ + offset_[i]);
-                             round(x, order_.groups[i], begin > 0 ? begin : 0, smaller(end, x.num_parts()));
-                             begin -= x.num_parts(), end -= x.num_parts();
-                         }
-                     });
+        parallel_for(count, kRoundedGrainElements / (span_ * kRowBlock) + 1, [&](int64_t begin, int64_t end) {
+            for (int64_t i = 0; i < order_.groups.size() && end > 0; ++i) {
+                if (offset_[i] == kNone) continue;
+                Activations x = empty(order_.groups[i]);
+                x.put_into(room_ + offset_[i]);
+                round(x, order_.groups[i], begin > 0 ? begin : 0, smaller(end, x.num_parts()));
+                begin -= x.num_parts(), end -= x.num_parts();
+            }
+        });
     }
 
     const Order& order_;
     Given given_;
-    int bits_;              // that rows are rounded to, or 0
+    int bits_, span_;       // that rows are rounded to, or 0, and by how many at a time
     List<int64_t> offset_;  // of each group in the room
     int64_t num_bytes_ = 0;
     char* room_ = nullptr;
@@ -247,9 +252,9 @@ public:
     Mixture(const Experts& a, int64_t first_token, int64_t num_tokens)
         : a_(a), first_token_(first_token), num_tokens_(num_tokens), hidden_(a.x.shape[1]),
           inner_(a.intermediate_size), order_(a, first_token, num_tokens), gate_(a, 0, inner_, hidden_),
-          up_(a, 1, inner_, hidden_), down_(a, 2, hidden_, inner_), is_shared_(gate_.bits == up_.bits),
-          tokens_(order_, given_tokens(), gate_.bits), tokens_of_up_(order_, given_tokens(), up_.bits),
-          states_(order_, {inner_, inner_, a.x.dtype, nullptr}, down_.bits) {}
+          up_(a, 1, inner_, hidden_), down_(a, 2, hidden_, inner_), is_shared_(gate_.takes_as(up_)),
+          tokens_(order_, given_tokens(), gate_), tokens_of_up_(order_, given_tokens(), up_),
+          states_(order_, {inner_, inner_, a.x.dtype, nullptr}, down_) {}
 
     void run() {
         take_room();

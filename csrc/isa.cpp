@@ -73,6 +73,8 @@ const Level& active_level() {
     return *g_active;
 }
 
+bool has_tiles() { return !strcmp(active_level().name, "amx"); }
+
 bool set_level(const char* name) {
     for (int i = 0; i < kNumLevels; ++i)
         if (!strcmp(kLevels[i].name, name) && kLevels[i].is_supported()) return g_active = &kLevels[i], true;

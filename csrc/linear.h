@@ -44,6 +44,12 @@ constexpr BlockSize block_size(BlockType type) {
 constexpr int kPackedRows = 16;    // weight rows side by side in a packed weight
 constexpr int kPackedWeights = 3;  // that packed_linear takes at most
 
+// Activations that share a scale in a product with a packed weight. Tile registers sum blocks of 256 as whole
+// numbers, and blocks of four bits a group at a time, in half as many products.
+constexpr int span_of(BlockType type, bool has_tiles) {
+    return has_tiles && block_size(type).elements == 256 && type != BlockType::q4_k ? 256 : 32;
+}
+
 // Bytes that an activation of 8, 12 or 16 bits takes
 constexpr int num_planes_of(int activation_bits) { return activation_bits > 8 ? 2 : 1; }
 

@@ -3,9 +3,10 @@
 //                the gate being silu or gelu_tanh.
 //   y[m][n] = sum over groups g of x_scale[m][g] * (scale[n][g] * dot[m][n][g] + minimum[n][g] * sum[m][g])
 // The activations of a group of 32 are rounded to x_scale * q (rounding.h); sum is the sum of its q, and dot
-// the integer dot product of q with the weight's fields (dots.h, amx_packed.h). Integers are exact in any
-// order and the float32 sum runs over the groups from first to last, so a row has the same bits alone and
-// among others, whatever the tiles and threads.
+// the integer dot product of q with the weight's fields (dots.h, amx_packed.h). Tile registers take blocks of
+// 256 whole, whose activations share an x_scale (amx_whole.h). Integers are exact in any order and the float32
+// sum runs over the groups or blocks from first to last, so a row has the same bits alone and among others,
+// whatever the tiles and threads.
 // count_products: `rounds` of what such products stand on, on every thread (peak.h); returns how many
 //                 products those were.
 #include "dots.h"
@@ -14,32 +15,51 @@
 #if defined(__AMX_INT8__)
 #define INFINI_AMX
 #include "amx_packed.h"
+#include "amx_whole.h"
 #endif
 #include "peak.h"
 
 namespace infini::INFINI_LEVEL {
 namespace {
 
+// total[row][0:16] of one panel, in vectors
+template <class Block, int P>
+void add_panel(float* total, const uint8_t* packed, const Activations& x, int64_t row, int64_t num_rows) {
+    if constexpr (kHasWholeSpan<Block>)
+        add_few_whole_rows<Block, P, kPackedFewTileRows>(total, packed, x, row, num_rows);
+    else if (num_rows <= kPackedFewRows)
+        add_few_rows<Block, P, kPackedFewTileRows>(total, packed, x, row, num_rows);
+    else
+        add_rows<Block, P>(total, packed, x, row, num_rows);
+}
+
+#if defined(INFINI_AMX)
+// total[panel][row][0:16], R rows at a time, in tiles
+template <class Block, int P, int R>
+void add_in_tiles(float* total, const uint8_t* packed, int num_panels, const Activations& x, int64_t row,
+                  int64_t num_rows) {
+    if constexpr (kHasWholeSpan<Block>)
+        add_whole_blocks<Block, P, R>(total, kPackedBandRows, packed, num_panels, x, row, num_rows);
+    else
+        add_blocks<Block, P, R>(total, kPackedBandRows, packed, num_panels, x, row, num_rows);
+}
+#endif
+
 // total[panel][row][0:16] of num_panels panels that follow one another
 template <class Block, int P>
 void add_products(float* total, const uint8_t* packed, int num_panels, const Activations& x, int64_t row,
                   int64_t num_rows) {
-    const bool are_few = num_rows <= kPackedFewRows;
 #if defined(INFINI_AMX)
-    const int block = are_few || !suits_tiles<Block, P>(x) ? 1 : 1 << x.log_rows;
+    constexpr int kFew = kHasWholeSpan<Block> ? kPackedFewTileRows : kPackedFewRows;
+    const int block = num_rows <= kFew || !suits_tiles<Block, P>(x) ? 1 : 1 << x.log_rows;
     if (block == kRowBlock)
-        return add_blocks<Block, P, kRowBlock>(total, kPackedBandRows, packed, num_panels, x, row, num_rows);
+        return add_in_tiles<Block, P, kRowBlock>(total, packed, num_panels, x, row, num_rows);
     if (block == kPackedFewestTileRows)
-        return add_blocks<Block, P, kPackedFewestTileRows>(total, kPackedBandRows, packed, num_panels, x, row,
-                                                           num_rows);
+        return add_in_tiles<Block, P, kPackedFewestTileRows>(total, packed, num_panels, x, row, num_rows);
 #endif
     const int64_t panel_bytes = x.num_groups * kGroup / Block::kElements * Block::kBytes * kRows;
-    for (int i = 0; i < num_panels; ++i, total += kPackedBandRows * kRows, packed += panel_bytes) {
-        if (are_few)
-            add_few_rows<Block, P, kPackedFewTileRows>(total, packed, x, row, num_rows);
-        else
-            add_rows<Block, P>(total, packed, x, row, num_rows);
-    }
+    for (int i = 0; i < num_panels; ++i, total += kPackedBandRows * kRows, packed += panel_bytes)
+        add_panel<Block, P>(total, packed, x, row, num_rows);
 }
 
 // y[0:width] = total + residual, which may be y itself
@@ -150,7 +170,8 @@ void multiply_outputs(const PackedLinear& a, const Activations& x, int64_t begin
 }
 
 int64_t packed_linear(const PackedLinear& a) {
-    Problem problem{a, Activations(Rows{a.x}.count(), Rows{a.x}.length(), a.activation_bits)};
+    const int span = span_of(a.type[0], kHasTiles);
+    Problem problem{a, Activations(Rows{a.x}.count(), Rows{a.x}.length(), span, a.activation_bits)};
     Activations& x = problem.x;
     const int64_t row_length = x.num_groups * kGroup, grain = kGrainElements / (kRows * (row_length + 1)) + 1;
     x.put_into(scratch(Scratch::shared, x.num_bytes()));

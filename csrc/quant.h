@@ -45,25 +45,24 @@ inline void halves(float* y, const uint8_t* p) {
         for (int r = 0; r < R; ++r) y[r] = half(p + 2 * r);
 }
 
-// y[r] = factor[r] * (bytes[r] - less)
-template <int R, int less = 0>
-INFINI_INLINE inline void scaled_bytes(float* __restrict y, const uint8_t* __restrict bytes,
+// y[r] = factor[r] * bytes[r]
+template <int R>
+INFINI_INLINE inline void scaled_bytes(float* __restrict y, const int8_t* __restrict bytes,
                                        const float* __restrict factor) {
 #if defined(INFINI_NEON)
-    if constexpr (
-        R ==
-        16) {  // a byte below the exponent of 2^23 is 2^23 and the byte: faster than NEON's own conversion
-        const uint8x16_t all = vld1q_u8(bytes);
+    // A byte below the exponent of 2^23 is 2^23 and the byte: faster than NEON's own conversion.
+    if constexpr (R == 16) {
+        const uint8x16_t all = veorq_u8(vreinterpretq_u8_s8(vld1q_s8(bytes)), vdupq_n_u8(128));
         for (int i = 0; i < R; i += 4) {
             const uint32x4_t places =
                 uint32x4_t{0xffffff00u, 0xffffff01u, 0xffffff02u, 0xffffff03u} + static_cast<uint32_t>(i);
             const uint32x4_t one_each = vreinterpretq_u32_u8(vqtbl1q_u8(all, vreinterpretq_u8_u32(places)));
-            store(y + i, load(factor + i) * ((vf)(one_each | 0x4b000000u) - (0x1p23f + less)));
+            store(y + i, load(factor + i) * ((vf)(one_each | 0x4b000000u) - (0x1p23f + 128)));
         }
         return;
     }
 #endif
-    for (int r = 0; r < R; ++r) y[r] = factor[r] * static_cast<float>(bytes[r] - less);
+    for (int r = 0; r < R; ++r) y[r] = factor[r] * static_cast<float>(bytes[r]);
 }
 
 // ---- fields: of N bytes at p each, the low ones first -----------------------------------------------------
@@ -275,6 +274,29 @@ struct MXFP4 {
 };
 
 // ---- 256 elements a block: a float16 scale (and minimum) of the block times a small integer of the group --
+//
+// `group_scales` reads those integers, kScale and kMinimum are where the float16 are.
+
+// What multiplies the groups of R rows: minus their minimums
+template <class Block, int R>
+inline void group_minimums(float* __restrict minimum, const int8_t* __restrict whole, const uint8_t* block) {
+    float least[R];
+    halves<R>(least, block + Block::kMinimum * R);
+    for (int r = 0; r < R; ++r) least[r] = -least[r];
+    for (int g = 0; g < Block::kElements / Block::kGroup; ++g)
+        scaled_bytes<R>(minimum + g * R, whole + g * R, least);
+}
+
+template <class Block, int R>
+inline void long_scales(float* __restrict scale, float* __restrict minimum, const uint8_t* block) {
+    constexpr int kGroups = Block::kElements / Block::kGroup;
+    int8_t whole[kGroups * R], least[kGroups * R];
+    float d[R];
+    Block::template group_scales<R>(whole, least, block);
+    halves<R>(d, block + Block::kScale * R);
+    for (int g = 0; g < kGroups; ++g) scaled_bytes<R>(scale + g * R, whole + g * R, d);
+    if constexpr (Block::kHasMinimum) group_minimums<Block, R>(minimum, least, block);
+}
 
 // 16 bytes: group scale low, minimum high | 64 bytes of two bits in runs of 32 | scale f16 | minimum f16
 // value = scale * group scale * q - minimum * group minimum
@@ -286,21 +308,19 @@ struct Q2_K {
         return {16 + s / 8 * 32 + s % 2 * 16 + 4 * quad, s / 2 % 4 * 2};
     }
     static constexpr Field kFields[] = {{16, 1}, {64, 4}, {2, 2}, {2, 2}};
+    static constexpr int kScale = 80, kMinimum = 82;
     template <int R>
     static void fields(int8_t* q, const uint8_t* block) {
         for (int run = 0; run < 2; ++run) two_bits<32 * R>(q + 128 * R * run, block + (16 + 32 * run) * R);
     }
     template <int R>
+    static void group_scales(int8_t* __restrict scale, int8_t* __restrict minimum,
+                             const uint8_t* __restrict block) {
+        for (int i = 0; i < 16 * R; ++i) scale[i] = block[i] & 15, minimum[i] = block[i] >> 4;
+    }
+    template <int R>
     static void scales(float* scale, float* minimum, const uint8_t* block) {
-        float d[R], least[R];
-        halves<R>(d, block + 80 * R);
-        halves<R>(least, block + 82 * R);
-        for (int r = 0; r < R; ++r) least[r] = -least[r];
-        for (int g = 0; g < 16; ++g) {
-            uint8_t low[R], high[R];
-            for (int r = 0; r < R; ++r) low[r] = block[g * R + r] & 15, high[r] = block[g * R + r] >> 4;
-            scaled_bytes<R>(scale + g * R, low, d), scaled_bytes<R>(minimum + g * R, high, least);
-        }
+        long_scales<Q2_K, R>(scale, minimum, block);
     }
 };
 
@@ -314,6 +334,7 @@ struct Q3_K {  // 32 bytes of third bits | 64 bytes of two bits in runs of 32 |
         return {32 + s / 8 * 32 + s % 2 * 16 + 4 * quad, s / 2 % 4 * 2, s % 2 * 16 + 4 * quad, s / 2};
     }
     static constexpr Field kFields[] = {{32, 4}, {64, 4}, {12, 1}, {2, 2}};
+    static constexpr int kScale = 108;
     template <int R>
     static void fields(int8_t* __restrict q, const uint8_t* __restrict block) {
         unrolled<2>([&](auto run) {
@@ -326,17 +347,18 @@ struct Q3_K {  // 32 bytes of third bits | 64 bytes of two bits in runs of 32 |
         });
     }
     template <int R>
-    static void scales(float* scale, float*, const uint8_t* block) {
+    static void group_scales(int8_t* __restrict scale, int8_t*, const uint8_t* __restrict block) {
         const uint8_t *low = block + 96 * R, *high = block + 104 * R;
-        float d[R];
-        halves<R>(d, block + 108 * R);
         unrolled<16>([&](auto g) INFINI_INLINE {
-            uint8_t six[R];
             for (int r = 0; r < R; ++r)
-                six[r] = static_cast<uint8_t>((low[g % 8 * R + r] >> g / 8 * 4 & 15) |
-                                              (high[g % 4 * R + r] >> g / 4 * 2 & 3) << 4);
-            scaled_bytes<R, 32>(scale + g * R, six, d);
+                scale[g * R + r] = static_cast<int8_t>(
+                    ((low[g % 8 * R + r] >> g / 8 * 4 & 15) | (high[g % 4 * R + r] >> g / 4 * 2 & 3) << 4) -
+                    32);
         });
+    }
+    template <int R>
+    static void scales(float* scale, float* minimum, const uint8_t* block) {
+        long_scales<Q3_K, R>(scale, minimum, block);
     }
 };
 
@@ -349,6 +371,7 @@ struct Q4_K {
     static constexpr bool kHasMinimum = true, kIsSigned = false;
     static constexpr int kData = 16, kBits = 4, kLowBits = 4, kRun = 64;
     static constexpr Field kFields[] = {{2, 2}, {2, 2}, {12, 1}, {128, 4}};
+    static constexpr int kScale = 0, kMinimum = 2;
     static constexpr Place place(int s, int quad) {
         return {16 + s / 4 * 32 + s % 2 * 16 + 4 * quad, s / 2 % 2 * 4};
     }
@@ -357,23 +380,18 @@ struct Q4_K {
         for (int run = 0; run < 4; ++run) four_bits<32 * R>(q + 64 * R * run, block + (16 + 32 * run) * R);
     }
     template <int R>
-    static void scales(float* scale, float* minimum, const uint8_t* block) {
-        float d[R], least[R];
-        halves<R>(d, block);
-        halves<R>(least, block + 2 * R);
-        for (int r = 0; r < R; ++r) least[r] = -least[r];
-        for (int g = 0; g < 4; ++g) {
-            const uint8_t *p = block + (4 + g) * R, *m = p + 4 * R, *rest = p + 8 * R;
-            uint8_t bytes[4][R];
-            for (int r = 0; r < R; ++r) {
-                bytes[0][r] = p[r] & 63, bytes[1][r] = m[r] & 63;
-                bytes[2][r] = static_cast<uint8_t>((rest[r] & 15) | p[r] >> 6 << 4);
-                bytes[3][r] = static_cast<uint8_t>(rest[r] >> 4 | m[r] >> 6 << 4);
-            }
-            scaled_bytes<R>(scale + g * R, bytes[0], d), scaled_bytes<R>(minimum + g * R, bytes[1], least);
-            scaled_bytes<R>(scale + (4 + g) * R, bytes[2], d),
-                scaled_bytes<R>(minimum + (4 + g) * R, bytes[3], least);
+    static void group_scales(int8_t* __restrict scale, int8_t* __restrict minimum,
+                             const uint8_t* __restrict block) {
+        const uint8_t *p = block + 4 * R, *m = p + 4 * R, *rest = p + 8 * R;
+        for (int i = 0; i < 4 * R; ++i) {
+            scale[i] = p[i] & 63, minimum[i] = m[i] & 63;
+            scale[4 * R + i] = static_cast<int8_t>((rest[i] & 15) | p[i] >> 6 << 4);
+            minimum[4 * R + i] = static_cast<int8_t>(rest[i] >> 4 | m[i] >> 6 << 4);
         }
+    }
+    template <int R>
+    static void scales(float* scale, float* minimum, const uint8_t* block) {
+        long_scales<Q4_K, R>(scale, minimum, block);
     }
 };
 
@@ -382,6 +400,7 @@ struct Q5_K {  // as Q4_K, with 32 bytes of fifth bits before the 128
     static constexpr bool kHasMinimum = true, kIsSigned = false;
     static constexpr int kBits = 5, kLowBits = 4;
     static constexpr Field kFields[] = {{2, 2}, {2, 2}, {12, 1}, {32, 4}, {128, 4}};
+    static constexpr int kScale = 0, kMinimum = 2;
     static constexpr Place place(int s, int quad) {
         return {48 + s / 4 * 32 + s % 2 * 16 + 4 * quad, s / 2 % 2 * 4, 16 + s % 2 * 16 + 4 * quad, s / 2};
     }
@@ -394,8 +413,12 @@ struct Q5_K {  // as Q4_K, with 32 bytes of fifth bits before the 128
         });
     }
     template <int R>
+    static void group_scales(int8_t* scale, int8_t* minimum, const uint8_t* block) {
+        Q4_K::group_scales<R>(scale, minimum, block);
+    }
+    template <int R>
     static void scales(float* scale, float* minimum, const uint8_t* block) {
-        Q4_K::scales<R>(scale, minimum, block);
+        long_scales<Q5_K, R>(scale, minimum, block);
     }
 };
 
@@ -406,6 +429,7 @@ struct Q6_K {
     static constexpr bool kHasMinimum = false, kIsSigned = false;
     static constexpr int kBits = 6, kLowBits = 4;
     static constexpr Field kFields[] = {{128, 4}, {64, 4}, {16, 1}, {2, 2}};
+    static constexpr int kScale = 208;
     static constexpr Place place(int s, int quad) {
         const int run = s / 8, quarter = s / 2 % 4, half = s % 2;
         return {64 * run + quarter % 2 * 32 + half * 16 + 4 * quad, quarter / 2 * 4,
@@ -424,14 +448,12 @@ struct Q6_K {
         }
     }
     template <int R>
-    static void scales(float* scale, float*, const uint8_t* block) {
-        float d[R];
-        halves<R>(d, block + 208 * R);
-        for (int g = 0; g < 16; ++g) {
-            uint8_t raised[R];
-            for (int r = 0; r < R; ++r) raised[r] = block[(192 + g) * R + r] ^ 128;
-            scaled_bytes<R, 128>(scale + g * R, raised, d);
-        }
+    static void group_scales(int8_t* scale, int8_t*, const uint8_t* block) {
+        memcpy(scale, block + 192 * R, 16 * R);
+    }
+    template <int R>
+    static void scales(float* scale, float* minimum, const uint8_t* block) {
+        long_scales<Q6_K, R>(scale, minimum, block);
     }
 };
 
@@ -444,38 +466,51 @@ struct IQ4_XS {
     static constexpr const auto& kLevels = IQ4_NL::kLevels;
     static constexpr Place place(int s, int quad) { return {8 + s / 2 * 16 + 4 * quad, s % 2 * 4}; }
     static constexpr Field kFields[] = {{2, 2}, {2, 1}, {4, 1}, {128, 4}};
+    static constexpr int kScale = 0;
     template <int R>
     static void fields(int8_t* q, const uint8_t* block) {
         for (int run = 0; run < 8; ++run) four_bits<16 * R>(q + 32 * R * run, block + (8 + 16 * run) * R);
         look_up(q, 256 * R, kLevels);
     }
     template <int R>
-    static void scales(float* scale, float*, const uint8_t* block) {
+    static void group_scales(int8_t* __restrict scale, int8_t*, const uint8_t* __restrict block) {
         const uint8_t *high = block + 2 * R, *low = block + 4 * R;
-        float d[R];
-        halves<R>(d, block);
         unrolled<8>([&](auto g) INFINI_INLINE {
-            uint8_t six[R];
             for (int r = 0; r < R; ++r)
-                six[r] = static_cast<uint8_t>((low[g / 2 * R + r] >> g % 2 * 4 & 15) |
-                                              (high[g / 4 * R + r] >> g % 4 * 2 & 3) << 4);
-            scaled_bytes<R, 32>(scale + g * R, six, d);
+                scale[g * R + r] = static_cast<int8_t>(
+                    ((low[g / 2 * R + r] >> g % 2 * 4 & 15) | (high[g / 4 * R + r] >> g % 4 * 2 & 3) << 4) -
+                    32);
         });
     }
+    template <int R>
+    static void scales(float* scale, float* minimum, const uint8_t* block) {
+        long_scales<IQ4_XS, R>(scale, minimum, block);
+    }
 };
-
-// A type's struct, whose blocks have the size that is known of the type
-template <BlockType type, class Block>
-constexpr Block struct_of() {
-    static_assert(Block::kElements == block_size(type).elements && Block::kBytes == block_size(type).bytes);
-    return {};
-}
 
 // Whether fields of four bits are integers themselves, or number the levels of a table
 template <class Block>
 constexpr bool kHasLevels = Block::kBits == 4 && Block::kIsSigned;
 template <class Block>
 constexpr bool kIsFourBits = Block::kBits == 4 && !Block::kIsSigned;
+
+#if defined(__AMX_INT8__)
+constexpr bool kHasTiles = true;
+#else
+constexpr bool kHasTiles = false;
+#endif
+
+// Whether the activations of a block share a scale
+template <class Block>
+constexpr bool kHasWholeSpan = kHasTiles && Block::kElements == 256 && !kIsFourBits<Block>;
+
+// A type's struct, whose blocks are what is known of the type
+template <BlockType type, class Block>
+constexpr Block struct_of() {
+    static_assert(Block::kElements == block_size(type).elements && Block::kBytes == block_size(type).bytes);
+    static_assert(kHasWholeSpan<Block> == (span_of(type, kHasTiles) == 256));
+    return {};
+}
 
 // Calls body with a value of the type's struct
 template <class Body>

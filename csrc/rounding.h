@@ -1,8 +1,8 @@
-// Activations rounded to integers for packed_linear: the 32 of a group become x_scale * q. q has 8 bits, or 8
-// and a few more that make a second plane of bytes: q = radix * high + low, the radix 16 (12 bits) or 256 (16
-// bits).
+// Activations rounded to integers for packed_linear: those of a span, as many as a block of weight has, become
+// x_scale * q. q has 8 bits, or 8 and a few more that make a second plane of bytes: q = radix * high + low,
+// the radix 16 (12 bits) or 256 (16 bits). Sums are those of groups of 32, or halves of them.
 //
-// Rows come in blocks: the groups of a block one after another, each with all rows of the block.
+// Rows come in blocks: the spans of a block one after another, each with all rows of the block.
 #pragma once
 #include "quant.h"
 #include "rows.h"
@@ -20,33 +20,41 @@ constexpr int32_t kShiftBits = 0x4b400000;
 
 struct Activations {
     int64_t num_rows, num_groups;
+    int log_groups;            // of a span
     int num_planes, log_rows;  // of a block
     int radix;
-    int8_t* q;      // [block][group][row][plane][32]
-    float* scale;   // [block][group][row]
+    int8_t* q;      // [block][span][row][plane][32 or 256]
+    float* scale;   // [block][span][row]
     int32_t* sums;  // [block][group][plane][2][row], each of 16 bytes
     float* totals;  // [block][group][3][row]: scale times the sum of the group, and of either half
 
-    Activations(int64_t num_rows, int64_t row_length, int bits)
-        : num_rows(num_rows), num_groups(row_length / kGroup), num_planes(num_planes_of(bits)), log_rows(0),
-          radix(1 << (bits - 8)) {
+    Activations(int64_t num_rows, int64_t row_length, int span, int bits)
+        : num_rows(num_rows), num_groups(row_length / kGroup), log_groups(0), num_planes(num_planes_of(bits)),
+          log_rows(0), radix(1 << (bits - 8)) {
+        while (kGroup << log_groups < span) ++log_groups;
         while (1 << log_rows < kRowBlock && 1 << log_rows < num_rows) ++log_rows;
     }
 
-    // Groups of all rows, those that fill up the last block among them
+    int span() const { return kGroup << log_groups; }
+    int64_t num_spans() const { return num_groups >> log_groups; }
+    int64_t num_parts() const { return (((num_rows - 1) >> log_rows) + 1) * num_spans(); }
+    int64_t part_elements() const { return static_cast<int64_t>(span()) << log_rows; }
+
+    // Spans of all rows, those that fill up the last block among them, and groups
     int64_t count() const { return num_parts() << log_rows; }
-    int64_t num_parts() const { return (((num_rows - 1) >> log_rows) + 1) * num_groups; }
+    int64_t group_count() const { return count() << log_groups; }
 
     int64_t num_bytes() const {
-        const int64_t of_a_group = num_planes * (kGroup + kSums * static_cast<int64_t>(sizeof(int32_t)));
-        return count() * (of_a_group + (1 + kTotals) * static_cast<int64_t>(sizeof(float)));
+        const int64_t of_a_group = num_planes * (kGroup + kSums * static_cast<int64_t>(sizeof(int32_t))) +
+                                   kTotals * static_cast<int64_t>(sizeof(float));
+        return group_count() * of_a_group + count() * static_cast<int64_t>(sizeof(float));
     }
 
     void put_into(void* room) {
         q = static_cast<int8_t*>(room);
-        scale = reinterpret_cast<float*>(q + count() * num_planes * kGroup);
+        scale = reinterpret_cast<float*>(q + count() * num_planes * span());
         totals = scale + count();
-        sums = reinterpret_cast<int32_t*>(totals + kTotals * count());
+        sums = reinterpret_cast<int32_t*>(totals + kTotals * group_count());
     }
 
     // What other threads have written comes sooner if it is asked for all at once.
@@ -57,8 +65,14 @@ struct Activations {
     int64_t first_at(int64_t group, int64_t row) const {
         return ((row >> log_rows) * num_groups + group) << log_rows;
     }
+    // Of all spans, that of a row with this group; those of the next rows follow
     int64_t at(int64_t group, int64_t row) const {
-        return first_at(group, row) + (row & ((1 << log_rows) - 1));
+        const int64_t first = (row >> log_rows) * num_spans() + (group >> log_groups);
+        return (first << log_rows) + (row & ((1 << log_rows) - 1));
+    }
+    // The first plane of a group; the second is a span further
+    int8_t* q_at(int64_t group, int64_t row) const {
+        return q + at(group, row) * num_planes * span() + (group & ((1 << log_groups) - 1)) * kGroup;
     }
 
     // The first of a row's sums in a group; the next ones are as many apart as a block has rows
@@ -76,9 +90,9 @@ struct Activations {
 namespace {
 
 // Of floats without their signs, the order is that of their bits, with infinity and NaN on top.
-inline float largest_magnitude(const float* x) {
+inline float largest_magnitude(const float* x, int count) {
     vu largest{};
-    for (int i = 0; i < kGroup; i += W) {
+    for (int i = 0; i < count; i += W) {
         const vu magnitude = as_bits(load(x + i)) & 0x7fffffffu;
         largest = magnitude > largest ? magnitude : largest;
     }
@@ -114,7 +128,7 @@ INFINI_INLINE inline void round_group(const Activations& to, int64_t group, int6
                                       float inverse, float scale) {
     constexpr int kVectors = kSumLength / W;
     const int radix = to.radix, shift = radix == 16 ? 4 : 8;
-    int8_t* q = to.q + to.at(group, row) * P * kGroup;
+    int8_t* q = to.q_at(group, row);
     int32_t *sums = to.sums_at(group, row), whole = 0;
     for (int half = 0; half < kSums; ++half, x += kSumLength, q += kSumLength) {
         vi v[kVectors], low[kVectors];
@@ -126,65 +140,68 @@ INFINI_INLINE inline void round_group(const Activations& to, int64_t group, int6
         });
         int32_t sum = sums[half << to.log_rows] = store_bytes(q, v);
         if constexpr (P == 2)
-            sum = radix * sum + (sums[(kSums + half) << to.log_rows] = store_bytes(q + kGroup, low));
+            sum = radix * sum + (sums[(kSums + half) << to.log_rows] = store_bytes(q + to.span(), low));
         *to.total_at(group, row, half, kSumLength) = scale * static_cast<float>(sum);
         whole += sum;
     }
     *to.total_at(group, row, 0, kGroup) = scale * static_cast<float>(whole);
 }
 
-// Groups of a row, from `begin` to `end`. Infinity less itself is NaN: what is not finite makes every product
+// Spans of a row, from `begin` to `end`. Infinity less itself is NaN: what is not finite makes every product
 // of its row NaN.
 template <int P>
-void round_groups(const Activations& to, int64_t row, const float* x, int64_t begin, int64_t end) {
+void round_spans(const Activations& to, int64_t row, const float* x, int64_t begin, int64_t end) {
     const float most = static_cast<float>(127 * to.radix);
-    constexpr int kBatch = 8;  // groups whose divisions overlap
+    constexpr int kBatch = 8;  // spans whose divisions overlap
+    const int num_groups = 1 << to.log_groups;
     for (int64_t first = begin; first < end; first += kBatch) {
         const int64_t last = smaller(first + kBatch, end);
         float inverse[kBatch];
-        for (int64_t g = first; g < last; ++g) {
-            const float largest = largest_magnitude(x + g * kGroup);
-            inverse[g - first] = largest >= 0x1p-100f ? most / largest : 0.0f;
-            to.scale[to.at(g, row)] = largest / most + (largest - largest);
+        for (int64_t s = first; s < last; ++s) {
+            const float largest = largest_magnitude(x + s * to.span(), to.span());
+            inverse[s - first] = largest >= 0x1p-100f ? most / largest : 0.0f;
+            to.scale[to.at(s * num_groups, row)] = largest / most + (largest - largest);
         }
-        for (int64_t g = first; g < last; ++g)
-            round_group<P>(to, g, row, x + g * kGroup, inverse[g - first], to.scale[to.at(g, row)]);
+        for (int64_t g = first * num_groups; g < last * num_groups; ++g)
+            round_group<P>(to, g, row, x + g * kGroup, inverse[g / num_groups - first],
+                           to.scale[to.at(g, row)]);
     }
 }
 
-inline void round_groups(const Activations& to, int64_t row, const float* x, int64_t begin, int64_t end) {
-    return to.num_planes == 2 ? round_groups<2>(to, row, x, begin, end)
-                              : round_groups<1>(to, row, x, begin, end);
+inline void round_spans(const Activations& to, int64_t row, const float* x, int64_t begin, int64_t end) {
+    return to.num_planes == 2 ? round_spans<2>(to, row, x, begin, end)
+                              : round_spans<1>(to, row, x, begin, end);
 }
 
 // Rows that fill up the last block are scaled by nothing: what lay there before could be numbers so small
 // that a product with them takes a hundred times as long as with others.
-inline void clear_groups(const Activations& to, int64_t row, int64_t begin, int64_t end) {
-    for (int64_t g = begin; g < end; ++g) {
+inline void clear_spans(const Activations& to, int64_t row, int64_t begin, int64_t end) {
+    const int num_groups = 1 << to.log_groups;
+    for (int64_t g = begin * num_groups; g < end * num_groups; ++g) {
         to.scale[to.at(g, row)] = *to.total_at(g, row, 0, kGroup) = 0;
         for (int half = 0; half < kSums; ++half) *to.total_at(g, row, half, kSumLength) = 0;
     }
 }
 
-// Parts of the rows row_at(0), row_at(1) ...: of num_parts(), each is a group of all rows of a block. Those
+// Parts of the rows row_at(0), row_at(1) ...: of num_parts(), each is a span of all rows of a block. Those
 // have their scales and sums in the same cache lines, which two threads that had a row each would take from
 // each other again and again.
 template <class RowAt>
 inline void round_parts(const Activations& to, RowAt&& row_at, int64_t begin, int64_t end) {
     for (int64_t at = begin; at < end;) {
-        const int64_t block = at / to.num_groups, first = at % to.num_groups,
-                      last = smaller(to.num_groups, first + end - at);
+        const int64_t block = at / to.num_spans(), first = at % to.num_spans(),
+                      last = smaller(to.num_spans(), first + end - at);
         for (int64_t row = block << to.log_rows; row < (block + 1) << to.log_rows; ++row)
             if (row < to.num_rows)
-                round_groups(to, row, row_at(row), first, last);
+                round_spans(to, row, row_at(row), first, last);
             else
-                clear_groups(to, row, first, last);
+                clear_spans(to, row, first, last);
         at += last - first;
     }
 }
 
 inline void round_rows(const Activations& to, const Tensor& x) {
-    const int64_t grain = kRoundedGrainElements / (kGroup << to.log_rows) + 1;
+    const int64_t grain = kRoundedGrainElements / to.part_elements() + 1;
     const auto row_at = [&](int64_t row) { return Rows{x}.at<const float>(row); };
     parallel_for(to.num_parts(), grain,
                  [&](int64_t begin, int64_t end) { round_parts(to, row_at, begin, end); });

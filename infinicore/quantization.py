@@ -185,9 +185,9 @@ def aligned_bytes(num_rows: int, row_bytes: int) -> Tensor:
 class PackedTensor(QuantizedTensor):
     """A quantised matrix with 16 rows side by side, piece by piece, the last ones filled up with zeros.
 
-    To hold one is to choose speed: a linear layer rounds its activations, 32 at a time, and works on
-    integers. Of the mean square, 8 bits cost 1e-5 to 1e-4, 12 bits 1e-7 and 16 bits 1e-9, either at twice
-    the integer work.
+    To hold one is to choose speed: a linear layer rounds its activations, `activation_span` at a time, and
+    works on integers. Of the mean square, 8 bits cost 1e-5 to 1e-4, 12 bits 1e-7 and 16 bits 1e-9, either at
+    twice the integer work.
     The weights themselves are the same to the last bit, as `unpack` shows.
     """
 
@@ -204,6 +204,11 @@ class PackedTensor(QuantizedTensor):
                 f"but has {self.blocks.dtype} {tuple(self.blocks.shape)}"
             )
         self._hold(self.activation_bits)
+
+    @property
+    def activation_span(self) -> int:
+        """As many share a scale: 32, or 256 where tile registers take blocks of a type whole."""
+        return _native.activation_span(self.type.ggml_id)
 
     def unpack(self) -> QuantizedTensor:
         blocks = torch.empty(self.shape[0], self.type.bytes_per_row(self.shape[1]), dtype=torch.uint8)

@@ -223,7 +223,12 @@ def test_weights_of_several_kinds_make_one_mixture(level: str) -> None:
     gate, up, down = mixture("Q4_0", 256, 256)[0], mixture("Q6_K", 256, 256)[1], mixture("bf16", 256, 256)[2]
     x, (ids, shares) = inputs(9, (gate, up, down)), chosen(9)
     wanted = plain_loop(x, ids, shares, (gate, up, down))
-    for given in ((gate, up, down), (gate.pack(12), up.pack(16), down), (gate.pack(16), up, down)):
+    for given in (
+        (gate, up, down),
+        (gate.pack(12), up.pack(16), down),
+        (gate.pack(16), up, down),
+        (gate.pack(16), up.pack(16), down),
+    ):
         found = ops.experts.attempt(None, x, ids, shares, given, NO_BIASES, "silu")
         assert found is not None
         assert_near(found, wanted, 1e-5)

@@ -44,9 +44,16 @@ def cases() -> list[tuple[Op, torch.dtype]]:
     return [(op, dtype) for op in NATIVE_OPS for dtype in DTYPES.get(op.name, HALF_AND_SINGLE)]
 
 
-@cache
 def samples(name: str, dtype: torch.dtype) -> list[tuple[tuple[Any, ...], Any]]:
-    """Each of an op's samples with what its reference makes of it, worked out once for all levels"""
+    return samples_of_levels(name, dtype, has_tiles=_native.isa() == "amx")
+
+
+@cache
+def samples_of_levels(name: str, dtype: torch.dtype, has_tiles: bool) -> list[tuple[tuple[Any, ...], Any]]:
+    """Each of an op's samples with what its reference makes of it, worked out once for all levels
+
+    but that with tile registers, as `PackedTensor.activation_span` has it
+    """
     return [(args, OPS[name].reference(*args)) for args in OPS[name].samples(dtype)]
 
 

@@ -126,5 +126,7 @@ def room_after(first: Tensor) -> int:
 
 
 def can_share_input(weights: Sequence[Tensor | QuantizedTensor]) -> bool:
-    bits = {weight.activation_bits if isinstance(weight, PackedTensor) else None for weight in weights}
-    return len(weights) <= 3 and len(bits) == 1 and None not in bits
+    """Whether all are packed and take the input rounded alike"""
+    packed = [weight for weight in weights if isinstance(weight, PackedTensor)]
+    roundings = {(weight.activation_bits, weight.activation_span) for weight in packed}
+    return len(packed) == len(weights) <= 3 and len(roundings) == 1

@@ -48,23 +48,28 @@ def quantized_embedding(ids: Tensor, weight: QuantizedTensor) -> Tensor:
     return rows.view(*ids.shape, weight.shape[-1])
 
 
-ACTIVATION_GROUP = 32
 SMALLEST_ACTIVATION = 2.0**-100  # what is below has no reciprocal in float32
 
 
-def rounded_activations(x: Tensor, bits: int) -> Tensor:
-    """x with each group of 32 rounded to equal steps: the largest absolute value is 127 of them.
+def rounded_activations(x: Tensor, bits: int, span: int) -> Tensor:
+    """x with each `span` values rounded to equal steps: the largest absolute value is 127 of them.
 
     With more than 8 bits a step has 16 or 256 parts, of which kernels keep at most 127 to either side of a
     whole one.
     """
     parts = 1 << (bits - 8)
-    groups = x.reshape(*x.shape[:-1], x.shape[-1] // ACTIVATION_GROUP, ACTIVATION_GROUP)
-    largest = groups.abs().amax(-1, keepdim=True)
-    rounded = (groups * torch.where(largest >= SMALLEST_ACTIVATION, 127 * parts / largest, 0)).round()
+    spans = x.reshape(*x.shape[:-1], x.shape[-1] // span, span)
+    largest = spans.abs().amax(-1, keepdim=True)
+    # Divided as kernels divide: a number over a tensor would be a product with its reciprocal.
+    inverse = torch.tensor(127.0 * parts, dtype=x.dtype) / largest
+    rounded = (spans * torch.where(largest >= SMALLEST_ACTIVATION, inverse, 0)).round()
     if bits == 16:
         rounded = rounded + (rounded.remainder(256) == 128)
     return (rounded * (largest / (127 * parts))).flatten(-2)
+
+
+def rounded_for(weight: PackedTensor, x: Tensor) -> Tensor:
+    return rounded_activations(x, weight.activation_bits, weight.activation_span)
 
 
 def packed_linear_samples(dtype: torch.dtype) -> Samples:
@@ -78,6 +83,8 @@ def packed_linear_samples(dtype: torch.dtype) -> Samples:
     pair, biases = (first, random_blocks(BlockType.Q4_0, 40, 2).pack()), (None, random(40, dtype=dtype))
     for activation in GATES:
         yield x, pair, biases, None, activation
+    longer = tuple(random_blocks(type, 16, 2).pack(16) for type in (BlockType.Q5_K, BlockType.Q6_K))
+    yield random(3, 512, dtype=dtype), longer, (None, random(16, dtype=dtype)), None, None
 
 
 # Scales and minimums are applied to sums over a group, which are larger than the values they leave.
@@ -91,11 +98,11 @@ def packed_linear(
 ) -> Tensor:
     """x @ weight.T + bias for each of up to three weights, side by side, with x rounded to 8, 12 or 16 bits.
 
+    32 values are rounded at a time, or 256 where tile registers take blocks whole.
     With an activation, "silu" or "gelu_tanh", activation(first) * second of two; then the residual is added.
     """
-    rounded = rounded_activations(x, weights[0].activation_bits)
     products = [
-        torch.nn.functional.linear(rounded, weight.dequantize(x.dtype), bias)
+        torch.nn.functional.linear(rounded_for(weight, x), weight.dequantize(x.dtype), bias)
         for weight, bias in zip(weights, biases, strict=True)
     ]
     if activation is None:
