@@ -2,7 +2,7 @@
 // all of a block is one whole number before it becomes a float.
 //   y[m][n] += scale[n] * x_scale[m] * (sum over groups g of whole[n][g] * dot[m][n][g]), then
 //   y[m][n] += minimum[n][g] * x_scale[m] * sum[m][g] for each group g.
-// Planes of x are joined after the sum, which is below 2^28 in any order: eight rows and more have the bits
+// Planes of x are joined after the sum, which is below 2^28 in any order: five rows and more have the bits
 // from AMX tile registers that fewer have from vectors.
 #pragma once
 #include "amx.h"
@@ -135,7 +135,7 @@ void add_few_whole_rows(float* total, const uint8_t* packed, const Activations& 
     if constexpr (M > 1) add_few_whole_rows<Block, P, M - 1>(total, packed, x, row, num_rows);
 }
 
-// ---- eight rows of x and more, in tile registers ----------------------------------------------------------
+// ---- five rows of x and more, in tile registers -----------------------------------------------------------
 //
 // Fields are multiplied by the whole scales of their groups when they are unpacked, so that a block is summed
 // 64 at a time, and leaves the tile registers once. Where such a product does not fit a byte it is two planes

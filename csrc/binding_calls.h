@@ -8,7 +8,9 @@
 #include <mutex>
 #include <vector>
 
-#include "binding_arguments.h"
+#include "binding_attention.h"
+#include "binding_elementwise.h"
+#include "binding_products.h"
 #include "isa.h"
 
 namespace infini {

@@ -2,7 +2,7 @@
 // registers: tiles of several rows against a chunk of weight unpacked to bytes, and few rows against fields
 // straight from memory.
 #pragma once
-#include "quant.h"
+#include "blocks.h"
 #include "rounding.h"
 
 // Ahead of register allocation, GCC's scheduler moves so many loads up that tiles of sums are spilled.

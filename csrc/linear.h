@@ -5,7 +5,7 @@
 
 namespace infini {
 
-// How the rows of a weight are stored, under ggml's ids: elements and bytes of a block; quant.h says what
+// How the rows of a weight are stored, under ggml's ids: elements and bytes of a block; blocks.h says what
 // they mean.
 #define INFINI_BLOCK_TYPES(X) \
     X(f32, 0, 1, 4)           \

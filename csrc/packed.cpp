@@ -1,4 +1,4 @@
-// packed_linear: y = x Wᵀ + bias in float32, over weights packed 16 rows side by side (quant.h); of up to
+// packed_linear: y = x Wᵀ + bias in float32, over weights packed 16 rows side by side (blocks.h); of up to
 //                three weights the columns one after another; + residual; or, of two, gate(first) * second,
 //                the gate being silu or gelu_tanh.
 //   y[m][n] = sum over groups g of x_scale[m][g] * (scale[n][g] * dot[m][n][g] + minimum[n][g] * sum[m][g])

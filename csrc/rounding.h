@@ -4,7 +4,7 @@
 //
 // Rows come in blocks: the spans of a block one after another, each with all rows of the block.
 #pragma once
-#include "quant.h"
+#include "blocks.h"
 #include "rows.h"
 
 namespace infini::INFINI_LEVEL {
