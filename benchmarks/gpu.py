@@ -32,8 +32,10 @@ from infinilm.cache import BlockShape, PagedCache
 from infinilm.config import EngineConfig, LlamaConfig
 from infinilm.models.llama import LlamaForCausalLM
 from infinilm.models.weights import Placement
-from infinilm.runner import RECORDED_AT, Pending, Runner, Work
+from infinilm.recording import RECORDED_AT
+from infinilm.runner import Pending, Runner
 from infinilm.sampling import SamplingParams
+from infinilm.work import Work
 
 CONFIG = LlamaConfig(
     vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,

@@ -13,8 +13,9 @@ from infinicore import get_num_threads
 from infinicore.quantization import PackedTensor
 from infinilm.batch import Stream
 from infinilm.cache import BlockShape, PagedCache
-from infinilm.runner import Runner, Work
+from infinilm.runner import Runner
 from infinilm.sampling import SamplingParams
+from infinilm.work import Work
 
 if TYPE_CHECKING:
     from infinilm.config import LlamaConfig

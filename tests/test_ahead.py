@@ -27,10 +27,11 @@ from engines import (
     said,
 )
 
-from infinilm import RequestOutput, SamplingParams, runner
+from infinilm import RequestOutput, SamplingParams, recording, runner
 from infinilm.engine.engine import Engine
 from infinilm.engine.request import NumericalError
-from infinilm.runner import Pending, Work
+from infinilm.runner import Pending
+from infinilm.work import Work
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -231,10 +232,10 @@ def test_on_a_gpu_steps_of_any_size_share_a_few_recordings_in_which_prompts_have
     None
 ):
     found = set()
-    for num_rows in range(1, runner.MAX_CAPTURED + 1):
-        for num_tokens in range(num_rows, runner.PROMPTED[-1] + 1, 3):
-            size = runner.captured_size(num_tokens, num_rows)
+    for num_rows in range(1, recording.MAX_CAPTURED + 1):
+        for num_tokens in range(num_rows, recording.PROMPTED[-1] + 1, 3):
+            size = recording.captured_size(num_tokens, num_rows)
             assert size[0] >= num_tokens and size[1] >= num_rows
             assert (size[0] == size[1]) == (num_tokens == num_rows)
             found.add(size)
-    assert len(found) <= runner.MAX_RECORDINGS
+    assert len(found) <= recording.MAX_RECORDINGS

@@ -21,8 +21,8 @@ from infinilm import DynamicCache, cache, runner
 from infinilm.batch import Stream
 from infinilm.config import LlamaConfig
 from infinilm.models.llama import LlamaForCausalLM
-from infinilm.runner import Work
 from infinilm.sampling import SamplingParams
+from infinilm.work import Work
 
 LENGTH, FEW = 40, 7
 NUM_REAL_LAYERS = 3

@@ -25,8 +25,8 @@ from infinicore.tiles import PARTS, tile
 from infinilm.batch import Stream
 from infinilm.config import LlamaConfig
 from infinilm.models.llama import LlamaForCausalLM
-from infinilm.runner import Work
 from infinilm.sampling import SamplingParams
+from infinilm.work import Work
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 HAS_GPU = torch.cuda.is_available() and not IS_INTERPRETED

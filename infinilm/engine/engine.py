@@ -23,8 +23,9 @@ from infinilm.engine.scheduler import Scheduler, num_tokens_of
 from infinilm.engine.stats import STEP_TOKENS, Histogram, Progress, Stats
 from infinilm.generation import step_tokens
 from infinilm.models.llama import LlamaForCausalLM
-from infinilm.runner import Drawn, Passage, Pending, Runner, Work
+from infinilm.runner import Passage, Pending, Runner
 from infinilm.tokenizer import Tokenizer
+from infinilm.work import Drawn, Work
 
 
 class Launched(NamedTuple):

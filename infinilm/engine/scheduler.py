@@ -18,7 +18,7 @@ from infinilm.engine.pace import Pace
 from infinilm.engine.recent import Recent
 from infinilm.engine.request import Completion
 from infinilm.engine.stats import Counts
-from infinilm.runner import Work
+from infinilm.work import Work
 
 IN_ORDER = attrgetter("order")
 # Of a prompt whose logprobs are wanted: the logits of so many tokens are in memory at once.

@@ -1,0 +1,188 @@
+"""Recording: a step on buffers of its own, recorded once and replayed; and which steps are"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infinicore.graph import Arena, CudaArena, Graph, RecordError
+from infinilm.adapters import AdaptedModel
+from infinilm.batch import Batch
+from infinilm.cache import PagedCache
+from infinilm.draw import Row, Settings, sampled
+from infinilm.latest import Latest
+from infinilm.pages import Kinds, Page, num_bytes, tensors_of
+from infinilm.tables import Tables
+from infinilm.work import Work
+
+MAX_RECORDED = 64  # tokens of a step that is recorded
+MAX_CAPTURED = 256  # and of one that is a CUDA graph
+MAX_RECORDINGS = 96  # one for each number of tokens, and of those whose logits are wanted
+# To record takes longer than to run: it is not for numbers that come once or twice, as when streams end.
+RECORDED_AT = 3
+# Beyond 16 tokens, if some are of prompts, a step is filled up to a multiple of this: few recordings do.
+FULL = 8
+# On a GPU, where a few more tokens cost little and a recording much, every step is filled up.
+CAPTURED = (1, 2, 4, *range(8, 64, 8), *range(64, MAX_CAPTURED + 1, 16))
+# The same of a step that has tokens of prompts, more than there are rows: beyond these a GPU outlasts Python.
+PROMPTED = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+PROMPTED_ROWS = (1, 8, 16, 32, 64, 128, MAX_CAPTURED)
+
+
+def page_kinds(num_tokens: int, num_rows: int) -> Kinds:
+    """Token ids, where they are read from, rows of rope, streams, slots, spans, adapters, rows of logits;
+    settings"""
+    return *[("q", num_tokens)] * 7, ("q", num_rows), *Settings.kinds(num_rows)
+
+
+class Recording:
+    """A step of N tokens, R of them with logits, on buffers of its own: recorded once, replayed since.
+
+    Where there are fewer, the last one is computed again: it changes nothing of what it finds in its slot.
+
+    On a GPU two pages are filled in turn: of one the copy may still be under way.
+    """
+
+    graph: Graph[tuple[Tensor, Tensor]]
+
+    def __init__(
+        self, num_tokens: int, num_rows: int, is_adapted: bool, tables: Tensor, latest: Latest
+    ) -> None:
+        kinds = page_kinds(num_tokens, num_rows)
+        self._latest = latest
+        self._pages = [Page(kinds, latest.is_sent) for _ in range(1 + latest.is_sent)]
+        self._all_settings = [Settings(page.arrays[8:]) for page in self._pages]
+        self._sent = self._pages[0].memory  # what the step reads: the same memory on a CPU
+        if latest.is_sent:
+            self._sent = latest.memory[8 * latest.num_rows :][: num_bytes(kinds)]
+        *tensors, _, adapters, logit_rows = (parts := tensors_of(self._sent, kinds))[:8]
+        token_ids, self._sources, rope_rows, streams, slots = tensors
+        self._settings = parts[8:]
+        self._token_ids = token_ids
+        wanted = None if num_rows == num_tokens else logit_rows
+        adapted = adapters if is_adapted else None
+        self.batch = Batch(token_ids, rope_rows, streams, slots, tables, [1], wanted, adapted)
+        self.num_rows = num_rows
+        self._drawn = Page([("q", num_rows)], is_sent=False)
+        self.tokens = self._drawn.memory.view(torch.int64)
+        if latest.is_sent:
+            self.tokens = latest.on_device[:num_rows]
+        self.rope: Any = None
+        self._turn()
+
+    def _turn(self) -> None:
+        self._pages.reverse()
+        self._all_settings.reverse()
+        arrays = self._pages[0].arrays
+        self.token_ids, self.sources, self.rope_rows, self.streams, self.slots, self.spans = arrays[:6]
+        self.adapters, self.logit_rows = arrays[6:8]
+
+    def fill(
+        self, work: Sequence[Work], rows: Sequence[Row], tables: Tables, adapted: AdaptedModel | None
+    ) -> None:
+        self._turn()
+        at = num_wanted = 0
+        for item in work:
+            stream, start, row = item.stream, item.start, tables.row_of(item)
+            for i, token_id in enumerate(stream.pending(item.num_tokens)):
+                source = self._latest.num_rows + at
+                if token_id < 0:
+                    source, token_id = -1 - token_id, self._latest.here(-1 - token_id)
+                self.token_ids[at], self.sources[at] = token_id, source
+                self.streams[at], self.slots[at], self.spans[at] = row, start + i, stream.span(start + i)
+                at += 1
+            if self.batch.logit_rows is None:
+                continue
+            for i in range(at - item.num_drawn, at):
+                self.logit_rows[num_wanted] = i
+                num_wanted += 1
+        for values in (self.token_ids, self.sources, self.streams, self.slots, self.spans):
+            values[at:] = array("q", [values[at - 1]]) * (len(values) - at)
+        if adapted is not None:
+            self._fill_adapters(work, adapted)
+        self._all_settings[0].fill(rows)
+
+    def _fill_adapters(self, work: Sequence[Work], adapted: AdaptedModel) -> None:
+        at = 0
+        for item in work:
+            place, end = adapted.place_of(item.stream), at + item.num_tokens
+            self.adapters[at:end] = array("q", [place]) * item.num_tokens
+            at = end
+        self.adapters[at:] = array("q", [place]) * (len(self.adapters) - at)
+
+    def run(self, model: Any, cache: PagedCache, rope: Any, arena: Arena | CudaArena) -> None:
+        if self._latest.is_sent:
+            self._sent.copy_(self._pages[0].memory, non_blocking=True)
+        if rope is self.rope:
+            self.graph.replay()
+            return
+
+        def step() -> tuple[Tensor, Tensor]:
+            states, logits = model.step(self._batch(), cache, rope)
+            sampled(logits, self._settings, out=self.tokens)
+            return states, logits
+
+        self._resolve()
+        before = self._latest.copy()
+        try:
+            self.graph = Graph.record(step, arena)
+        except RecordError:
+            self._latest.restore(before)
+            raise
+        self.rope = rope
+
+    def _batch(self) -> Batch:
+        if not self._latest.is_sent:
+            return self.batch
+        return replace(self.batch, token_ids=self._reachable()[self._sources])
+
+    def _reachable(self) -> Tensor:
+        """The latest tokens and after them those of the step"""
+        end = 8 * (self._latest.num_rows + len(self._token_ids))
+        return self._latest.memory[:end].view(torch.int64)
+
+    def _resolve(self) -> None:
+        """Be told the tokens that are not known: a step runs several times until it is recorded, and writes
+        over the latest ones each time."""
+        if self._latest.is_sent:
+            self._token_ids.copy_(self._reachable()[self._sources])
+            first = self._latest.num_rows
+            torch.arange(first, first + len(self._sources), out=self._sources)
+
+    def outcome(self, num_rows: int) -> tuple[Tensor, Tensor]:
+        """The states and logits of so many rows, of those that it has"""
+        states, logits = self.graph.result
+        return (states, logits) if num_rows == self.num_rows else (states[:num_rows], logits[:num_rows])
+
+    def drawn(self, num_rows: int) -> Tensor | list[int]:
+        return self.tokens[:num_rows] if self._latest.is_sent else self._drawn.arrays[0].tolist()
+
+
+def recorded_size(num_tokens: int, num_rows: int, device: torch.device) -> tuple[int, int]:
+    if device.type != "cpu":
+        return captured_size(num_tokens, num_rows)
+    is_filled_up = num_tokens > max(2 * FULL, num_rows)
+    return -(-num_tokens // FULL) * FULL if is_filled_up else num_tokens, num_rows
+
+
+def captured_size(num_tokens: int, num_rows: int) -> tuple[int, int]:
+    if num_tokens == num_rows:
+        size = next(size for size in CAPTURED if size >= num_tokens)
+        return size, size
+    num_rows = next(size for size in PROMPTED_ROWS if size >= num_rows)
+    return next(size for size in PROMPTED if size >= num_tokens and size > num_rows), num_rows
+
+
+def is_small(work: Sequence[Work], num_rows: int, device: torch.device) -> bool:
+    """Whether a step may be recorded: few tokens, some drawn, and no logprobs of prompts"""
+    num_tokens = sum(item.num_tokens for item in work)
+    if num_rows == 0 or any(w.prompt_positions for w in work):
+        return False
+    if device.type == "cpu":
+        return num_tokens <= MAX_RECORDED
+    return num_rows <= MAX_CAPTURED and num_tokens <= PROMPTED[-1]
