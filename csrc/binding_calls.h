@@ -2,6 +2,7 @@
 // replay.
 #pragma once
 #include <atomic>
+#include <chrono>
 #include <functional>
 #include <map>
 #include <memory>
@@ -424,13 +425,11 @@ public:
             if (data == steps_[first].data[index]) continue;
             for (const auto& [at, i] : places) steps_[at].data[i] = data;
         }
-        size_t at = 0;
-        int64_t status = kOk;
-        {
-            nb::gil_scoped_release release;
-            while (at < steps_.size() && (status = steps_[at].call.run(steps_[at].data)) == kOk) ++at;
+        for (size_t at = 0; at < steps_.size();) {
+            const int64_t status = run_for_a_while(at);
+            if (status != kOk) return steps_[at].call.report(status, steps_[at].data);
+            if (PyErr_CheckSignals() != 0) throw nb::python_error();  // an interrupt
         }
-        if (status != kOk) steps_[at].call.report(status, steps_[at].data);
     }
 
     size_t size() const { return steps_.size(); }
@@ -440,6 +439,16 @@ private:
         Call call;
         std::vector<void*> data;
     };
+
+    // Steps from `at` on, until an interrupt should be heard, or up to one that finds something wrong
+    int64_t run_for_a_while(size_t& at) {
+        nb::gil_scoped_release release;
+        const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(20);
+        for (; at < steps_.size() && std::chrono::steady_clock::now() < end; ++at)
+            if (const int64_t status = steps_[at].call.run(steps_[at].data); status != kOk) return status;
+        return kOk;
+    }
+
     struct Place { size_t step, index; };
     using Places = std::vector<Place>;
 

@@ -20,7 +20,7 @@ from infinilm.pages import Kinds, Page, num_bytes, tensors_of
 from infinilm.tables import Tables
 from infinilm.work import Work
 
-MAX_RECORDED = 64  # tokens of a step that is recorded
+MAX_RECORDED = 64  # tokens of a step that is recorded on a CPU, unless it is a full one
 MAX_CAPTURED = 256  # and of one that is a CUDA graph
 MAX_RECORDINGS = 96  # one for each number of tokens, and of those whose logits are wanted
 # To record takes longer than to run: it is not for numbers that come once or twice, as when streams end.
@@ -124,7 +124,8 @@ class Recording:
 
         def step() -> tuple[Tensor, Tensor]:
             states, logits = model.step(self._batch(), cache, rope)
-            sampled(logits, self._settings, out=self.tokens)
+            if self.num_rows:
+                sampled(logits, self._settings, out=self.tokens)
             return states, logits
 
         self._resolve()
@@ -178,11 +179,11 @@ def captured_size(num_tokens: int, num_rows: int) -> tuple[int, int]:
     return next(size for size in PROMPTED if size >= num_tokens and size > num_rows), num_rows
 
 
-def is_small(work: Sequence[Work], num_rows: int, device: torch.device) -> bool:
-    """Whether a step may be recorded: few tokens, some drawn, and no logprobs of prompts"""
+def may_come_again(work: Sequence[Work], num_rows: int, device: torch.device, full: int) -> bool:
+    """Whether a step may be recorded: of few tokens or a full one, and no logprobs of prompts"""
     num_tokens = sum(item.num_tokens for item in work)
-    if num_rows == 0 or any(w.prompt_positions for w in work):
+    if any(w.prompt_positions for w in work):
         return False
     if device.type == "cpu":
-        return num_tokens <= MAX_RECORDED
-    return num_rows <= MAX_CAPTURED and num_tokens <= PROMPTED[-1]
+        return num_tokens == full or num_rows > 0 and num_tokens <= MAX_RECORDED
+    return 0 < num_rows <= MAX_CAPTURED and num_tokens <= PROMPTED[-1]

@@ -29,7 +29,7 @@ from infinilm.recording import (
     PROMPTED,
     RECORDED_AT,
     Recording,
-    is_small,
+    may_come_again,
     page_kinds,
     recorded_size,
 )
@@ -75,8 +75,12 @@ class Runner:
     stay there as well, in `latest`, and a token that is not known here is read from its row of that.
     """
 
-    def __init__(self, model: Any, cache: PagedCache, max_streams: int, max_length: int) -> None:
+    def __init__(
+        self, model: Any, cache: PagedCache, max_streams: int, max_length: int, step_tokens: int = 0
+    ) -> None:
+        """step_tokens: of a full step, which a long prompt has many of"""
         self.model = model
+        self.step_tokens = step_tokens
         self.cache = cache
         self.device = model.device
         self._adapted: AdaptedModel | None = None
@@ -85,7 +89,7 @@ class Runner:
         self._num_seen: Counter[tuple[int, int]] = Counter()  # steps that would be of one recording
         self.is_ahead = is_cuda = self.device.type == "cuda"
         self._arena = CudaArena(self.device) if is_cuda else Arena()
-        self._unrecorded = Arena()  # which no replay writes over: what a passage has made waits there for it
+        self._waiting = Arena()  # which no replay writes over: what a passage has made waits there for it
         has_recordings = is_cuda or self.device.type == "cpu"
         self.obstacle = "" if has_recordings else f"{self.device.type} has none"  # to recording steps
         self.refused_from = sys.maxsize if has_recordings else 1  # tokens: steps of so many meet it
@@ -102,7 +106,7 @@ class Runner:
         self.tables.show(work)
         adapted = self._adapted_for(work)
         steps = (adapted or self.model).step_by_layers(*self._inputs(work, adapted))
-        return Passage(work, steps, self._unrecorded)
+        return Passage(work, steps, self._waiting)
 
     @torch.inference_mode()
     def launch(self, work: Sequence[Work]) -> Pending:
@@ -110,7 +114,8 @@ class Runner:
         self.tables.show(work)
         rows = drawn_rows(work)
         self._is_settled = True
-        recording = self._replayed(work, rows) if is_small(work, len(rows), self.device) else None
+        is_common = may_come_again(work, len(rows), self.device, self.step_tokens)
+        recording = self._replayed(work, rows) if is_common else None
         outcome = self._outcome(work) if recording is None else recording.outcome(len(rows))
         is_plain = self.is_ahead and all(item.is_plain for item in work)
         tokens: list[int] | Readback | None = None
@@ -135,7 +140,7 @@ class Runner:
         """States [R, E] and logits [R, V]"""
         adapted = self._adapted_for(work)
         inputs = self._inputs(work, adapted)
-        with results_in(self._unrecorded):
+        with results_in(self._waiting if isinstance(self._arena, CudaArena) else self._arena):
             outcome: tuple[Tensor, Tensor] = (adapted or self.model).step(*inputs)
         return outcome
 

@@ -154,13 +154,27 @@ def test_replayed_steps_draw_by_the_settings_of_each_stream(tiny: Tiny) -> None:
     check_outputs(tiny, jobs, requests)
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU steps of any prompt are recorded")
+def test_full_steps_of_long_prompts_are_recorded_and_give_the_same_bits(tiny: Tiny) -> None:
+    rng, params = random.Random(6), SamplingParams(temperature=0.0, max_tokens=2, logprobs=2)
+    engine = tiny.engine(num_blocks=60, max_num_batched_tokens=96)
+    jobs = [
+        Job([rng.randrange(3, 30) for _ in range(96 * (1 + i) + 7)], params, arrival=9 * i) for i in range(3)
+    ]
+    requests = run(engine, jobs)
+    assert {(96, 0), (1, 1)} <= set(engine.runner._recordings) and (96, 1) not in engine.runner._recordings
+    check_outputs(tiny, jobs, requests)
+    assert said(generated(engine, jobs[0].prompt[:96])) == said(generated(tiny.engine(), jobs[0].prompt[:96]))
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU torch has an arena of its own")
 def test_prompts_that_are_too_long_to_be_recorded_take_no_more_memory_each_time(tiny: Tiny) -> None:
     engine, rng, sizes = tiny.engine(num_blocks=40), random.Random(5), []
     for _ in range(3):
         params = SamplingParams(temperature=0.0, max_tokens=2)
         jobs = [Job([rng.randrange(3, 30) for _ in range(100)], params)]
         check_outputs(tiny, jobs, run(engine, jobs))
-        sizes.append(engine.runner._unrecorded.num_bytes)
+        sizes.append(engine.runner._arena.num_bytes)
     assert sizes[0] > 0 and len(set(sizes)) == 1
 
 

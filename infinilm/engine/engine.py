@@ -63,7 +63,7 @@ class Engine:
         self.step_tokens = Histogram(STEP_TOKENS)
         self.intake = Intake(model, tokenizer, config, self.adapters, self.blocks, self.max_length)
         self.make, self.make_encoding = self.intake.make, self.intake.make_encoding
-        self.runner = Runner(model, self.cache, config.max_num_seqs, self.max_length)
+        self.runner = Runner(model, self.cache, config.max_num_seqs, self.max_length, tokens)
         self.drafter = self._drafter(draft, others)
         if self.drafter is not None:  # which looks at the last token to guess what follows
             self.runner.is_ahead = False
