@@ -196,15 +196,14 @@ struct Recording {
     uint64_t id = 0;
 
     bool made(const void* address) const { return slabs->holds(address, id); }
+    nb::object empty(const Tensor& layout) const;
     nb::object empty_like(nb::object plain) const;
 };
 
 thread_local Recording t_recording;  // without slabs while nothing is recorded
 
-// A tensor laid out like this one in the recording's memory. What kernels could not read stays as it is.
-nb::object Recording::empty_like(nb::object plain) const {
-    Tensor t;
-    if (!read(plain, &t) || num_elements(t) == 0) return plain;
+// A tensor of this layout, with elements, in the recording's memory
+nb::object Recording::empty(const Tensor& t) const {
     struct Lease {
         std::shared_ptr<Slabs> slabs;
         Slabs::Place place;
@@ -218,6 +217,12 @@ nb::object Recording::empty_like(nb::object plain) const {
     const auto& type = kDlpackTypes[static_cast<int>(t.dtype)];
     return nb::cast(nb::ndarray<nb::pytorch>(lease->place.begin, t.ndim, shape, owner, t.stride,
                                              nb::dlpack::dtype{type.code, type.bits, 1}));
+}
+
+// The same for a tensor that torch has made. What kernels could not read stays as it is.
+nb::object Recording::empty_like(nb::object plain) const {
+    Tensor t;
+    return read(plain, &t) && num_elements(t) ? empty(t) : plain;
 }
 
 // ---- outputs ----------------------------------------------------------------------------------------------
@@ -244,9 +249,16 @@ nb::object plain_output(const Tensor& promised, nb::handle like) {
     return g_torch.empty(sizes, nb::arg("dtype") = g_torch.dtypes[static_cast<int>(promised.dtype)]);
 }
 
+Tensor made_contiguous(Tensor t) {
+    for (int64_t i = t.ndim - 1, size = 1; i >= 0; size *= t.shape[i--]) t.stride[i] = size;
+    return t;
+}
+
 nb::object new_output(const Tensor& promised, nb::handle like) {
-    nb::object plain = plain_output(promised, like);
-    return t_recording.slabs ? t_recording.empty_like(std::move(plain)) : plain;
+    if (!t_recording.slabs) return plain_output(promised, like);
+    const bool is_plain = !like.is_valid() || is_contiguous(promised);
+    if (is_plain && num_elements(promised)) return t_recording.empty(made_contiguous(promised));
+    return t_recording.empty_like(plain_output(promised, like));
 }
 
 void check_output(const Tensor& y, const Tensor& promised, bool may_widen) {
