@@ -152,20 +152,23 @@ inline void group_minimums(float* __restrict minimum, const int8_t* __restrict w
         scaled_bytes<R>(minimum + g * R, whole + g * R, least);
 }
 
-template <class Block, int R>
-inline void long_scales(float* __restrict scale, float* __restrict minimum, const uint8_t* block) {
-    constexpr int kGroups = Block::kElements / Block::kGroup;
-    int8_t whole[kGroups * R], least[kGroups * R];
-    float d[R];
-    Block::template group_scales<R>(whole, least, block);
-    halves<R>(d, block + Block::kScale * R);
-    for (int g = 0; g < kGroups; ++g) scaled_bytes<R>(scale + g * R, whole + g * R, d);
-    if constexpr (Block::kHasMinimum) group_minimums<Block, R>(minimum, least, block);
-}
+template <class Block>
+struct Grouped {
+    template <int R>
+    static void scales(float* __restrict scale, float* __restrict minimum, const uint8_t* block) {
+        constexpr int kGroups = Block::kElements / Block::kGroup;
+        int8_t whole[kGroups * R], least[kGroups * R];
+        float d[R];
+        Block::template group_scales<R>(whole, least, block);
+        halves<R>(d, block + Block::kScale * R);
+        for (int g = 0; g < kGroups; ++g) scaled_bytes<R>(scale + g * R, whole + g * R, d);
+        if constexpr (Block::kHasMinimum) group_minimums<Block, R>(minimum, least, block);
+    }
+};
 
 // 16 bytes: group scale low, minimum high | 64 bytes of two bits in runs of 32 | scale f16 | minimum f16
 // value = scale * group scale * q - minimum * group minimum
-struct Q2_K {
+struct Q2_K : Grouped<Q2_K> {
     static constexpr int kElements = 256, kBytes = 84, kGroup = 16, kOffset = 0;
     static constexpr bool kHasMinimum = true, kIsSigned = false;
     static constexpr int kBits = 2, kLowBits = 2;
@@ -183,13 +186,9 @@ struct Q2_K {
                              const uint8_t* __restrict block) {
         for (int i = 0; i < 16 * R; ++i) scale[i] = block[i] & 15, minimum[i] = block[i] >> 4;
     }
-    template <int R>
-    static void scales(float* scale, float* minimum, const uint8_t* block) {
-        long_scales<Q2_K, R>(scale, minimum, block);
-    }
 };
 
-struct Q3_K {  // 32 bytes of third bits | 64 bytes of two bits in runs of 32 |
+struct Q3_K : Grouped<Q3_K> {  // 32 bytes of third bits | 64 bytes of two bits in runs of 32 |
     // 12 bytes of group scales: low 4 bits in bytes 0-7, high 2 bits in bytes 8-11 | scale f16
     // value = scale * (group scale - 32) * (q - 4)
     static constexpr int kElements = 256, kBytes = 110, kGroup = 16, kOffset = 4;
@@ -221,17 +220,13 @@ struct Q3_K {  // 32 bytes of third bits | 64 bytes of two bits in runs of 32 |
                     32);
         });
     }
-    template <int R>
-    static void scales(float* scale, float* minimum, const uint8_t* block) {
-        long_scales<Q3_K, R>(scale, minimum, block);
-    }
 };
 
 // scale f16 | minimum f16 | 12 bytes of group scales and minimums | 128 bytes of four bits in runs of 32
 // Bytes 0-3 of the 12 hold scales 0-3 and bytes 4-7 minimums 0-3, in the low 6 bits. Their top 2 bits belong
 // to scales and minimums 4-7, whose low 4 bits are the low and the high halves of bytes 8-11. value = scale
 // * group scale * q - minimum * group minimum
-struct Q4_K {
+struct Q4_K : Grouped<Q4_K> {
     static constexpr int kElements = 256, kBytes = 144, kGroup = 32, kOffset = 0;
     static constexpr bool kHasMinimum = true, kIsSigned = false;
     static constexpr int kData = 16, kBits = 4, kLowBits = 4, kRun = 64;
@@ -254,13 +249,9 @@ struct Q4_K {
             minimum[4 * R + i] = static_cast<int8_t>(rest[i] >> 4 | m[i] >> 6 << 4);
         }
     }
-    template <int R>
-    static void scales(float* scale, float* minimum, const uint8_t* block) {
-        long_scales<Q4_K, R>(scale, minimum, block);
-    }
 };
 
-struct Q5_K {  // as Q4_K, with 32 bytes of fifth bits before the 128
+struct Q5_K : Grouped<Q5_K> {  // as Q4_K, with 32 bytes of fifth bits before the 128
     static constexpr int kElements = 256, kBytes = 176, kGroup = 32, kOffset = 0;
     static constexpr bool kHasMinimum = true, kIsSigned = false;
     static constexpr int kBits = 5, kLowBits = 4;
@@ -281,15 +272,11 @@ struct Q5_K {  // as Q4_K, with 32 bytes of fifth bits before the 128
     static void group_scales(int8_t* scale, int8_t* minimum, const uint8_t* block) {
         Q4_K::group_scales<R>(scale, minimum, block);
     }
-    template <int R>
-    static void scales(float* scale, float* minimum, const uint8_t* block) {
-        long_scales<Q5_K, R>(scale, minimum, block);
-    }
 };
 
 // 128 bytes of low four bits in runs of 64 | 64 of high two bits in runs of 32 | 16 signed group scales |
 // scale f16; value = scale * group scale * (q - 32)
-struct Q6_K {
+struct Q6_K : Grouped<Q6_K> {
     static constexpr int kElements = 256, kBytes = 210, kGroup = 16, kOffset = 32;
     static constexpr bool kHasMinimum = false, kIsSigned = false;
     static constexpr int kBits = 6, kLowBits = 4;
@@ -316,15 +303,11 @@ struct Q6_K {
     static void group_scales(int8_t* scale, int8_t*, const uint8_t* block) {
         memcpy(scale, block + 192 * R, 16 * R);
     }
-    template <int R>
-    static void scales(float* scale, float* minimum, const uint8_t* block) {
-        long_scales<Q6_K, R>(scale, minimum, block);
-    }
 };
 
 // scale f16 | 2 bytes of the high 2 bits of group scales | 4 bytes of their low 4 bits |
 // 128 bytes of four bits in runs of 16; value = scale * (group scale - 32) * level[q], levels as in IQ4_NL
-struct IQ4_XS {
+struct IQ4_XS : Grouped<IQ4_XS> {
     static constexpr int kElements = 256, kBytes = 136, kGroup = 32, kOffset = 0;
     static constexpr bool kHasMinimum = false, kIsSigned = true;
     static constexpr int kBits = 4, kLowBits = 4;
@@ -346,10 +329,6 @@ struct IQ4_XS {
                     ((low[g / 2 * R + r] >> g % 2 * 4 & 15) | (high[g / 4 * R + r] >> g % 4 * 2 & 3) << 4) -
                     32);
         });
-    }
-    template <int R>
-    static void scales(float* scale, float* minimum, const uint8_t* block) {
-        long_scales<IQ4_XS, R>(scale, minimum, block);
     }
 };
 
