@@ -252,6 +252,7 @@ BATCHES: dict[str, Callable[[], tuple[list[int], list[int]]]] = {
     "tokens and a prompt": lambda: ([300, 5, *range(64, 130), 7], [0, 1, *[2] * 66, 3]),
     "guesses": lambda: ([*range(100, 105), *range(20, 25)], [0] * 5 + [1] * 5),
     "backwards": lambda: (list(range(60))[::-1], [0] * 60),
+    "tokens apart": lambda: ([3, 500, 40, 220], [0, 0, 1, 0]),
 }
 
 
@@ -432,7 +433,7 @@ def test_pools_hold_what_was_stored_where_attention_reads_it() -> None:
 
 
 @pytest.mark.parametrize("size", [64, 128])
-@pytest.mark.parametrize("batch", ["a token", "a token of each", "guesses"])
+@pytest.mark.parametrize("batch", ["a token", "a token of each", "guesses", "tokens apart"])
 def test_attention_sees_what_the_kernel_before_it_has_stored(batch: str, size: int) -> None:
     from infinicore.ops.triton.cache import are_latest
 

@@ -160,18 +160,26 @@ def folded_warps(sums, largest, total):
     return tl.sum(sums * scaled[:, None, :], 0), most, tl.sum(total * scaled, 0)
 
 
+@triton.jit
+def first_stored(stream_ptr, slot_ptr, stream, slot, N, TOKENS: tl.constexpr):
+    """Of the slots that the tokens of this step have in a stream, the first up to `slot`"""
+    n = tl.arange(0, TOKENS)
+    streams = tl.load(stream_ptr + n, mask=n < N, other=-1)
+    slots = tl.load(slot_ptr + n, mask=n < N, other=0).to(tl.int64)
+    return tl.min(tl.where(streams == stream, tl.minimum(slots, slot), slot), 0).to(tl.int32)
+
+
 @triton.jit(do_not_specialize=["window", "N", "B", "M", "P"])
 def warps_kernel(
     y_ptr, part_ptr, weight_ptr, arrival_ptr, q_ptr, key_ptr, value_ptr, table_ptr, stream_ptr, slot_ptr,
     sink_ptr, q_token_stride, q_head_stride, scale, cap, window, N, B, M, P, K, G,
     CAPS: tl.constexpr, HAS_SINKS: tl.constexpr, S: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
     WARPS: tl.constexpr, SPLITS: tl.constexpr, FOLDED: tl.constexpr, IS_EARLY: tl.constexpr,
-    DTYPE: tl.constexpr, OVERLAPS: tl.constexpr,
+    TOKENS: tl.constexpr, DTYPE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """The heads of a group over a split of the keys of one token: the result, or its part of it
 
-    If the kernel before has stored the tokens of this step and none else, keys before those are on their way
-    while it ends.
+    If the kernel before stores these tokens and none else, keys before those are on their way while it ends.
     """
     if not IS_EARLY:
         wait_for_inputs(OVERLAPS)
@@ -184,7 +192,8 @@ def warps_kernel(
     pools = key_ptr, value_ptr, table
     place = seen, K, P, head
     if IS_EARLY:
-        new = tl.maximum(tl.minimum(end, slot + 1 - N) - begin, 0) // 16 * 16 + begin
+        new = tl.minimum(end, first_stored(stream_ptr, slot_ptr, stream, slot, N, TOKENS))
+        new = tl.maximum(new - begin, 0) // 16 * 16 + begin
         keys, values, gone = load_both(*pools, key, lane, begin, new, *place, S, D)
         wait_for_inputs(OVERLAPS)
         if new < tl.minimum(end, begin + WARPS * 16):
@@ -263,6 +272,7 @@ def launch_warps(y: Tensor, tensors: tuple[Any, ...], sizes: tuple[Any, ...]) ->
     num_tokens, num_heads, _ = q.shape
     plan = plan_of(num_tokens * num_kv_heads, tables.shape[1] * values.shape[2], q.device)
     is_split = plan.splits > 1
+    is_early = is_split and are_latest(values, tables, streams, slots)
     num_parts = num_tokens * num_heads * plan.splits if is_split else 0
     parts, weights = (q.new_empty(num_parts, n, dtype=torch.float32) for n in (size, 2))
     heads = triton.next_power_of_2(group)
@@ -272,6 +282,6 @@ def launch_warps(y: Tensor, tensors: tuple[Any, ...], sizes: tuple[Any, ...]) ->
         CAPS=cap > 0, HAS_SINKS=sinks is not None, S=values.shape[2], HEADS=max(heads, 4), D=size,
         WARPS=plan.num_warps, SPLITS=plan.splits,
         FOLDED=min(max(FOLDED_TILE // (plan.splits * size), 1), heads) if is_split else 0,
-        IS_EARLY=is_split and are_latest(values, tables, streams, slots),
+        IS_EARLY=is_early, TOKENS=triton.next_power_of_2(num_tokens) if is_early else 1,
         DTYPE=arithmetic(q, values)["DTYPE"], num_warps=plan.num_warps, num_stages=1, **overlap(q.device),
     )  # fmt: skip
