@@ -50,10 +50,11 @@ HEAD_SIZES = (64, 80, 96, 128, 256)
 @pytest.fixture(autouse=True)
 def _devices(monkeypatch: pytest.MonkeyPatch) -> None:
     if IS_INTERPRETED:
-        from infinicore.ops.triton import attention_alone
+        from infinicore.ops.triton import attention_alone, attention_warps
 
         monkeypatch.setattr(registry, "ACCELERATOR_DEVICES", ("cpu",))
-        monkeypatch.setattr(attention_alone, "num_processors", lambda device: 8)  # so that keys are split
+        for kernels in attention_alone, attention_warps:
+            monkeypatch.setattr(kernels, "num_processors", lambda device: 8)  # so that keys are split
 
 
 @pytest.fixture(autouse=True)
@@ -251,6 +252,7 @@ BATCHES: dict[str, Callable[[], tuple[list[int], list[int]]]] = {
     "tokens and a prompt": lambda: ([300, 5, *range(64, 130), 7], [0, 1, *[2] * 66, 3]),
     "guesses": lambda: ([*range(100, 105), *range(20, 25)], [0] * 5 + [1] * 5),
     "backwards": lambda: (list(range(60))[::-1], [0] * 60),
+    "tokens apart": lambda: ([3, 500, 40, 220], [0, 0, 1, 0]),
 }
 
 
@@ -428,6 +430,22 @@ def test_pools_hold_what_was_stored_where_attention_reads_it() -> None:
     places = torch.zeros(40, dtype=torch.int64, device=DEVICE), torch.arange(40, device=DEVICE)
     run(ops.store_kv, keys, values, k, v, tables, *places, out=(keys, values))
     assert torch.equal(unfold_keys(keys)[tables[0]].transpose(0, 1).flatten(1, 2)[:, :40], k.transpose(0, 1))
+
+
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("batch", ["a token", "a token of each", "guesses", "tokens apart"])
+def test_attention_sees_what_the_kernel_before_it_has_stored(batch: str, size: int) -> None:
+    from infinicore.ops.triton.cache import are_latest
+
+    slots, streams = BATCHES[batch]()
+    q, keys, values, *rest = problem(HALF, size, 2, 16, slots, streams)
+    for _ in range(3 if IS_INTERPRETED else 50):
+        k, v = random(2, len(slots), 2, size, dtype=HALF)
+        run(ops.store_kv, keys, values, k, v, *rest[:3], out=(keys, values))
+        assert are_latest(values, *rest[:3])
+        found = run(ops.attention, q, keys, values, *rest)
+        assert_near(found, wanted(ops.attention, q, keys, values, *rest), HALF)
+        assert not are_latest(values, rest[0], rest[1], rest[2].clone())
 
 
 # ---- a whole model -----------------------------------------------------------------------------------------

@@ -85,6 +85,16 @@ def test_each_row_draws_the_token_of_the_reference(size: int, scale: float, dtyp
     assert sum(a != b for a, b in zip(found, wanted, strict=True)) <= num_rows // 10
 
 
+@pytest.mark.parametrize("scale", [0.5, 3.0, 12.0])
+def test_few_rows_draw_the_tokens_that_they_draw_among_many(scale: float) -> None:
+    num_rows = 40 if HAS_GPU else 12
+    args = rows_of(num_rows, VOCABULARIES[0], DTYPES[-1], scale), *settings_of(num_rows)
+    among_many = run(ops.sample, *args)
+    for start in range(0, num_rows, 8):
+        few = run(ops.sample, *(t[start : start + 8] for t in args))
+        assert torch.equal(few, among_many[start : start + 8])
+
+
 def test_even_numbers_draw_each_token_as_often_as_it_is_likely() -> None:
     num_rows, logits = 4096 if HAS_GPU else 16, rows_of(1, 53, torch.float32, 2.0)[0]
     uniforms = (torch.arange(num_rows, dtype=torch.float64) + 0.5) / num_rows

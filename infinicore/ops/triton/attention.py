@@ -1,7 +1,7 @@
 """attention over pools of blocks: one kernel for tokens that stand alone, one for runs of a stream.
 
 Which token is of which kind is found on the device, so both kernels are launched where there may be both, and
-the first reads a list of those that are its own.
+the first reads a list of those that are its own. Where there are no runs, half precision has one of its own.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from typing import Any
 from torch import Tensor
 
 import infinicore
-from infinicore.ops.triton.attention_alone import launch_alone, launch_each
+from infinicore.ops.triton.attention_alone import MOST_FOLDED, launch_alone
 from infinicore.ops.triton.attention_places import LONG
 from infinicore.ops.triton.attention_runs import launch_runs
+from infinicore.ops.triton.attention_warps import launch_warps, suits
 from infinicore.ops.triton.cache import are_places, are_pools
 from infinicore.ops.triton.tensors import FLOATS, are_plain, fits, settled, target
 
@@ -73,8 +74,28 @@ def attention(  # noqa: PLR0913  those of the op
     if infinicore.deterministic:
         launch_each(y, tensors, sizes)
         return settled(y, out)
-    has_runs = len(q) > max(len(tables), LONG.value - 1)
-    launch_alone(y, tensors, sizes, has_runs)
-    if has_runs:
+    if len(q) > max(len(tables), LONG.value - 1):
+        launch_alone(y, tensors, sizes, has_runs=True)
         launch_runs(y, tensors, sizes)
+    else:
+        launch_singly(y, tensors, sizes)
     return settled(y, out)
+
+
+def launch_singly(y: Tensor, tensors: tuple[Any, ...], sizes: tuple[Any, ...]) -> None:
+    """Tokens of which none is of a run"""
+    if suits(*tensors[:3]):
+        launch_warps(y, tensors, sizes)
+    else:
+        launch_alone(y, tensors, sizes, has_runs=False)
+
+
+def launch_each(y: Tensor, tensors: tuple[Any, ...], sizes: tuple[Any, ...]) -> None:
+    """Every token as if it stood alone, with the splits it would have then"""
+    q, keys, values, tables, streams, slots, sinks = tensors
+    scale, cap, window, _, *rest = sizes
+    size = max(MOST_FOLDED // values.shape[1], 1)
+    for parts in zip(*(t.split(size) for t in (y, q, streams, slots)), strict=True):
+        y_part, q_part, streams_part, slots_part = parts
+        some = q_part, keys, values, tables, streams_part, slots_part, sinks
+        launch_singly(y_part, some, (scale, cap, window, len(q_part), *rest))

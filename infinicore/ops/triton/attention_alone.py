@@ -310,17 +310,6 @@ def arrivals(pool: Tensor) -> Tensor:
     return found
 
 
-def launch_each(y: Tensor, tensors: tuple[Any, ...], sizes: tuple[Any, ...]) -> None:
-    """Every token as if it stood alone, with the splits it would have then"""
-    q, keys, values, tables, streams, slots, sinks = tensors
-    scale, cap, window, _, *rest = sizes
-    size = max(MOST_FOLDED // values.shape[1], 1)
-    for parts in zip(*(t.split(size) for t in (y, q, streams, slots)), strict=True):
-        y_part, q_part, streams_part, slots_part = parts
-        some = q_part, keys, values, tables, streams_part, slots_part, sinks
-        launch_alone(y_part, some, (scale, cap, window, len(q_part), *rest), False)
-
-
 def listed(streams: Tensor) -> Tensor:
     """How many tokens stand alone, then which"""
     tokens = torch.empty(len(streams) + 1, dtype=torch.int32, device=streams.device)

@@ -1,12 +1,14 @@
-"""store_kv: new keys and values into the blocks of their streams."""
+"""store_kv: new keys and values into the blocks of their streams; and which of them came last."""
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from infinicore.ops.triton.tensors import FLOATS, INDICES, are_plain, overlap, wait_for_inputs
 
@@ -14,6 +16,8 @@ from infinicore.ops.triton.tensors import FLOATS, INDICES, are_plain, overlap, w
 LANES = 16  # keys that lie side by side
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 LARGEST_HEAD = 256
+# Of each pool of values, where the last kernel that wrote to it found its tokens: tables, streams, slots
+LATEST = WeakTensorKeyDictionary()
 
 
 @triton.jit(do_not_specialize=["B", "M", "P"])
@@ -23,7 +27,7 @@ def store_kernel(
     S: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """keys[block, head, place / 16, :, place % 16] = k and values[block, head, place, :] = v, of one head"""
-    wait_for_inputs(OVERLAPS)
+    wait_for_inputs(OVERLAPS, True)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     stream, slot = tl.load(stream_ptr + token).to(tl.int64), tl.load(slot_ptr + token).to(tl.int64)
     is_there = (stream >= 0) & (stream < B) & (slot >= 0) & (slot < M * S)
@@ -48,6 +52,18 @@ def launch(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, *places: Tensor) 
         *tables.shape, num_blocks, num_heads, size,
         S=block_size, LANES=LANES, TILE=triton.next_power_of_2(size), num_warps=1, **overlap(k.device),
     )  # fmt: skip
+    note_stored(values, tables, streams, slots)
+
+
+def note_stored(values: Tensor, *places: Tensor) -> None:
+    """Whoever launches a kernel that writes to a pool says so. Such a kernel lets the next one come late."""
+    LATEST[values] = [weakref.ref(place) for place in places]
+
+
+def are_latest(values: Tensor, *places: Tensor) -> bool:
+    """Whether these tokens, and none else, are written to a pool by a kernel that may not have ended yet"""
+    known = LATEST.get(values, ())
+    return len(known) > 0 and all(ref() is place for ref, place in zip(known, places, strict=True))
 
 
 def are_pools(keys: Any, values: Any) -> bool:

@@ -126,7 +126,7 @@ def one_kernel(
         word_ptr, scale_ptr, n, n < N, which, piece, num_pieces, half, gap, D, PAIRS, TURNS, IS_INTERLEAVED
     )
     pn, qn = load_pairs(norm_ptr if NORMS else word_ptr, piece, num_pieces if NORMS else 0)
-    wait_for_inputs(OVERLAPS)
+    wait_for_inputs(OVERLAPS, TURNS)
     turn = place_now(where, S) if TURNS else 0
     residual = load_residual(residual_ptr, begin + each, N, ADDS)
     p, q = load_pairs(x_ptr, piece, num_pieces)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from infinicore.ops.triton.cache import LANES, are_places, are_pools
+from infinicore.ops.triton.cache import LANES, are_places, are_pools, note_stored
 from infinicore.ops.triton.linear import (
     are_product,
     is_alone,
@@ -100,7 +100,7 @@ def project_kernel(
     row_ptr = weight_ptr + row.to(tl.int64) * weight_stride
     first, second = load_row(row_ptr, column, E), load_row(row_ptr + gap * weight_stride, column, E)
     norm = tl.load(norm_ptr + column, mask=column < E, other=0.0)
-    wait_for_inputs(OVERLAPS)
+    wait_for_inputs(OVERLAPS, True)
     position = tl.load(position_ptr).to(tl.int64)
     stream, slot = tl.load(stream_ptr).to(tl.int64), tl.load(slot_ptr).to(tl.int64)
     block, place = place_of(table_ptr, stream, slot, B, M, P, S)
@@ -136,7 +136,7 @@ def store_kernel(
     TILE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Some heads of a token: rotated, and put where they belong"""
-    wait_for_inputs(OVERLAPS)
+    wait_for_inputs(OVERLAPS, True)
     half = D // 2
     token = tl.program_id(0).to(tl.int64)
     head, pair = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None], tl.arange(0, TILE)[None, :]
@@ -176,6 +176,7 @@ def launch_project(q: Tensor, x: Tensor, norm: Tensor, eps: float, *rest: Any) -
         HAS_BIAS=bias is not None, IS_INTERLEAVED=is_interleaved, S=block_size, LANES=LANES,
         maxnreg=REGISTERS, **pair_tile(weight), **overlap(x.device),
     )  # fmt: skip
+    note_stored(values, tables, streams, slots)
 
 
 def launch_store(y: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> None:
@@ -193,6 +194,7 @@ def launch_store(y: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> None
         IS_INTERLEAVED=is_interleaved, S=block_size, LANES=LANES, HEADS=heads, TILE=tile, num_warps=4,
         **overlap(q.device),
     )  # fmt: skip
+    note_stored(values, tables, streams, slots)
 
 
 def are_heads(dtype: torch.dtype, num_tokens: int, *rest: Any) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 import infinicore
 from infinicore.float8 import Float8Tensor
 from infinicore.ops.triton import float8_one, fragment_rows, tiles_one
+from infinicore.ops.triton.cache import note_stored
 from infinicore.ops.triton.heads import are_heads, query_shape
 from infinicore.ops.triton.norm import are_rows, rms_norm
 from infinicore.ops.triton.quantized import accepts_quantized_linear
@@ -133,4 +134,5 @@ def project_heads(
     q = target(out, like, x, norm, *weight.planes, *(t for t in rest if isinstance(t, Tensor)))
     heads = Heads.of(like.shape[1], positions, sin, cos, keys, values, *places)
     launch_one(q, x, weight, bias, Beside(norm, eps, heads=heads), is_interleaved)
+    note_stored(values, *places)
     return settled(q, out)

@@ -6,7 +6,7 @@ by top_k and top_p and the drawn token are found in the same way, one after the 
 levels it lies, the weights between those are listed, and it is searched for among them by bisection over
 their bits, since those of positive floats are ordered as they are. Tokens of equal weight stand by id, and
 how many of them are meant follows from a division. The weights of a part that are not very small have been
-put together by then, so that of a row that has few of them few are looked at.
+put together by then, the larger ones first, so that of a row that has few of them few are looked at.
 
 Weights are float32 and sums of many float64: they part from the reference's by about 1e-8 of the whole.
 """
@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+import infinicore
 from infinicore.ops.triton.tensors import (
     FLOATS,
     are_plain,
@@ -38,6 +39,8 @@ WIDTH = 128  # weights of each part that the last program looks at together
 SEARCHED = 2048  # weights that are searched together
 LEVELS = tl.constexpr(8)
 KEPT = tl.constexpr(6)  # the level of which weights are put together
+FIRST = 5  # that of those which come first, where there are few rows: to tell them apart takes time, too
+FEW_ROWS = 8
 LEAST = tl.constexpr(2.0**-120)  # a smaller weight is none
 LOG2E = tl.constexpr(1.4426950408889634)
 LARGEST = tl.constexpr(3.0e38)
@@ -107,11 +110,12 @@ def floor_of(level):
 @triton.jit
 def sums_kernel(
     count_ptr, sum_ptr, part_ptr, top_ptr, logit_ptr, uniform_ptr, setting_ptr, top_k_ptr, logit_stride, V,
-    PARTS: tl.constexpr, TILE: tl.constexpr, LEVELS: tl.constexpr, OVERLAPS: tl.constexpr,
+    PARTS: tl.constexpr, TILE: tl.constexpr, LEVELS: tl.constexpr, FIRST: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """The sums of the weights of a part of a row that reach each level; and those that are kept
 
-    How many those are is told of what is kept, and of all levels where top_k wants it.
+    How many those are is told of what is kept and comes first, and of all levels where top_k wants it.
     """
     wait_for_inputs(OVERLAPS)
     part, row, num_parts = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
@@ -124,11 +128,25 @@ def sums_kernel(
             is_above = weight >= floor_of(level)
             above = tl.sum(tl.where(is_above, weight, 0.0).to(tl.float64), 0)
             tl.store(sum_ptr + at + level * num_parts, above)
-            if counts | (level == KEPT):
+            if counts | (level == KEPT) | (level == FIRST):
                 tl.store(count_ptr + at + level * num_parts, tl.sum(is_above.to(tl.int32), 0))
-        is_kept = weight >= floor_of(KEPT)
-        place = (row * num_parts + part) * TILE + tl.cumsum(is_kept.to(tl.int32), 0) - 1
-        tl.store(part_ptr + place, weight, mask=is_kept)
+        kept_ptr = part_ptr + (row * num_parts + part) * TILE
+        tl.store(kept_ptr + kept_places(weight, FIRST), weight, mask=weight >= floor_of(KEPT))
+
+
+@triton.jit
+def kept_places(weight, FIRST: tl.constexpr):
+    """Where the weights that are kept are put: those of the level FIRST, which are counted in the low half of
+    a number, before the others, which are counted in the high one"""
+    is_kept = weight >= floor_of(KEPT)
+    if FIRST == KEPT:
+        place = tl.cumsum(is_kept.to(tl.int32), 0) - 1
+    else:
+        is_first = weight >= floor_of(FIRST)
+        counts = tl.cumsum(tl.where(is_first, 1, tl.where(is_kept, 1 << 16, 0)), 0)
+        num_first = tl.sum(is_first.to(tl.int32), 0)
+        place = tl.where(is_first, counts & 0xFFFF, num_first + (counts >> 16)) - 1
+    return place
 
 
 @triton.jit
@@ -149,9 +167,17 @@ def at_level(values, index, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def kept_at(parts, start, PARTS: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr):
+def kept_down_to(parts, lower):
+    """Of each part, how many of the weights that were put together may be as large, and the most of those"""
+    _, least_first, num_first, num_kept = parts
+    counts = tl.where(lower >= least_first, num_first, num_kept)
+    return counts, tl.max(counts, 0)
+
+
+@triton.jit
+def kept_at(parts, counts, start, PARTS: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr):
     """Of each part [PARTS, WIDTH] weights that were put together, 0 where there are no more"""
-    part_ptr, counts, _ = parts
+    part_ptr = parts[0]
     index = start + tl.arange(0, WIDTH)[None, :]
     at = part_ptr + tl.arange(0, PARTS)[:, None] * PART + index
     return tl.load(at, mask=index < counts[:, None], other=0.0)
@@ -165,8 +191,9 @@ def listed(
     tl.debug_barrier()  # others may still read what was listed before
     count = 0
     if lower >= floor_of(KEPT):
-        for start in range(0, parts[2], WIDTH):
-            weight = tl.reshape(kept_at(parts, start, PARTS, PART, WIDTH), [PARTS * WIDTH])
+        counts, most = kept_down_to(parts, lower)
+        for start in range(0, most, WIDTH):
+            weight = tl.reshape(kept_at(parts, counts, start, PARTS, PART, WIDTH), [PARTS * WIDTH])
             count += append(list_ptr + count, weight, lower, upper)
     else:
         for start in range(0, source[1], PART):
@@ -248,8 +275,9 @@ def part_with(parts, key, rank, PARTS: tl.constexpr, PART: tl.constexpr, WIDTH: 
     """The part that has the weight of these bits before which there are so many of them, or the last; and how
     many are in parts before"""
     num_at = tl.zeros([PARTS], tl.int32)
-    for start in range(0, parts[2], WIDTH):
-        bits = kept_at(parts, start, PARTS, PART, WIDTH).to(tl.int32, bitcast=True)
+    counts, most = kept_down_to(parts, key.to(tl.float32, bitcast=True))
+    for start in range(0, most, WIDTH):
+        bits = kept_at(parts, counts, start, PARTS, PART, WIDTH).to(tl.int32, bitcast=True)
         num_at += tl.sum((bits == key).to(tl.int32), 1)
     before, part = tl.cumsum(num_at, 0) - num_at, tl.arange(0, PARTS)
     found = tl.max(tl.where((num_at > 0) & (before <= rank), part, 0), 0)
@@ -310,7 +338,8 @@ def drawn(
 def sample_kernel(
     token_ptr, top_ptr, first_ptr, count_ptr, sum_ptr, part_ptr, list_ptr, logit_ptr, uniform_ptr,
     setting_ptr, top_k_ptr, logit_stride, V, num_parts, PARTS: tl.constexpr, PART: tl.constexpr,
-    WIDTH: tl.constexpr, SEARCHED: tl.constexpr, LEVELS: tl.constexpr, OVERLAPS: tl.constexpr,
+    WIDTH: tl.constexpr, SEARCHED: tl.constexpr, LEVELS: tl.constexpr, FIRST: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(OVERLAPS)
     row, part = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS)
@@ -320,11 +349,12 @@ def sample_kernel(
     token = tl.min(tl.where(tops == top, firsts, V), 0)
     is_sound, is_drawn = kind_of(top, row, uniform_ptr, setting_ptr, top_k_ptr)
     if is_drawn:
-        kept = count_ptr + (row * LEVELS + KEPT) * num_parts + part
-        num_kept = tl.load(kept, mask=part < num_parts, other=0)
+        counted = count_ptr + row * LEVELS * num_parts + part
+        num_first = tl.load(counted + FIRST * num_parts, mask=part < num_parts, other=0)
+        num_kept = tl.load(counted + KEPT * num_parts, mask=part < num_parts, other=0)
         token = drawn(
             source_of(logit_ptr, V, top, row, logit_stride, setting_ptr),
-            (part_ptr + row * num_parts * PART, num_kept, tl.max(num_kept, 0)),
+            (part_ptr + row * num_parts * PART, floor_of(FIRST), num_first, num_kept),
             over_parts(count_ptr, row, num_parts, PARTS, LEVELS),
             over_parts(sum_ptr, row, num_parts, PARTS, LEVELS),
             tl.load(top_k_ptr + row),
@@ -344,16 +374,17 @@ def launch(y: Tensor, logits: Tensor, uniforms: Tensor, settings: Tensor, top_k:
     counts, sums = (torch.empty(table, dtype=dtype, device=device) for dtype in KINDS[1:])
     kept = torch.empty(num_rows, num_parts, PART, device=device)
     weights = torch.empty(num_rows, size, device=device)
-    options = overlap(device)
+    is_few = num_rows <= FEW_ROWS and not infinicore.deterministic
+    first, options = FIRST if is_few else KEPT.value, overlap(device)
     tops_kernel[many](tops, firsts, logits, logits.stride(0), size, TILE=PART, num_warps=4, **options)
     sums_kernel[many](
         counts, sums, kept, tops, logits, uniforms, settings, top_k, logits.stride(0), size,
-        PARTS=parts, TILE=PART, LEVELS=LEVELS, num_warps=8, **options,
+        PARTS=parts, TILE=PART, LEVELS=LEVELS, FIRST=first, num_warps=8, **options,
     )  # fmt: skip
     sample_kernel[(num_rows,)](
         y, tops, firsts, counts, sums, kept, weights, logits, uniforms, settings, top_k,
         logits.stride(0), size, num_parts, PARTS=parts, PART=PART, WIDTH=WIDTH, SEARCHED=SEARCHED,
-        LEVELS=LEVELS, num_warps=8, **options,
+        LEVELS=LEVELS, FIRST=first, num_warps=8, **options,
     )  # fmt: skip
 
 

@@ -91,14 +91,19 @@ def overlap(device: torch.device) -> dict[str, Any]:
 
 
 @triton.jit
-def wait_for_inputs(OVERLAPS: tl.constexpr):
+def wait_for_inputs(OVERLAPS: tl.constexpr, STORES: tl.constexpr = False):
     """What stands before this may run while the kernel before is still writing: it reads weights alone.
 
-    Every program waits, so that a kernel that has ended has all before it ended too.
+    Every program waits, so that a kernel that has ended has all before it ended too. Of one that stores keys
+    and values the next begins when all before it have ended: what that reads early no other can change.
     """
     if OVERLAPS:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        if STORES:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        else:
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
 
 
 @triton.jit

@@ -270,7 +270,7 @@ def one_kernel(
         second = first + STEP
         others = load_four(word_ptr, half_ptr, byte_ptr, base, lane, second, num_groups, TYPE, IS_WHOLE)
         other_norm = load_x(norm_ptr, lane, second, num_groups) if NORMS else first
-    wait_for_inputs(OVERLAPS)
+    wait_for_inputs(OVERLAPS, TURNS)
     x = load_x(x_ptr, lane, first, num_groups)
     other_x = load_x(x_ptr, lane, first + STEP, num_groups) if DEPTH == 2 else x
     row = tile * 32 + tl.arange(0, 8)[:, None, None] + tl.arange(0, 2)[None, :, None] * 8
