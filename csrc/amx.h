@@ -1,8 +1,6 @@
 // AMX tile registers: 0 to 3 for products, 4 and 5 for x, 6 and 7 for weight.
 #pragma once
-#include <immintrin.h>
-
-#include <cstdint>
+#include "vec.h"
 
 namespace infini::INFINI_LEVEL {
 namespace {

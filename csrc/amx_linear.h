@@ -8,14 +8,12 @@
 #pragma once
 #include <type_traits>
 
-#include "amx.h"
+#include "amx_bf16.h"
 #include "rows.h"
 
 namespace infini::INFINI_LEVEL {
 namespace {
 
-constexpr int kSide = 16;                  // rows, lines or pairs of a tile
-constexpr int kLine = 32;                  // values of K in 64 bytes
 constexpr int kSpan = kSide * kLine;       // of K
 constexpr int kTileSize = kSide * kLine;   // values in a tile
 constexpr int kTotalSize = kSide * kSide;  // sums in a tile
@@ -45,36 +43,6 @@ inline __m512i plane_of(const T* p, int plane) {
         return rounded(rest(first, _mm512_castsi512_si256(high)),
                        rest(second, _mm512_extracti64x4_epi64(high, 1)));
     }
-}
-
-// Of N rows of 32-bit values: in each 16 bytes, four rows to columns
-template <int N>
-INFINI_INLINE inline void interleave(__m512i* u, const __m512i* v) {
-    __m512i t[N];
-    unrolled<N / 2>([&](auto i) INFINI_INLINE {
-        t[2 * i] = _mm512_unpacklo_epi32(v[2 * i], v[2 * i + 1]);
-        t[2 * i + 1] = _mm512_unpackhi_epi32(v[2 * i], v[2 * i + 1]);
-    });
-    unrolled<N / 4>([&](auto i) INFINI_INLINE {
-        unrolled<2>([&](auto j) INFINI_INLINE {
-            u[4 * i + 2 * j] = _mm512_unpacklo_epi64(t[4 * i + j], t[4 * i + 2 + j]);
-            u[4 * i + 2 * j + 1] = _mm512_unpackhi_epi64(t[4 * i + j], t[4 * i + 2 + j]);
-        });
-    });
-}
-
-// 16 rows of 16 values of 32 bits: rows to columns
-INFINI_INLINE inline void transpose(__m512i* v) {
-    __m512i u[16];
-    interleave<16>(u, v);
-    unrolled<4>([&](auto j) INFINI_INLINE {
-        const __m512i a = _mm512_shuffle_i32x4(u[j], u[4 + j], 0x88),
-                      b = _mm512_shuffle_i32x4(u[8 + j], u[12 + j], 0x88);
-        const __m512i c = _mm512_shuffle_i32x4(u[j], u[4 + j], 0xdd),
-                      d = _mm512_shuffle_i32x4(u[8 + j], u[12 + j], 0xdd);
-        v[j] = _mm512_shuffle_i32x4(a, b, 0x88), v[8 + j] = _mm512_shuffle_i32x4(a, b, 0xdd);
-        v[4 + j] = _mm512_shuffle_i32x4(c, d, 0x88), v[12 + j] = _mm512_shuffle_i32x4(c, d, 0xdd);
-    });
 }
 
 // ---- one row of x -----------------------------------------------------------------------------------------
@@ -123,13 +91,6 @@ void add_sums(float* total, const float* sums, int64_t num_spans) {
     }
     store(total, t);
 }
-
-// Tile registers know no numbers below 2^-126. Here, too, they are zero.
-struct FlushToZero {
-    const unsigned before = _mm_getcsr();
-    FlushToZero() { _mm_setcsr(before | 0x8040); }
-    ~FlushToZero() { _mm_setcsr(before); }
-};
 
 // Rows of bfloat16 that fill lines
 struct TileWeight {

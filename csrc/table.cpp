@@ -17,13 +17,14 @@ INFINI_PREPARATIONS(X)
 extern const Kernels kKernels;
 
 #if defined(INFINI_BASE)
-// A level with tile registers is another level but for its products.
+// A level with tile registers is another level but for its products and attention.
 const Kernels kKernels = [] {
     Kernels kernels = INFINI_BASE::kKernels;
     kernels.linear = linear;
     kernels.quantized_linear = quantized_linear;
     kernels.packed_linear = packed_linear;
     kernels.experts = experts;
+    kernels.attention = attention;
     kernels.count_products = count_products;
     return kernels;
 }();

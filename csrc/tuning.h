@@ -61,6 +61,8 @@ constexpr int kAttentionQueries = 2;
 constexpr int kAttentionSums = kVectorRegisters / 2;  // running sums in registers
 constexpr int kAttentionNarrowQueries =
     2 * kAttentionQueries;                        // up to which halves and codes are converted as read
+constexpr int64_t kAttentionRunTokens = 64;       // of a prompt, which read keys and values together
+constexpr int kAttentionLoneRows = 4;             // that are summed in vectors where more are in tiles
 constexpr int64_t kAttentionMaxSplitTokens = 16;  // which share out the keys of long streams
 constexpr int64_t kStoredGrainElements = 512;     // worth a thread: each key is in lines of its own
 

@@ -309,6 +309,27 @@ inline vf exp_saturated(vf x) {
 
 inline vf exp(vf x) { return select(x < splat(-87.0f), vf{}, exp_saturated(x)); }
 
+// 2^x within 2 units in the last place for x in [-126, 126]; nothing below, saturated above
+inline vf exp2(vf x) {
+#if defined(INFINI_AVX512)
+    const vf r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // x less its floor
+#else
+    const vf clamped = min(splat(126.0f), max(splat(-126.0f), x));
+    const vf shifter = splat(0x1.8p23f);  // adding it leaves round(v) in the low bits
+    const vf shifted = clamped - 0.5f + shifter;
+    const vf r = clamped - (shifted - shifter);
+#endif
+    const vf r2 = r * r;
+    const vf p0 = fma(r, splat(1.867130515e-3f), splat(9.017028846e-3f));
+    const vf p1 = fma(r, splat(5.579991266e-2f), splat(2.401644439e-1f));
+    const vf p = fma(fma(p0, r2, p1), r2, fma(r, splat(6.931512952e-1f), splat(1.0f)));
+#if defined(INFINI_AVX512)
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, splat(-126.0f), _CMP_NLT_UQ), p, x);
+#else
+    return select(x < splat(-126.0f), vf{}, p * as_float((as_bits(shifted) + 127u) << 23));
+#endif
+}
+
 // 1 / x within 2 units in the last place, for |x| in [2^-126, 2^126]
 inline vf reciprocal(vf x) {
 #if defined(INFINI_AVX512)

@@ -161,6 +161,57 @@ def test_heads_that_share_a_key_head_get_the_bits_they_get_with_keys_of_their_ow
         assert torch.equal(attend(q, (*own, tables), places), shared)
 
 
+@pytest.mark.parametrize("bend", ["straight", "both"])
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 6])
+def test_few_and_many_rows_of_a_model_in_bfloat16_get_the_same_bits(
+    num_kv_heads: int, window: int, bend: str, level: str
+) -> None:
+    """From one row, which needs no tile, to tiles that are not full"""
+    q, pools = problem(torch.bfloat16, num_kv_heads=num_kv_heads)
+    q, how = q.bfloat16(), (window, BENDS[bend])
+    for slot in (0, 30, 255, 290, 699):
+        alone = attend(q, pools, [(1, slot)], *how)[0]
+        for count in (2, 3, 7, 70):
+            prompt = [(1, s) for s in range(max(0, slot - count + 1), slot + 1)]
+            assert torch.equal(attend(q, pools, prompt, *how)[-1], alone)
+
+
+@pytest.mark.parametrize("size", [32, 64, 96, 128])
+def test_a_model_in_bfloat16_loses_no_more_than_its_states_do(size: int, level: str) -> None:
+    generator = torch.Generator().manual_seed(size)
+    for length in (1, 7, 512):
+        q = 4 * torch.randn(length, 6, size, generator=generator)
+        k, v = torch.randn(2, length, 2, size, generator=generator).bfloat16().double()
+        padded = torch.zeros(2, 1, 2, 512, size, dtype=torch.float64)
+        padded[:, 0, :, :length] = torch.stack([k, v]).transpose(1, 2)
+        pools = paged(*padded.bfloat16(), block_size=64)
+        places = torch.zeros(length, dtype=torch.int64), torch.arange(length)
+        found = ops.attention(q.bfloat16(), *pools, *places, size**-0.5, 0)
+        wanted = by_the_book(q.bfloat16().double(), k, v, 0, 0.0, None)
+        assert found.dtype == torch.bfloat16
+        assert ((found - wanted) ** 2).sum() < 1e-5 * (wanted**2).sum()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_value_that_is_not_finite_spoils_only_those_who_see_it(
+    dtype: torch.dtype, bad: float, level: str
+) -> None:
+    q, (keys, values, tables) = problem(dtype)
+    q, spoilt = q.to(dtype), values.clone()
+    spoilt[tables[1, 3], 1, 5, 7] = bad  # slot 53 of stream 1, key head 1
+    for first in (40, 52):
+        prompt = [(1, slot) for slot in range(first, 60)]
+        wanted = attend(q, (keys, values, tables), prompt)
+        found = attend(q, (keys, spoilt, tables), prompt)
+        assert torch.equal(found[: 53 - first], wanted[: 53 - first])
+        sees = found[53 - first :]
+        assert torch.equal(sees[:, :3], wanted[53 - first :, :3]) and not sees[:, 3:, 7].isfinite().any()
+        others = [i for i in range(32) if i != 7]
+        assert torch.equal(sees[..., others], wanted[53 - first :][..., others])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [0, 20])
 def test_what_a_token_does_not_see_may_be_nan_and_its_blocks_nowhere(

@@ -143,7 +143,11 @@ def spoilt_attention_samples(dtype: torch.dtype, slots: list[int], bad: float) -
         yield q, keys, values, tables.int(), *places, 17**-0.5, 0, 0.7, random(4, dtype=torch.float32)
 
 
-@op(attention_samples, DEFAULT_TOLERANCES | {torch.float32: Tolerance(2e-5, 2e-6)})
+# Where tiles multiply them, the weights of a model in bfloat16 are rounded as its states are.
+TOLERANCES = {torch.float32: Tolerance(2e-5, 2e-6), torch.bfloat16: Tolerance(1.6e-2, 4e-3)}
+
+
+@op(attention_samples, DEFAULT_TOLERANCES | TOLERANCES)
 def attention(  # noqa: PLR0913  what a token is, what it sees, and how
     q: Tensor,
     keys: Tensor,
