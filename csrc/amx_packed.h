@@ -95,7 +95,7 @@ template <bool kHasMinimum, bool is_unsigned, int P, int R, int kCopies>
 void add_block(float* total, const Chunk<kCopies>& chunk, const Activations& x, int64_t first,
                int64_t num_groups, int64_t row) {
     constexpr int kPlanes = P / kCopies;  // whose dots come apart
-    const int64_t at = x.at(first, row);
+    const int64_t at = x.group_at(first, row);
     alignas(64) int32_t dots[2][2][kRowBlock][kRows];
     vf t[R];
     unrolled<R>([&](auto r) INFINI_INLINE { t[r] = load(total + r * kRows); });

@@ -289,7 +289,7 @@ struct Tile<Row, 0> {
 template <int P, int G, bool kHasMinimum, int M>
 INFINI_NOT_SCHEDULED void add_tile(float* __restrict total, const Chunk<>& chunk, const Activations& x,
                                    int64_t first, int64_t num_groups, int64_t row) {
-    const int64_t at = x.at(first, row), step = 1 << x.log_rows;
+    const int64_t at = x.group_at(first, row), step = 1 << x.log_rows;
     const int radix = x.radix;
     const uint8_t* __restrict w = reinterpret_cast<const uint8_t*>(chunk.q);
     const int8_t* __restrict q = x.q + at * P * kGroup;
@@ -387,7 +387,7 @@ INFINI_INLINE inline void add_blocks_to_rows(float* total, const uint8_t* packed
             if constexpr (kGroups > 1) asm volatile("" ::: "memory");
             for (int line = g * kLines / kGroups; line < (g + 1) * kLines / kGroups; ++line)
                 ask_for(packed + kDistance + 64 * line);
-            const int64_t at = x.at(first + g / kSplit, row);
+            const int64_t at = x.group_at(first + g / kSplit, row);
             const int8_t* q = x.q + at * P * kGroup + g % kSplit * G;
             const int32_t* sums = x.sums_at(first + g / kSplit, row);
             const float* x_total = x.total_at(first + g / kSplit, row, g % kSplit, G);

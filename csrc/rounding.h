@@ -70,6 +70,10 @@ struct Activations {
         const int64_t first = (row >> log_rows) * num_spans() + (group >> log_groups);
         return (first << log_rows) + (row & ((1 << log_rows) - 1));
     }
+    // The same where a span is a group
+    int64_t group_at(int64_t group, int64_t row) const {
+        return first_at(group, row) + (row & ((1 << log_rows) - 1));
+    }
     // The first plane of a group; the second is a span further
     int8_t* q_at(int64_t group, int64_t row) const {
         return q + at(group, row) * num_planes * span() + (group & ((1 << log_groups) - 1)) * kGroup;
