@@ -1,12 +1,12 @@
-// Attention of models in bfloat16, over pools of it, in AMX tile registers. A tile of 16 rows, each the query of
-// one token's head, meets 16 keys, or 16 columns of 32 values; rows know nothing of each other. Weights are
-// rounded to bfloat16, as what comes in is and what goes out. What is computed, and how it is shared out,
+// Attention of models in bfloat16, over pools of it, in AMX tile registers. A tile of 16 rows, each the query
+// of one token's head, meets 16 keys, or 16 columns of 32 values; rows know nothing of each other. Weights
+// are rounded to bfloat16, as what comes in is and what goes out. What is computed, and how it is shared out,
 // attention_runs.h says.
 //
 // Tiles multiply pairs: of the head size, two that follow each other; of slots, the first of one group and of
-// the next, and so on. A tile sums the first ones of 16 pairs and the second ones, each by itself, and then adds
-// both. Few rows are summed in vectors, in the same order, from keys and values as they lie in memory; for more,
-// those of a split are put in pairs and met by all tiles. Scores are logarithms to base 2.
+// the next, and so on. A tile sums the first ones of 16 pairs and the second ones, each by itself, and then
+// adds both. Few rows are summed in vectors, in the same order, from keys and values as they lie in memory;
+// for more, those of a split are put in pairs and met by all tiles. Scores are logarithms to base 2.
 #include "amx_pairs.h"
 #include "attention_runs.h"
 

@@ -19,7 +19,8 @@ constexpr uint64_t bit_matrix(const int (&bits)[8]) {
 }
 
 // The fields w of a block of each of the 16 rows, each group's 16 w and then its w, of the low halves of
-// bytes and of the high ones. A half that stands for w + 8 has its highest bit turned, and w is filled up with it.
+// bytes and of the high ones. A half that stands for w + 8 has its highest bit turned, and w is filled up
+// with it.
 template <class Block>
 void read_pairs(int8_t* __restrict q, const uint8_t* __restrict packed) {
     constexpr int kCount = kGroup * kRows, kHalf = Block::kRun / 2 * kRows;

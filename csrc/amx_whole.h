@@ -1,5 +1,5 @@
-// Blocks of 256, whose groups are scaled by small whole numbers, against x with one scale for 256 activations:
-// all of a block is one whole number before it becomes a float.
+// Blocks of 256, whose groups are scaled by small whole numbers, against x with one scale for 256 of its
+// values: all of a block is one whole number before it becomes a float.
 //   y[m][n] += scale[n] * x_scale[m] * (sum over groups g of whole[n][g] * dot[m][n][g]), then
 //   y[m][n] += minimum[n][g] * x_scale[m] * sum[m][g] for each group g.
 // Planes of x are joined after the sum, which is below 2^28 in any order: five rows and more have the bits
@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kBlock = 256;  // elements
 
-// ---- few rows of x, in vectors, against fields straight from memory ----------------------------------------
+// ---- few rows of x, in vectors, against fields straight from memory ---------------------------------------
 
 template <class Block>
 struct WholeScales {

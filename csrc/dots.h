@@ -123,7 +123,7 @@ struct Dots {
         for (int i = 0; i < kParts; ++i) part[i] = vi{} + first;
     }
 
-    // From nothing, for value(). On NEON a load, since a copy of a register would take the place of a product.
+    // From nothing, for value(). On NEON a load: a copy of a register would take the place of a product.
     INFINI_INLINE void start() {
 #if defined(INFINI_NEON)
         for (int i = 0; i < kParts; ++i) asm volatile("ldr %q0, %1" : "=w"(part[i]) : "m"(kNothing));
@@ -345,7 +345,7 @@ void add_rows(float* total, const uint8_t* packed, const Activations& x, int64_t
     });
 }
 
-// ---- few rows of x, against fields straight from memory ----------------------------------------------------
+// ---- few rows of x, against fields straight from memory ---------------------------------------------------
 
 // What the fields of a type stand above the integers they mean, as Dots::add takes them
 template <class Block>

@@ -4,9 +4,9 @@
 //   y[m][n] = sum over groups g of x_scale[m][g] * (scale[n][g] * dot[m][n][g] + minimum[n][g] * sum[m][g])
 // The activations of a group of 32 are rounded to x_scale * q (rounding.h); sum is the sum of its q, and dot
 // the integer dot product of q with the weight's fields (dots.h, amx_packed.h). Tile registers take blocks of
-// 256 whole, whose activations share an x_scale (amx_whole.h). Integers are exact in any order and the float32
-// sum runs over the groups or blocks from first to last, so a row has the same bits alone and among others,
-// whatever the tiles and threads.
+// 256 whole, whose activations share an x_scale (amx_whole.h). Integers are exact in any order and the
+// float32 sum runs over the groups or blocks from first to last, so a row has the same bits alone and among
+// others, whatever the tiles and threads.
 // count_products: `rounds` of what such products stand on, on every thread (peak.h); returns how many
 //                 products those were.
 #include "dots.h"

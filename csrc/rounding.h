@@ -1,6 +1,6 @@
-// Activations rounded to integers for packed_linear: those of a span, as many as a block of weight has, become
-// x_scale * q. q has 8 bits, or 8 and a few more that make a second plane of bytes: q = radix * high + low,
-// the radix 16 (12 bits) or 256 (16 bits). Sums are those of groups of 32, or halves of them.
+// Activations rounded to integers for packed_linear: those of a span (span_of, 32 or 256) become x_scale * q.
+// q has 8 bits, or 8 and a few more that make a second plane of bytes: q = radix * high + low, the radix 16
+// (12 bits) or 256 (16 bits). Sums are those of groups of 32, or halves of them.
 //
 // Rows come in blocks: the spans of a block one after another, each with all rows of the block.
 #pragma once
