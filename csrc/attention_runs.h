@@ -153,21 +153,36 @@ inline int64_t end_of_run(const Problem& p, int64_t begin, int64_t most) {
     return end;
 }
 
-// Runs are as long as a kernel takes, but each thread shall have two.
+inline int64_t longest_run(const Problem& p, int64_t most) {
+    int64_t longest = 1;
+    for (int64_t n = 0, end; n < p.num_tokens; n = end) {
+        end = end_of_run(p, n, most);
+        longest = larger(longest, end - n);
+    }
+    return longest;
+}
+
+// The first piece, the last, the second, the last but one: later tokens see more keys, and so any few pieces
+// take as long as others.
+inline int64_t from_both_ends(int64_t index, int64_t count) {
+    return index % 2 ? count - 1 - index / 2 : index / 2;
+}
+
+// Runs are as long as a kernel takes, but each thread shall have two; a piece of work has as many tokens.
 template <class Kernel>
 void attend_by_tokens(const Problem& p, int64_t most_splits) {
     const int64_t fair = larger(16, p.num_tokens * p.num_kv_heads / (2 * num_threads()));
-    const int64_t most = smaller(Kernel::most_tokens(p), fair),
-                  work = most_splits * kSplit * p.dim * p.group;  // of one item, at most
-    const int64_t grain = larger((kGrainElements + work - 1) / work, end_of_run(p, 0, most));
-    parallel_for(p.num_tokens * p.num_kv_heads, grain, [&](int64_t first, int64_t last) {
-        // Runs are found from the start of each key head's tokens; a thread takes those that
-        // begin in its share.
-        for (int64_t item = first; item < last;) {
-            const int64_t g = item / p.num_tokens, n = item % p.num_tokens;
-            const int64_t end = smaller(end_of_run(p, n, most), n + last - item);
-            attend_run<Kernel>({p, n, end, g});
-            item += end - n;
+    const int64_t most = longest_run(p, smaller(Kernel::most_tokens(p), fair)),
+                  num_pieces = (p.num_tokens + most - 1) / most,
+                  work = most * most_splits * kSplit * p.dim * p.group;  // of a piece, at most
+    parallel_for(num_pieces * p.num_kv_heads, kGrainElements / work + 1, [&](int64_t first, int64_t last) {
+        for (int64_t item = first; item < last; ++item) {
+            int64_t n = from_both_ends(item % num_pieces, num_pieces) * most;
+            for (const int64_t end = smaller(n + most, p.num_tokens); n < end;) {
+                const int64_t begin = n;
+                n = end_of_run(p, begin, most);
+                attend_run<Kernel>({p, begin, n, item / num_pieces});
+            }
         }
     });
 }

@@ -154,9 +154,21 @@ struct Problem {
         write(s, total, m, num_rows);
     }
 
-    void run(int64_t begin, int64_t end) const {
-        for (int64_t m = 0; m < x.num_rows; m += kPackedBandRows)
-            for (int64_t i = begin; i < end; ++i) run(strip(i), m, smaller(kPackedBandRows, x.num_rows - m));
+    int64_t num_bands() const { return (x.num_rows + kPackedBandRows - 1) / kPackedBandRows; }
+
+    void run(int64_t begin, int64_t end, int64_t band) const {
+        const int64_t m = band * kPackedBandRows;
+        for (int64_t i = begin; i < end; ++i) run(strip(i), m, smaller(kPackedBandRows, x.num_rows - m));
+    }
+
+    // Pieces of work are the strips of one band of rows after those of another, so that a thread has few
+    // bands, which others have written, to read.
+    void run_pieces(int64_t begin, int64_t end) const {
+        for (const int64_t count = num_strips(); begin < end;) {
+            const int64_t band = begin / count, stop = smaller(end, (band + 1) * count);
+            run(begin - band * count, stop - band * count, band);
+            begin = stop;
+        }
     }
 };
 
@@ -166,7 +178,8 @@ void multiply_outputs(const PackedLinear& a, const Activations& x, int64_t begin
     static_assert(kPieceOutputs % (kPackedPanels * kRows) == 0);
     const Problem problem{a, x};
     const int64_t strip = problem.width() * kRows;
-    problem.run(begin / strip, (end + strip - 1) / strip);
+    for (int64_t band = 0; band < problem.num_bands(); ++band)
+        problem.run(begin / strip, (end + strip - 1) / strip, band);
 }
 
 int64_t packed_linear(const PackedLinear& a) {
@@ -176,9 +189,9 @@ int64_t packed_linear(const PackedLinear& a) {
     const int64_t row_length = x.num_groups * kGroup, grain = kGrainElements / (kRows * (row_length + 1)) + 1;
     x.put_into(scratch(Scratch::shared, x.num_bytes()));
     round_rows(x, a.x);
-    parallel_for(problem.num_strips(), grain, [&](int64_t begin, int64_t end) {
+    parallel_for(problem.num_bands() * problem.num_strips(), grain, [&](int64_t begin, int64_t end) {
         if (x.num_rows == 1) x.prefetch();
-        problem.run(begin, end);
+        problem.run_pieces(begin, end);
     });
     return kOk;
 }

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from infinicore import ops
+from infinicore import get_num_threads, ops
 from infinicore.ops.attention_reference import unfold_keys
 from infinilm.batch import Batch
 
-# Multiplications of one call, about a tenth of a second: Python hears an interrupt between two calls only.
+# Multiplications of one call on two threads, about a tenth of a second: Python hears an interrupt between
+# two calls only.
 CALL_WORK = 1 << 28
 LANES = 16  # keys that the kernel reads side by side
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "q8_0": torch.uint8}
@@ -79,7 +80,8 @@ def attend(  # noqa: PLR0913  where keys are, who looks, and how
     """
     num_keys = max(batch.lengths)
     work = q[0].numel() * min(num_keys, window or num_keys)  # of a token
-    size = max(CALL_WORK // work // LANES, 1) * LANES  # the kernel takes so many together
+    room = CALL_WORK * max(get_num_threads() // 2, 1)
+    size = max(room // work // LANES, 1) * LANES  # the kernel takes so many together
     how = scale, window or 0, softcap, sinks
     if len(q) <= size or not q.is_cpu:
         return ops.attention(q, *pools, batch.block_tables, batch.streams, batch.slots, *how)

@@ -130,11 +130,12 @@ class GenerationMixin:
             stream.block_ids = list(range(num_blocks, end))
             num_blocks = end
         cache = PagedCache(config.num_hidden_layers, shape, num_blocks, self.device)
-        return Runner(self, cache, len(streams), max(map(len, streams)) + num_new)
+        max_length = max(map(len, streams)) + num_new
+        return Runner(self, cache, len(streams), max_length, step_tokens(config, self.device))
 
     def advanced(self, runner: Runner, streams: Sequence[Stream]) -> dict[Stream, int]:
         """Compute what is pending, as much as one step takes, and append what is drawn where it ends."""
-        budget, work = step_tokens(self.config, runner.device), []
+        budget, work = runner.step_tokens, []
         for stream in streams:
             if count := min(stream.num_pending, budget):
                 work.append(Work(stream, count))
