@@ -139,6 +139,43 @@ def add_whole_keys(
     return sums, total, largest
 
 
+@triton.jit
+def spans_of(slot, is_own, window, KEYS: tl.constexpr, LANES: tl.constexpr):
+    """(begin, whole, parted, last) of the keys that some of the own tokens see, of which all see those from
+    `whole` to `parted`, which are four times LANES each"""
+    seen = tl.where(window > 0, tl.maximum(slot - window + 1, 0), 0)
+    last = tl.max(tl.where(is_own, slot, 0), 0)
+    begin = tl.min(tl.where(is_own, seen, 1 << 30), 0) // KEYS * KEYS
+    whole = tl.cdiv(tl.max(tl.where(is_own, seen, 0), 0), 4 * LANES) * 4 * LANES
+    parted = (tl.min(tl.where(is_own, slot, 1 << 30), 0) + 1) // (4 * LANES) * 4 * LANES
+    return begin, whole, tl.maximum(parted, whole), last
+
+
+@triton.jit
+def attend_run(
+    q, slot, is_own, pools, scale, cap, window, K, P, head, D, CAPS: tl.constexpr,
+    S: tl.constexpr, LANES: tl.constexpr, KEYS: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(sums, sums of weights, largest scores) of the own tokens of a tile, over all keys of their stream"""
+    TOKENS: tl.constexpr = q.shape[0]
+    DIM: tl.constexpr = q.shape[1]
+    begin, whole, parted, last = spans_of(slot, is_own, window, KEYS, LANES)
+    largest = tl.full((TOKENS,), -float("inf"), tl.float32)
+    total, sums = tl.zeros((TOKENS,), tl.float32), tl.zeros((TOKENS, DIM), tl.float32)
+    sums, total, largest = add_keys(
+        sums, total, largest, q, slot, *pools, begin, whole, last,
+        scale, cap, window, K, P, head, D, CAPS, S, LANES, DIM, KEYS, DTYPE, PRECISION,
+    )  # fmt: skip
+    sums, total, largest = add_whole_keys(
+        sums, total, largest, q, *pools, whole, parted,
+        scale, cap, K, P, head, D, CAPS, S, LANES, DIM, DTYPE, PRECISION,
+    )  # fmt: skip
+    return add_keys(
+        sums, total, largest, q, slot, *pools, parted, last + 1, last,
+        scale, cap, window, K, P, head, D, CAPS, S, LANES, DIM, KEYS, DTYPE, PRECISION,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["window", "N", "B", "M", "P"])
 def runs_kernel(
     y_ptr, q_ptr, key_ptr, value_ptr, table_ptr, stream_ptr, slot_ptr, sink_ptr,
@@ -164,27 +201,10 @@ def runs_kernel(
     while is_any > 0:
         current = tl.min(tl.where(todo, stream, 1 << 62), 0)
         is_own = todo & (stream == current)
-        last = tl.max(tl.where(is_own, slot, 0), 0)
-        seen = tl.where(window > 0, tl.maximum(slot - window + 1, 0), 0)
-        # All see the keys from `whole` to `parted`, which are four times LANES each.
-        begin = tl.min(tl.where(is_own, seen, 1 << 30), 0) // KEYS * KEYS
-        whole = tl.cdiv(tl.max(tl.where(is_own, seen, 0), 0), 4 * LANES) * 4 * LANES
-        parted = (tl.min(tl.where(is_own, slot, 1 << 30), 0) + 1) // (4 * LANES) * 4 * LANES
-        parted = tl.maximum(parted, whole)
-        table = table_ptr + current * M
-        largest = tl.full((TOKENS,), -float("inf"), tl.float32)
-        total, sums = tl.zeros((TOKENS,), tl.float32), tl.zeros((TOKENS, DIM), tl.float32)
-        sums, total, largest = add_keys(
-            sums, total, largest, q, slot, key_ptr, value_ptr, table, begin, whole, last,
-            scale, cap, window, K, P, head // G, D, CAPS, S, LANES, DIM, KEYS, DTYPE, PRECISION,
-        )  # fmt: skip
-        sums, total, largest = add_whole_keys(
-            sums, total, largest, q, key_ptr, value_ptr, table, whole, parted,
-            scale, cap, K, P, head // G, D, CAPS, S, LANES, DIM, DTYPE, PRECISION,
-        )  # fmt: skip
-        sums, total, largest = add_keys(
-            sums, total, largest, q, slot, key_ptr, value_ptr, table, parted, last + 1, last,
-            scale, cap, window, K, P, head // G, D, CAPS, S, LANES, DIM, KEYS, DTYPE, PRECISION,
+        pools = key_ptr, value_ptr, table_ptr + current * M
+        sums, total, largest = attend_run(
+            q, slot, is_own, pools, scale, cap, window, K, P, head // G, D,
+            CAPS, S, LANES, KEYS, DTYPE, PRECISION,
         )  # fmt: skip
         total = with_sinks(total, largest, sink_ptr, head, True, HAS_SINKS)
         y = sums / total[:, None] + lost[:, None]

@@ -169,6 +169,62 @@ def first_stored(stream_ptr, slot_ptr, stream, slot, N, TOKENS: tl.constexpr):
     return tl.min(tl.where(streams == stream, tl.minimum(slots, slot), slot), 0).to(tl.int32)
 
 
+@triton.jit
+def load_early(
+    pools, place, key, lane, begin, end, stored, S: tl.constexpr, D: tl.constexpr, WARPS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """load_both, of which keys from those 16 on that have `stored` among them are loaded when the kernel
+    before has ended, which stores them"""
+    new = tl.maximum(tl.minimum(end, stored) - begin, 0) // 16 * 16 + begin
+    keys, values, gone = load_both(*pools, key, lane, begin, new, *place, S, D)
+    wait_for_inputs(OVERLAPS)
+    if new < tl.minimum(end, begin + WARPS * 16):
+        new_keys, new_values, gone = load_both(*pools, key, lane, new, end, *place, S, D)
+        keys |= new_keys
+        values |= new_values
+    return keys, values, gone
+
+
+@triton.jit
+def load_queries(
+    q_ptr, head, q_head_stride, G, WARPS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """[W, D, HEADS] of a group of heads, each warp the same"""
+    g, d = tl.arange(0, HEADS), tl.arange(0, D)
+    at = q_ptr + (head * G + g)[None, :] * q_head_stride + d[:, None]
+    q = tl.load(at, mask=(g < G)[None, :], other=0.0).to(DTYPE)
+    return tl.broadcast_to(q[None, :, :], [WARPS, D, HEADS])
+
+
+@triton.jit
+def nothing_yet(WARPS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr):
+    largest = tl.full((WARPS, HEADS), -float("inf"), tl.float32)
+    return tl.zeros((WARPS, D, HEADS), tl.float32), largest, tl.zeros((WARPS, HEADS), tl.float32)
+
+
+@triton.jit
+def store_whole(y_ptr, found, row, head, G, sink_ptr, HAS_SINKS: tl.constexpr):
+    """The result, by a program that has seen all keys"""
+    sums, largest, total = found
+    D: tl.constexpr = sums.shape[0]
+    g, d = tl.arange(0, sums.shape[1]), place_in_head(tl.arange(0, D), D)[:, None]
+    total = with_sinks(total, largest, sink_ptr, head * G + g, g < G, HAS_SINKS)
+    y = (sums / total[None, :]).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + row[None, :] * D + d, y, mask=(g < G)[None, :])
+
+
+@triton.jit
+def store_part(part_ptr, weight_ptr, found, part, G):
+    sums, largest, total = found
+    D: tl.constexpr = sums.shape[0]
+    g, d = tl.arange(0, sums.shape[1]), place_in_head(tl.arange(0, D), D)[:, None]
+    tl.store(part_ptr + part[None, :] * D + d, sums, mask=(g < G)[None, :])
+    tl.store(weight_ptr + 2 * part, largest, mask=g < G)
+    tl.store(weight_ptr + 2 * part + 1, total, mask=g < G)
+
+
 @triton.jit(do_not_specialize=["window", "N", "B", "M", "P"])
 def warps_kernel(
     y_ptr, part_ptr, weight_ptr, arrival_ptr, q_ptr, key_ptr, value_ptr, table_ptr, stream_ptr, slot_ptr,
@@ -185,29 +241,17 @@ def warps_kernel(
         wait_for_inputs(OVERLAPS)
     token, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     stream, slot, lost = place_of(stream_ptr, slot_ptr, token, True, B, M, S)
-    table = table_ptr + stream * M
     seen, begin, end = share_of(slot, split, window, SPLITS, 16)
     thread, warp = tl.arange(0, WARPS * 32), tl.arange(0, WARPS)
     lane, key = thread % 32, begin + thread // 32 * 16
-    pools = key_ptr, value_ptr, table
-    place = seen, K, P, head
+    pools, place = (key_ptr, value_ptr, table_ptr + stream * M), (seen, K, P, head)
     if IS_EARLY:
-        new = tl.minimum(end, first_stored(stream_ptr, slot_ptr, stream, slot, N, TOKENS))
-        new = tl.maximum(new - begin, 0) // 16 * 16 + begin
-        keys, values, gone = load_both(*pools, key, lane, begin, new, *place, S, D)
-        wait_for_inputs(OVERLAPS)
-        if new < tl.minimum(end, begin + WARPS * 16):
-            new_keys, new_values, gone = load_both(*pools, key, lane, new, end, *place, S, D)
-            keys |= new_keys
-            values |= new_values
+        stored = first_stored(stream_ptr, slot_ptr, stream, slot, N, TOKENS)
+        keys, values, gone = load_early(pools, place, key, lane, begin, end, stored, S, D, WARPS, OVERLAPS)
     else:
         keys, values, gone = load_both(*pools, key, lane, begin, end, *place, S, D)
-    g, d = tl.arange(0, HEADS), tl.arange(0, D)
-    q_at = q_ptr + token * q_token_stride + (head * G + g)[None, :] * q_head_stride + d[:, None]
-    q = tl.load(q_at, mask=(g < G)[None, :], other=0.0).to(DTYPE)
-    q = tl.broadcast_to(q[None, :, :], [WARPS, D, HEADS])
-    largest = tl.full((WARPS, HEADS), -float("inf"), tl.float32)
-    state = tl.zeros((WARPS, D, HEADS), tl.float32), largest, tl.zeros((WARPS, HEADS), tl.float32)
+    q = load_queries(q_ptr + token * q_token_stride, head, q_head_stride, G, WARPS, HEADS, D, DTYPE)
+    state = nothing_yet(WARPS, HEADS, D)
     for start in range(begin, end, WARPS * 16):
         key = start + (WARPS + thread // 32) * 16
         next_keys, next_values, next_gone = load_both(*pools, key, lane, begin, end, *place, S, D)
@@ -216,19 +260,12 @@ def warps_kernel(
             state, q, keys, values, start + warp * 16, seen, end, here, scale, cap, CAPS, DTYPE, D
         )
         keys, values, gone = next_keys, next_values, next_gone
-    sums, largest, total = folded_warps(*state)
-    row = (token * K + head) * G + g
-    d = place_in_head(d, D)[:, None]
+    found, row = folded_warps(*state), (token * K + head) * G + tl.arange(0, HEADS)
     if SPLITS == 1:
-        total = with_sinks(total, largest, sink_ptr, head * G + g, g < G, HAS_SINKS)
-        y = (sums / total[None, :]).to(y_ptr.dtype.element_ty)
-        tl.store(y_ptr + row[None, :] * D + d, y, mask=(g < G)[None, :])
+        store_whole(y_ptr, found, row, head, G, sink_ptr, HAS_SINKS)
     else:
         if begin < end:
-            part = row * SPLITS + split
-            tl.store(part_ptr + part[None, :] * D + d, sums, mask=(g < G)[None, :])
-            tl.store(weight_ptr + 2 * part, largest, mask=g < G)
-            tl.store(weight_ptr + 2 * part + 1, total, mask=g < G)
+            store_part(part_ptr, weight_ptr, found, row * SPLITS + split, G)
         fold_parts(
             y_ptr, part_ptr, weight_ptr, arrival_ptr, sink_ptr, token, head, slot, window, K, G, D,
             HAS_SINKS, D, 16, SPLITS, FOLDED,

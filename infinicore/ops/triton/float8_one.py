@@ -104,6 +104,55 @@ def load_residual(residual_ptr, n, N, ADDS: tl.constexpr):
 
 
 @triton.jit
+def biased(y, bias_ptr, row, is_row, HAS_BIAS: tl.constexpr):
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + row, mask=is_row, other=0.0).to(tl.float32)
+    return y
+
+
+@triton.jit
+def load_floats(x_ptr, norm, piece, num_pieces, eps, NORMS: tl.constexpr):
+    """A row in 8 pairs of floats for each piece, times those of a norm; and the factor of the norm"""
+    p, q = load_pairs(x_ptr, piece, num_pieces)
+    n, m = norm
+    a, b = floats_of(p[0], n[0], NORMS), floats_of(p[1], n[1], NORMS)
+    c, d = floats_of(p[2], n[2], NORMS), floats_of(p[3], n[3], NORMS)
+    e, f = floats_of(q[0], m[0], NORMS), floats_of(q[1], m[1], NORMS)
+    g, h = floats_of(q[2], m[2], NORMS), floats_of(q[3], m[3], NORMS)
+    factor = 1.0
+    if NORMS:
+        squares = a[2] + b[2] + c[2] + d[2] + (e[2] + f[2] + g[2] + h[2])
+        factor = tl.rsqrt(tl.sum(squares) / (num_pieces * 16) + eps)
+    return (a, b, c, d, e, f, g, h), factor
+
+
+@triton.jit
+def row_sums(words, x, EMULATES: tl.constexpr):
+    """[R]: sums of the products of a row and of rows of the weight"""
+    v0, v1, v2, v3 = four(words)
+    sums = tl.zeros([words.shape[0], words.shape[1]], tl.float32)
+    sums = add_word(sums, v0, x[0], x[1], EMULATES)
+    sums = add_word(sums, v1, x[2], x[3], EMULATES)
+    sums = add_word(sums, v2, x[4], x[5], EMULATES)
+    sums = add_word(sums, v3, x[6], x[7], EMULATES)
+    return tl.sum(sums, 0)
+
+
+@triton.jit
+def store_row(
+    y_ptr, bias_ptr, first, second, residual, n, N,
+    HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, GATES: tl.constexpr,
+):  # fmt: skip
+    first = biased(first, bias_ptr, n, n < N, HAS_BIAS)
+    if GATES:
+        second = biased(second, bias_ptr, n + N, n < N, HAS_BIAS)
+        first = first / (1 + tl.exp(-first)) * second
+    if ADDS:
+        first += residual
+    tl.store(y_ptr + n, first.to(y_ptr.dtype.element_ty), mask=n < N)
+
+
+@triton.jit
 def one_kernel(
     y_ptr, x_ptr, norm_ptr, word_ptr, scale_ptr, bias_ptr, residual_ptr, where, N, num_pieces, D, eps,
     HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, NORMS: tl.constexpr, GATES: tl.constexpr,
@@ -115,69 +164,35 @@ def one_kernel(
     """
     PAIRS: tl.constexpr = GATES or TURNS
     EACH: tl.constexpr = ROWS // 2 if PAIRS else ROWS
-    each, piece = tl.arange(0, EACH), tl.arange(0, PIECES)
-    r = tl.arange(0, ROWS)
-    which = r // EACH
+    each, r, piece = tl.arange(0, EACH), tl.arange(0, ROWS), tl.arange(0, PIECES)
     half = D // 2
     gap = (1 if IS_INTERLEAVED else half) if TURNS else N
-    begin = tl.program_id(0) * EACH
+    begin, step = tl.program_id(0) * EACH, tl.num_programs(0) * EACH
+    pointers, sizes = (word_ptr, scale_ptr), (r // EACH, piece, num_pieces, half, gap, D)
     n = begin + r % EACH
-    words, scale = load_rows(
-        word_ptr, scale_ptr, n, n < N, which, piece, num_pieces, half, gap, D, PAIRS, TURNS, IS_INTERLEAVED
-    )
-    pn, qn = load_pairs(norm_ptr if NORMS else word_ptr, piece, num_pieces if NORMS else 0)
+    words, scale = load_rows(*pointers, n, n < N, *sizes, PAIRS, TURNS, IS_INTERLEAVED)
+    norm = load_pairs(norm_ptr if NORMS else word_ptr, piece, num_pieces if NORMS else 0)
     wait_for_inputs(OVERLAPS, TURNS)
     turn = place_now(where, S) if TURNS else 0
     residual = load_residual(residual_ptr, begin + each, N, ADDS)
-    p, q = load_pairs(x_ptr, piece, num_pieces)
-    a, b = floats_of(p[0], pn[0], NORMS), floats_of(p[1], pn[1], NORMS)
-    c, d = floats_of(p[2], pn[2], NORMS), floats_of(p[3], pn[3], NORMS)
-    e, f = floats_of(q[0], qn[0], NORMS), floats_of(q[1], qn[1], NORMS)
-    g, h = floats_of(q[2], qn[2], NORMS), floats_of(q[3], qn[3], NORMS)
-    factor = 1.0
-    if NORMS:
-        squares = a[2] + b[2] + c[2] + d[2] + (e[2] + f[2] + g[2] + h[2])
-        factor = tl.rsqrt(tl.sum(squares) / (num_pieces * 16) + eps)
-    for start in range(begin, N, tl.num_programs(0) * EACH):
-        ahead = start + tl.num_programs(0) * EACH + r % EACH
-        next_words, next_scale = load_rows(
-            word_ptr, scale_ptr, ahead, ahead < N, which, piece, num_pieces, half, gap, D,
-            PAIRS, TURNS, IS_INTERLEAVED,
-        )  # fmt: skip
-        next_residual = load_residual(residual_ptr, start + tl.num_programs(0) * EACH + each, N, ADDS)
-        v0, v1, v2, v3 = four(words)
-        sums = tl.zeros([PIECES, ROWS], tl.float32)
-        sums = add_word(sums, v0, a, b, EMULATES)
-        sums = add_word(sums, v1, c, d, EMULATES)
-        sums = add_word(sums, v2, e, f, EMULATES)
-        sums = add_word(sums, v3, g, h, EMULATES)
-        y = tl.sum(sums, 0) * (scale * factor)
-        out = start + each
+    x, factor = load_floats(x_ptr, norm, piece, num_pieces, eps, NORMS)
+    for start in range(begin, N, step):
+        n = start + step + r % EACH
+        next_words, next_scale = load_rows(*pointers, n, n < N, *sizes, PAIRS, TURNS, IS_INTERLEAVED)
+        next_residual = load_residual(residual_ptr, start + step + each, N, ADDS)
+        y = row_sums(words, x, EMULATES) * (scale * factor)
         if PAIRS:
             first, second = tl.split(y.reshape(2, EACH).permute(1, 0))
         else:
             first, second = y, y
         if TURNS:
             store_turned(
-                y_ptr, bias_ptr, first, second, out, N, turn, where, half, gap, D,
+                y_ptr, bias_ptr, first, second, start + each, N, turn, where, half, gap, D,
                 HAS_BIAS, IS_INTERLEAVED, S, LANES,
             )  # fmt: skip
         else:
-            first = biased(first, bias_ptr, out, out < N, HAS_BIAS)
-            if GATES:
-                second = biased(second, bias_ptr, out + N, out < N, HAS_BIAS)
-                first = first / (1 + tl.exp(-first)) * second
-            if ADDS:
-                first += residual
-            tl.store(y_ptr + out, first.to(y_ptr.dtype.element_ty), mask=out < N)
+            store_row(y_ptr, bias_ptr, first, second, residual, start + each, N, HAS_BIAS, ADDS, GATES)
         words, scale, residual = next_words, next_scale, next_residual
-
-
-@triton.jit
-def biased(y, bias_ptr, row, is_row, HAS_BIAS: tl.constexpr):
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + row, mask=is_row, other=0.0).to(tl.float32)
-    return y
 
 
 @triton.jit

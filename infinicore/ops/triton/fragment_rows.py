@@ -58,6 +58,34 @@ def finish_tiles(
     )  # fmt: skip
 
 
+@triton.jit
+def load_weight(
+    source, first, apart, start, num_rows, K, stride, power,
+    TILES: tl.constexpr, LENGTH: tl.constexpr, TYPE: tl.constexpr, DTYPE: tl.constexpr, EACH: tl.constexpr,
+    IS_WHOLE: tl.constexpr, IN_PAIRS: tl.constexpr, EMULATES: tl.constexpr,
+):  # fmt: skip
+    """[TILES * 32, LENGTH], the columns in the order of columns_of"""
+    word_ptr, half_ptr, byte_ptr = source
+    if TYPE == FP8:
+        weight = load_float8(
+            word_ptr, first, apart, start, num_rows, K, TILES, LENGTH, DTYPE, EACH, IS_WHOLE, EMULATES
+        )
+    else:
+        weight = load_tiles(
+            word_ptr, half_ptr, byte_ptr, first, apart, start, tl.cdiv(num_rows, 32), K // 32, stride,
+            power, TILES, LENGTH, TYPE, DTYPE, EACH, IS_WHOLE, IN_PAIRS,
+        )  # fmt: skip
+    return weight
+
+
+@triton.jit
+def add_product(sums, weight, x, EMULATES: tl.constexpr):
+    if EMULATES:  # where bfloat16 are bits
+        weight = weight.to(tl.float32)
+        x = x.to(tl.float32)
+    return tl.dot(weight, x.T, sums)
+
+
 @triton.jit(do_not_specialize=["M", "num_steps", "apart"])
 def fragment_kernel(
     y_ptr, part_ptr, arrival_ptr, x_ptr, word_ptr, half_ptr, byte_ptr, scale_ptr, bias_ptr, residual_ptr,
@@ -72,10 +100,10 @@ def fragment_kernel(
     IS_WHOLE says that steps divide a row, so that none looks beyond it.
     """
     EACH: tl.constexpr = TILES // 2 if GATES else TILES
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     num_rows = N * (TILES // EACH)
-    first = tl.program_id(0) * EACH
+    first, split = tl.program_id(0) * EACH, tl.program_id(2)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    split = tl.program_id(2)
     at = columns_of(LENGTH, TYPE)
     x_row = x_ptr + tl.minimum(column, M - 1).to(tl.int64)[:, None] * x_stride + at[None, :]
     if OVERLAPS:
@@ -87,36 +115,21 @@ def fragment_kernel(
     sums = tl.zeros([TILES * 32, COLUMNS], tl.float32)
     for number in range(split * num_steps, (split + 1) * num_steps):
         start = number * LENGTH
-        if TYPE == FP8:
-            weight = load_float8(
-                word_ptr, first, apart, start, num_rows, K,
-                TILES, LENGTH, x_ptr.dtype.element_ty, EACH, IS_WHOLE, EMULATES,
-            )  # fmt: skip
-        else:
-            weight = load_tiles(
-                word_ptr, half_ptr, byte_ptr, first, apart, start, tl.cdiv(num_rows, 32), K // 32, stride,
-                power, TILES, LENGTH, TYPE, x_ptr.dtype.element_ty, EACH, IS_WHOLE, IN_PAIRS,
-            )  # fmt: skip
+        weight = load_weight(
+            (word_ptr, half_ptr, byte_ptr), first, apart, start, num_rows, K, stride, power,
+            TILES, LENGTH, TYPE, DTYPE, EACH, IS_WHOLE, IN_PAIRS, EMULATES,
+        )  # fmt: skip
         is_x = tl.full([1, 1], 1, tl.int1) if IS_WHOLE else (start + at < K)[None, :]
-        x = tl.load(x_row + start, mask=is_x, other=0.0)
-        if EMULATES:  # where bfloat16 are bits
-            weight = weight.to(tl.float32)
-            x = x.to(tl.float32)
-        sums = tl.dot(weight, x.T, sums)
+        sums = add_product(sums, weight, tl.load(x_row + start, mask=is_x, other=0.0), EMULATES)
+    pointers, place = (y_ptr, scale_ptr, bias_ptr, residual_ptr), (column, first, residual_stride, M, N)
     if SPLITS > 1:
         tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         part_at = parts_at(part_ptr, tile, SPLITS, TILES * 32, COLUMNS)
         if leave_part(part_at, arrival_ptr, tile, sums, split, SPLITS):
             sums = sum_of_parts(part_at, arrival_ptr, tile, SPLITS, TILES * 32 * COLUMNS)
-            finish_tiles(
-                y_ptr, scale_ptr, bias_ptr, residual_ptr, sums, column, first, residual_stride, M, N,
-                HAS_BIAS, ADDS, GATES, TILES, COLUMNS, TYPE,
-            )  # fmt: skip
+            finish_tiles(*pointers, sums, *place, HAS_BIAS, ADDS, GATES, TILES, COLUMNS, TYPE)
     else:
-        finish_tiles(
-            y_ptr, scale_ptr, bias_ptr, residual_ptr, sums, column, first, residual_stride, M, N,
-            HAS_BIAS, ADDS, GATES, TILES, COLUMNS, TYPE,
-        )  # fmt: skip
+        finish_tiles(*pointers, sums, *place, HAS_BIAS, ADDS, GATES, TILES, COLUMNS, TYPE)
 
 
 class Tile(NamedTuple):

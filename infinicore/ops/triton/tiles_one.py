@@ -236,6 +236,34 @@ def add_four(
 
 
 @triton.jit
+def load_norm(norm_ptr, lane, first, num_groups, NORMS: tl.constexpr):
+    """As x is loaded, if there is a norm"""
+    return load_x(norm_ptr, lane, first, num_groups) if NORMS else first
+
+
+@triton.jit
+def load_next(
+    source, x_ptr, norm_ptr, lane, first, num_groups,
+    TYPE: tl.constexpr, IS_WHOLE: tl.constexpr, NORMS: tl.constexpr,
+):  # fmt: skip
+    """What add_four takes"""
+    codes = load_four(*source, lane, first, num_groups, TYPE, IS_WHOLE)
+    x = load_x(x_ptr, lane, first, num_groups)
+    return codes, x, load_norm(norm_ptr, lane, first, num_groups, NORMS)
+
+
+@triton.jit
+def sums_of(totals, num_groups, eps, NORMS: tl.constexpr, TILES: tl.constexpr):
+    """Of all threads, [tile, g, j % 2, j / 2], normed"""
+    EACH: tl.constexpr = totals[4].shape[0] // (32 * TILES)
+    by_thread = tl.join(tl.join(totals[0], totals[1]), tl.join(totals[2], totals[3]))  # [L, j % 2, j / 2]
+    y = tl.sum(tl.sum(by_thread.reshape(TILES, EACH, 8, 4, 2, 2), 3), 1)
+    if NORMS:  # of which both columns of a group, and both tiles, have the squares
+        y *= tl.rsqrt(tl.sum(totals[4], 0) / (num_groups * (64 * TILES)) + eps)
+    return y
+
+
+@triton.jit
 def one_kernel(
     y_ptr, x_ptr, norm_ptr, word_ptr, half_ptr, byte_ptr, bias_ptr, residual_ptr, where,
     stride, N, num_groups, apart, eps,
@@ -252,24 +280,21 @@ def one_kernel(
     EACH: tl.constexpr = WARPS // TILES
     STEP: tl.constexpr = EACH * 4
     thread = tl.arange(0, WARPS * 32)
-    lane = thread % 32
-    first = thread // 32 % EACH * 4
-    tile = tl.program_id(0)
+    lane, first, tile = thread % 32, thread // 32 % EACH * 4, tl.program_id(0)
     if TURNS:
         tile += tile // apart * apart
     if TILES == 2:
         base = ((tile + thread // (32 * EACH) * apart).to(tl.int64) * stride)[:, None]
     else:
         base = tile.to(tl.int64) * stride
+    source = word_ptr, half_ptr, byte_ptr, base
     # Weights do not depend on the kernel before: the first are on their way while it ends.
-    codes = load_four(word_ptr, half_ptr, byte_ptr, base, lane, first, num_groups, TYPE, IS_WHOLE)
-    norm = load_x(norm_ptr, lane, first, num_groups) if NORMS else first
-    others = codes
-    other_norm = norm
+    codes = load_four(*source, lane, first, num_groups, TYPE, IS_WHOLE)
+    norm = load_norm(norm_ptr, lane, first, num_groups, NORMS)
+    others, other_norm = codes, norm
     if DEPTH == 2:
-        second = first + STEP
-        others = load_four(word_ptr, half_ptr, byte_ptr, base, lane, second, num_groups, TYPE, IS_WHOLE)
-        other_norm = load_x(norm_ptr, lane, second, num_groups) if NORMS else first
+        others = load_four(*source, lane, first + STEP, num_groups, TYPE, IS_WHOLE)
+        other_norm = load_norm(norm_ptr, lane, first + STEP, num_groups, NORMS)
     wait_for_inputs(OVERLAPS, TURNS)
     x = load_x(x_ptr, lane, first, num_groups)
     other_x = load_x(x_ptr, lane, first + STEP, num_groups) if DEPTH == 2 else x
@@ -279,22 +304,16 @@ def one_kernel(
     turn = turn_of(row % (64 * apart), where, S) if TURNS else row
     zero = tl.zeros([WARPS * 32], tl.float32)
     totals = (zero, zero, zero, zero, zero)
+    pointers = source, x_ptr, norm_ptr
     for start in range(0, num_groups, DEPTH * STEP):
         totals = add_four(totals, codes, x, norm, lane, TYPE, NORMS, EMULATES)
         ahead = start + DEPTH * STEP + first
-        codes = load_four(word_ptr, half_ptr, byte_ptr, base, lane, ahead, num_groups, TYPE, IS_WHOLE)
-        x = load_x(x_ptr, lane, ahead, num_groups)
-        norm = load_x(norm_ptr, lane, ahead, num_groups) if NORMS else first
+        codes, x, norm = load_next(*pointers, lane, ahead, num_groups, TYPE, IS_WHOLE, NORMS)
         if DEPTH == 2:
             totals = add_four(totals, others, other_x, other_norm, lane, TYPE, NORMS, EMULATES)
             ahead += STEP
-            others = load_four(word_ptr, half_ptr, byte_ptr, base, lane, ahead, num_groups, TYPE, IS_WHOLE)
-            other_x = load_x(x_ptr, lane, ahead, num_groups)
-            other_norm = load_x(norm_ptr, lane, ahead, num_groups) if NORMS else first
-    by_thread = tl.join(tl.join(totals[0], totals[1]), tl.join(totals[2], totals[3]))  # [L, j % 2, j / 2]
-    y = tl.sum(tl.sum(by_thread.reshape(TILES, EACH, 8, 4, 2, 2), 3), 1)  # [tile, g, j % 2, j / 2]
-    if NORMS:  # of which both columns of a group, and both tiles, have the squares
-        y *= tl.rsqrt(tl.sum(totals[4], 0) / (num_groups * (64 * TILES)) + eps)
+            others, other_x, other_norm = load_next(*pointers, lane, ahead, num_groups, TYPE, IS_WHOLE, NORMS)
+    y = sums_of(totals, num_groups, eps, NORMS, TILES)
     if TURNS:
         store_turned(y_ptr, bias_ptr, y, turn, row, apart * 32, where, HAS_BIAS, S, LANES)
     else:
