@@ -37,6 +37,7 @@ from infinicore.ops.triton.tensors import (
 PART = 4096  # logits of a row that one program looks at together
 WIDTH = 128  # weights of each part that the last program looks at together
 SEARCHED = 2048  # weights that are searched together
+COUNTED = tl.constexpr(256)  # weights of a part whose levels are found together
 LEVELS = tl.constexpr(8)
 KEPT = tl.constexpr(6)  # the level of which weights are put together
 FIRST = 5  # that of those which come first, where there are few rows: to tell them apart takes time, too
@@ -113,25 +114,39 @@ def sums_kernel(
     PARTS: tl.constexpr, TILE: tl.constexpr, LEVELS: tl.constexpr, FIRST: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """The sums of the weights of a part of a row that reach each level; and those that are kept
-
-    How many those are is told of what is kept and comes first, and of all levels where top_k wants it.
-    """
+    """The weights of a part of a row that are kept; and how many reach each level, and their sums"""
     wait_for_inputs(OVERLAPS)
     part, row, num_parts = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
     top = top_of(top_ptr, row, num_parts, PARTS)
     if kind_of(top, row, uniform_ptr, setting_ptr, top_k_ptr)[1]:
         source = source_of(logit_ptr, V, top, row, logit_stride, setting_ptr)
-        weight = weights_of(source, part * TILE + tl.arange(0, TILE))
-        at, counts = row * LEVELS * num_parts + part, tl.load(top_k_ptr + row) > 0
-        for level in tl.static_range(LEVELS):
-            is_above = weight >= floor_of(level)
-            above = tl.sum(tl.where(is_above, weight, 0.0).to(tl.float64), 0)
-            tl.store(sum_ptr + at + level * num_parts, above)
-            if counts | (level == KEPT) | (level == FIRST):
-                tl.store(count_ptr + at + level * num_parts, tl.sum(is_above.to(tl.int32), 0))
-        kept_ptr = part_ptr + (row * num_parts + part) * TILE
-        tl.store(kept_ptr + kept_places(weight, FIRST), weight, mask=weight >= floor_of(KEPT))
+        # Rows of 8 are a thread's, which so counts by itself most of what is kept.
+        place = tl.arange(0, TILE // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
+        weight = weights_of(source, part * TILE + place)
+        kept_ptr, is_kept = part_ptr + (row * num_parts + part) * TILE, weight >= floor_of(KEPT)
+        tl.store(kept_ptr + kept_places(weight, FIRST), weight, mask=is_kept)
+        tl.debug_barrier()
+        counts, sums = kept_above(kept_ptr, tl.sum(is_kept.to(tl.int32)), LEVELS)
+        # The last level has the others too: it is no less than the one before it, whatever is rounded.
+        level, others = tl.arange(0, LEVELS), tl.where(is_kept, 0.0, weight)
+        counts += tl.where(level == LEVELS - 1, tl.sum((others > 0).to(tl.int32)), 0)
+        sums += tl.where(level == LEVELS - 1, tl.sum(others.to(tl.float64)), 0.0)
+        at = (row * LEVELS + level) * num_parts + part
+        tl.store(count_ptr + at, counts)
+        tl.store(sum_ptr + at, sums)
+
+
+@triton.jit
+def kept_above(kept_ptr, num_kept, LEVELS: tl.constexpr):
+    """[LEVELS]: of the weights that a part has kept, which are few, how many reach a level, and their sum"""
+    floor, place = floor_of(tl.arange(0, LEVELS))[None, :], tl.arange(0, COUNTED)[:, None]
+    counts, sums = tl.zeros([COUNTED, LEVELS], tl.int32), tl.zeros([COUNTED, LEVELS], tl.float64)
+    for start in range(0, num_kept, COUNTED):
+        weight = tl.load(kept_ptr + start + place, mask=start + place < num_kept, other=0.0)
+        is_above = weight >= floor
+        counts += is_above.to(tl.int32)
+        sums += tl.where(is_above, weight, 0.0).to(tl.float64)
+    return tl.sum(counts, 0), tl.sum(sums, 0)
 
 
 @triton.jit
@@ -140,13 +155,20 @@ def kept_places(weight, FIRST: tl.constexpr):
     a number, before the others, which are counted in the high one"""
     is_kept = weight >= floor_of(KEPT)
     if FIRST == KEPT:
-        place = tl.cumsum(is_kept.to(tl.int32), 0) - 1
+        place = counted(is_kept.to(tl.int32)) - 1
     else:
         is_first = weight >= floor_of(FIRST)
-        counts = tl.cumsum(tl.where(is_first, 1, tl.where(is_kept, 1 << 16, 0)), 0)
-        num_first = tl.sum(is_first.to(tl.int32), 0)
+        counts = counted(tl.where(is_first, 1, tl.where(is_kept, 1 << 16, 0)))
+        num_first = tl.sum(is_first.to(tl.int32))
         place = tl.where(is_first, counts & 0xFFFF, num_first + (counts >> 16)) - 1
     return place
+
+
+@triton.jit
+def counted(numbers):
+    """Their sums up to each, row after row"""
+    totals = tl.sum(numbers, 1)
+    return tl.cumsum(numbers, 1) + (tl.cumsum(totals, 0) - totals)[:, None]
 
 
 @triton.jit
