@@ -129,6 +129,17 @@ def test_a_row_that_is_flat_is_searched_as_a_whole() -> None:
         assert_at_the_edge(logits[row], settings[row].tolist(), int(top_k[row]), token, uniforms[row])
 
 
+def test_the_largest_number_draws_one_of_the_least_likely() -> None:
+    """All weights reach the last level but one: its sum is that of all, and rounding must not part them"""
+    logits = torch.rand(12, 9000, generator=torch.Generator().manual_seed(0)) * 13.5
+    logits[:, ::2] = 13.5 - logits[:, ::2] / 20
+    uniforms = torch.full((12,), 1 - 2.0**-53, dtype=torch.float64)
+    settings, top_k = torch.tensor([[1.0, 1.0, 0.0]] * 12), torch.zeros(12, dtype=torch.int64)
+    found = run(ops.sample, logits, uniforms, settings, top_k).tolist()
+    for row, token in enumerate(found):
+        assert_at_the_edge(logits[row], settings[row].tolist(), 0, token, uniforms[row])
+
+
 def test_a_row_without_probabilities_gets_no_token_and_leaves_its_neighbours_alone() -> None:
     logits = rows_of(9, 5003, torch.float32, 3.0)
     uniforms, settings, top_k = settings_of(9)
