@@ -148,13 +148,15 @@ def runner_of(model: LlamaForCausalLM, streams: Sequence[Stream], length: int) -
 
 
 def decode_seconds(model: LlamaForCausalLM, batch: int, context: int) -> float:
-    """Of a step, once recorded"""
-    room = 2 * NUM_STEPS + 16
-    streams = streams_of(batch, context, room)
-    runner = runner_of(model, streams, context + room)
+    """Of a step, once recorded, at this context: the steps that count end as far behind it as they begin
+    before it"""
+    num_warm = 8
+    first, room = context - num_warm - NUM_STEPS, 2 * NUM_STEPS + 2 * num_warm
+    streams = streams_of(batch, first, room)
+    runner = runner_of(model, streams, first + room)
     for stream in streams:
-        stream.num_computed = context - 1
-    decode(runner, streams, 8)  # which records it
+        stream.num_computed = first - 1
+    decode(runner, streams, num_warm)  # which records it
     torch.cuda.synchronize()
     rounds = []
     for _ in range(2):
