@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.contenders import EXACT, Worker
 from benchmarks.report import Accuracy
 from infinilm.checkpoint import open_checkpoint
-from infinilm.llm import tokenizer_of
+from infinilm.startup import tokenizer_of
 
 DATA = Path(__file__).parent.parent / "tests" / "data"
 NUM_TOKENS, FEW_TOKENS = 1024, 256

@@ -89,7 +89,7 @@ class Infinilm:
         import torch
 
         import infinicore
-        from infinilm.llm import load_model
+        from infinilm.startup import load_model
 
         infinicore.set_num_threads(num_threads)
         torch.set_num_threads(num_threads)

@@ -23,6 +23,7 @@ LAYERS = (
     ("server",),
     ("async_llm",),
     ("llm",),
+    ("arguments", "startup"),
     ("engine",),
     ("models",),
     ("generation",),
