@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.contenders import EXACT, Worker
+from benchmarks.contenders import EXACT
 from benchmarks.report import Accuracy
+from benchmarks.worker import Worker
 from infinilm.checkpoint import open_checkpoint
 from infinilm.startup import tokenizer_of
 
