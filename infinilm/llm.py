@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from infinilm.engine.request import (
 )
 from infinilm.engine.text import Text
 from infinilm.models.judging import Judge
+from infinilm.progress import progress
 from infinilm.sampling import SamplingParams
 from infinilm.startup import Report, make_engine, tell_nobody
 
@@ -190,7 +190,9 @@ class LLM:
             return self.engine.load_prefixes(path)
 
     def _finish(self, requests: list[Request], use_tqdm: bool) -> None:
-        with progress(len(requests), use_tqdm) as advance, closing(self._steps(requests)) as steps:
+        is_shown = use_tqdm and len(requests) > 1
+        bar = progress("prompts", len(requests), is_shown)
+        with bar as advance, closing(self._steps(requests)) as steps:
             for finished in steps:
                 advance(len(finished))
 
@@ -229,17 +231,3 @@ class LLM:
     def _forget_unwanted(self) -> None:
         while self._unwanted:
             self.engine.abort(self._unwanted.pop())
-
-
-@contextmanager
-def progress(total: int, is_wanted: bool) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error, where someone looks on."""
-    if not is_wanted or total < 2 or sys.stderr is None or not sys.stderr.isatty():
-        yield lambda count: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("prompts", total=total)
-        yield lambda count: bar.advance(task, count)

@@ -34,7 +34,7 @@ LAYERS = (
     ("batch",),
     ("checkpoint", "hub", "sampling", "tokenizer"),
     ("config", "folder", "pages"),
-    ("rope",),
+    ("progress", "rope"),
 )
 ROW = {part: row for row, parts in enumerate(LAYERS) for part in parts}
 
