@@ -217,8 +217,8 @@ class LlamaDecoderLayer(nn.Module):
         **kwargs: Any,
     ) -> Tensor:
         """[N, E] -> [N, E]"""
-        place = {"past_key_values": past_key_values, "rope_instance": rope_instance, **kwargs}
-        return self.flow(hidden_states, partial(self.self_attn, **place))
+        known = {"past_key_values": past_key_values, "rope_instance": rope_instance, **kwargs}
+        return self.flow(hidden_states, partial(self.self_attn, **known))
 
     def flow(self, x: Tensor, attention: Callable[..., Tensor]) -> Tensor:
         """What the layer makes of x; attention knows where its keys and values are, and what rotates."""
