@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.contenders import EXACT, Worker
+from benchmarks.contenders import EXACT
 from benchmarks.report import Accuracy
+from benchmarks.worker import Worker
 from infinilm.checkpoint import open_checkpoint
-from infinilm.llm import tokenizer_of
+from infinilm.startup import tokenizer_of
 
 DATA = Path(__file__).parent.parent / "tests" / "data"
 NUM_TOKENS, FEW_TOKENS = 1024, 256

@@ -10,10 +10,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks import charts, report
-from benchmarks.contenders import Infinilm, Task, seconds_of
+from benchmarks.contenders import Infinilm, Task
 from benchmarks.machine import arguments, folder, machine, write
 from benchmarks.side_by_side import NUM_DECODED, SHORT_PROMPT
 from benchmarks.timing import rounds_within
+from benchmarks.worker import seconds_of
 from infinilm.bench import Measured
 from infinilm.hub import resolve
 

@@ -20,10 +20,11 @@ from pathlib import Path
 
 import infinicore
 from benchmarks import accuracy, charts, report
-from benchmarks.contenders import CONTENDERS, Task, Worker, WorkerError, is_installed
+from benchmarks.contenders import CONTENDERS, Task, is_installed
 from benchmarks.machine import arguments, folder, machine, write
 from benchmarks.report import ModelResult
 from benchmarks.timing import REST, rounds_within
+from benchmarks.worker import Worker, WorkerError
 from infinilm.bench import Measured, read_bandwidth
 from infinilm.checkpoint import open_checkpoint
 from infinilm.config import LlamaConfig

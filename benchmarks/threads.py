@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from benchmarks import charts, report
-from benchmarks.contenders import Task, Worker
+from benchmarks.contenders import Task
 from benchmarks.machine import arguments, folder, machine, write
 from benchmarks.report import OURS, PEER, Check
 from benchmarks.side_by_side import (
@@ -29,6 +29,7 @@ from benchmarks.side_by_side import (
     run_round,
     start_workers,
 )
+from benchmarks.worker import Worker
 from infinilm.bench import Measured
 
 MODEL = "1B Q4_0"

@@ -14,10 +14,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from benchmarks import charts, report
-from benchmarks.contenders import Task, Times, Worker, WorkerError
+from benchmarks.contenders import Task, Times
 from benchmarks.machine import arguments, folder, machine, write
 from benchmarks.side_by_side import BUILT_IN, FAST, Effort, leave_out, path_of, start_workers
 from benchmarks.timing import REST, rounds_within
+from benchmarks.worker import Worker, WorkerError
 from infinilm.bench import Measured
 from infinilm.load import spread_of
 

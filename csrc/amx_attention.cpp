@@ -5,10 +5,10 @@
 //
 // Tiles multiply pairs: of the head size, two that follow each other; of slots, the first of one group and of
 // the next, and so on. A tile sums the first ones of 16 pairs and the second ones, each by itself, and then
-// adds both. Few rows are summed in vectors, in the same order, from keys and values as they lie in memory;
-// for more, those of a split are put in pairs and met by all tiles. Scores are logarithms to base 2.
+// adds both. Keys and values of a split are put in pairs (amx_pairs.h) and met by all tiles; few rows need
+// none, and are summed in the same order (amx_few_rows.h). Scores are logarithms to base 2.
+#include "amx_few_rows.h"
 #include "amx_pairs.h"
-#include "attention_runs.h"
 
 namespace infini::INFINI_BASE {
 int64_t attention(const Attention& a);
@@ -22,48 +22,6 @@ constexpr int kPairs = kSplit / kLine;    // of groups
 constexpr int64_t kTileStates = 1 << 16;  // floats of one run's states
 constexpr float kLog2e = 1.44269504f;
 constexpr float kLeast = -0x1p126f;  // that is taken off a score, so that minus infinity stays what it is
-
-// ---- few rows, in vectors ---------------------------------------------------------------------------------
-
-// scores[m][0:16 N] = q[m] . the keys of N groups, while as much of `ahead` is asked for
-template <int M, int N>
-void score_rows(float (*scores)[kSplit], const float* const* q, const bf16* const* keys, int64_t stride,
-                int64_t dim, const bf16* const* ahead) {
-    vf sums[M][N] = {};
-    for (int64_t first = 0; first < dim; first += kLine) {
-        vf even[M][N] = {}, odd[M][N] = {};
-        for (int64_t d = first; d < first + kLine; d += 2)
-            unrolled<N>([&](auto n) INFINI_INLINE {
-                ask_for(ahead[n] + d * kLanes);
-                const vf a = load(keys[n] + d * stride), b = load(keys[n] + (d + 1) * stride);
-                unrolled<M>([&](auto m) INFINI_INLINE {
-                    even[m][n] = fma(splat(q[m][d]), a, even[m][n]);
-                    odd[m][n] = fma(splat(q[m][d + 1]), b, odd[m][n]);
-                });
-            });
-        unrolled<M>([&](auto m) INFINI_INLINE {
-            unrolled<N>([&](auto n) INFINI_INLINE { sums[m][n] += even[m][n] + odd[m][n]; });
-        });
-    }
-    unrolled<M>([&](auto m) INFINI_INLINE {
-        unrolled<N>([&](auto n) INFINI_INLINE { store(scores[m] + n * W, sums[m][n]); });
-    });
-}
-
-// sums[m][n] += weights[m][j] * N vectors of the values of these slots of a group, where `is_spoilt` of those
-// that are finite; while as much of `ahead` is asked for, if there is any
-template <bool is_spoilt, int M, int N>
-INFINI_INLINE inline void add_group(vf (&sums)[M][N], const float (*weights)[kSplit], const bf16* values,
-                                    int64_t stride, Range slots, const bf16* ahead, int64_t dim) {
-    for (int64_t j = slots.begin; j < slots.end; ++j) {
-        for (int64_t d = 0; ahead && d < dim; d += kLine) ask_for(ahead + j % kLanes * dim + d);
-        unrolled<N>([&](auto n) INFINI_INLINE {
-            vf v = load(values + j % kLanes * stride + n * W);
-            if (is_spoilt) v = select(v - v == vf{}, v, vf{});
-            unrolled<M>([&](auto m) INFINI_INLINE { sums[m][n] = fma(splat(weights[m][j]), v, sums[m][n]); });
-        });
-    }
-}
 
 // ---- a run ------------------------------------------------------------------------------------------------
 
@@ -87,12 +45,7 @@ struct TileState {
 };
 
 // The slots of a split that the rows of a tile see, {0, 0} where that is none
-struct Seen {
-    Range rows[kSide], any;
-
-    int64_t first_pair() const { return any.begin / kLine; }
-    int64_t last_pair() const { return (any.end + kLine - 1) / kLine; }
-};
+struct Seen { Range rows[kSide], any; };
 
 inline Range both(Range a, Range b) {
     if (a.end == 0) return b;
@@ -242,7 +195,7 @@ struct TileKernel {
 
     // All pairs of which any row sees a slot. Values that no row sees are zero.
     void read_pairs(const Split<bf16>& found, Range any, const Split<bf16>& next) {
-        const int64_t first = any.begin / kLine, last = (any.end + kLine - 1) / kLine;
+        const auto [first, last] = pairs_of(any);
         for (int64_t group = 2 * first; group < 2 * last; ++group, stay_awake())
             pair_keys(room.keys + group * depth * kTileWords, found.keys[group], found.key_stride, p.dim,
                       found.values[group]);
@@ -265,9 +218,9 @@ struct TileKernel {
     // ---- scores
 
     void score(int64_t tile, const Seen& seen, const Split<bf16>& found) {
-        const int64_t first = 2 * seen.first_pair(), last = 2 * seen.last_pair();
+        const int64_t first = 2 * pairs_of(seen.any).begin, last = 2 * pairs_of(seen.any).end;
         if (is_few())
-            score_few(seen, found);
+            FewRows{rows, p.dim, seen.any, found}.score(room.scores, room.lone_queries);
         else
             for (int64_t group = first; group < last; group += kTogether) {
                 const Words keys{room.keys + group * depth * kTileWords, 64, depth * kTileWords, kTileWords};
@@ -285,30 +238,6 @@ struct TileKernel {
         }
     }
 
-    void score_few(const Seen& seen, const Split<bf16>& found) {
-        const float* q[kAttentionLoneRows];
-        for (int row = 0; row < rows; ++row) q[row] = room.lone_queries[row];
-        with_rows([&](auto m) {
-            constexpr int kMost = m < kAttentionLoneRows ? 4 : 2;  // groups that have room in registers
-            const auto score = [&](auto n, int64_t group) {
-                score_rows<m, n>(reinterpret_cast<float (*)[kSplit]>(&room.scores[0][group * kLanes]), q,
-                                 found.keys + group, found.key_stride, p.dim, found.values + group);
-            };
-            int64_t group = 2 * seen.first_pair();
-            for (; group + kMost <= 2 * seen.last_pair(); group += kMost)
-                score(std::integral_constant<int, kMost>{}, group);
-            if (group < 2 * seen.last_pair()) score(std::integral_constant<int, 2>{}, group);
-        });
-    }
-
-    // Calls f with the number of few rows
-    template <class F>
-    void with_rows(F&& f) const {
-        unrolled<kAttentionLoneRows>([&](auto m) {
-            if (rows == m + 1) f(std::integral_constant<int, m + 1>{});
-        });
-    }
-
     // What a row does not see counts for nothing.
     void hide(int row, const Seen& seen) {
         const Range own = seen.rows[row];
@@ -319,7 +248,7 @@ struct TileKernel {
             _mm512_mask_store_ps(room.scores[row] + group * kLanes, static_cast<__mmask16>(~is_seen),
                                  splat(-__builtin_inff()));
         };
-        const int64_t first = 2 * seen.first_pair(), last = 2 * seen.last_pair();
+        const int64_t first = 2 * pairs_of(seen.any).begin, last = 2 * pairs_of(seen.any).end;
         for (int64_t group = first; group < last && group * kLanes < own.begin; ++group) hide_group(group);
         for (int64_t group = larger(own.end / kLanes, first); group < last; ++group) hide_group(group);
     }
@@ -328,20 +257,29 @@ struct TileKernel {
 
     void weigh(TileState part, const Seen& seen, const Split<bf16>& found, const Split<bf16>& next) {
         find_tops(part, seen);
-        if (is_few()) return add_few(part, seen, found, next);
-        for (int64_t column = 0; column < p.dim; column += kTogether * kSide)
-            if (p.dim - column >= kTogether * kSide)
-                add_columns<kTogether>(part, seen, column);
-            else
-                add_columns<2>(part, seen, column);
+        if (is_few())
+            add_few(part, {rows, p.dim, seen.any, found}, next);
+        else
+            for (int64_t column = 0; column < p.dim; column += kTogether * kSide)
+                if (p.dim - column >= kTogether * kSide)
+                    add_columns<kTogether>(part, seen, column);
+                else
+                    add_columns<2>(part, seen, column);
         store_totals(part);
     }
 
+    void add_few(TileState part, const FewRows& few, const Split<bf16>& next) {
+        for (int64_t pair = pairs_of(few.slots).begin; pair < pairs_of(few.slots).end; ++pair)
+            weigh_pair(pair);
+        few.add(part.values(), room.plain, is_spoilt, next);
+    }
+
     void find_tops(TileState part, const Seen& seen) {
+        const auto [first, last] = pairs_of(seen.any);
         vf lanes[kSide];
         for (vf& lane : lanes) lane = splat(-__builtin_inff());
         for (int row = 0; row < rows; ++row) {
-            for (int64_t j = seen.first_pair() * kLine; j < seen.last_pair() * kLine; j += W)
+            for (int64_t j = first * kLine; j < last * kLine; j += W)
                 lanes[row] = max(lanes[row], load(room.scores[row] + j));
             if (!is_few()) stay_awake();
         }
@@ -385,7 +323,7 @@ struct TileKernel {
     // N tiles of columns. With the first of them, a pair is weighed while tiles multiply the one before.
     template <int N>
     void add_columns(TileState part, const Seen& seen, int64_t column) {
-        const int64_t first = seen.first_pair(), last = seen.last_pair();
+        const auto [first, last] = pairs_of(seen.any);
         const Words values{room.values + column, p.dim * 4, kSide, kSide * p.dim};
         clear_sums<N>();
         if (column == 0) weigh_pair(first);
@@ -394,47 +332,6 @@ struct TileKernel {
             add_tiles<N>(room.weights[pair], values, values.data + pair * values.below);
         }
         store_sums<N>({part.values() + column, p.dim * 4});
-    }
-
-    void add_few(TileState part, const Seen& seen, const Split<bf16>& found, const Split<bf16>& next) {
-        for (int64_t pair = seen.first_pair(); pair < seen.last_pair(); ++pair) weigh_pair(pair);
-        memset(part.values(), 0, rows * p.dim * sizeof(float));
-        with_rows([&](auto m) {
-            int64_t column = 0;
-            for (; column + kTogether * W <= p.dim; column += kTogether * W)
-                add_few_columns<m, kTogether>(part.values() + column, seen, found, column, next);
-            if (column < p.dim) add_few_columns<m, 2>(part.values() + column, seen, found, column, next);
-        });
-        store_totals(part);
-    }
-
-    template <int M, int N>
-    void add_few_columns(float* to, const Seen& seen, const Split<bf16>& found, int64_t column,
-                         const Split<bf16>& next) {
-        for (int64_t pair = seen.first_pair(); pair < seen.last_pair(); ++pair)
-            if (is_spoilt)
-                add_pair<true, M, N>(to, seen.any, found, pair, column, next);
-            else
-                add_pair<false, M, N>(to, seen.any, found, pair, column, next);
-    }
-
-    // N vectors of the values of a pair of groups, as a tile sums them
-    template <bool is_spoilt, int M, int N>
-    void add_pair(float* to, Range any, const Split<bf16>& found, int64_t pair, int64_t column,
-                  const Split<bf16>& next) {
-        vf sums[2][M][N] = {};
-        unrolled<2>([&](auto half) INFINI_INLINE {
-            const int64_t group = 2 * pair + half;
-            const Range slots{larger(any.begin, group * kLanes), smaller(any.end, (group + 1) * kLanes)};
-            add_group<is_spoilt>(sums[half], room.plain, found.values[group] + column, found.value_stride,
-                                 slots, column == 0 ? next.keys[group] : nullptr, p.dim);
-        });
-        unrolled<M>([&](auto m) INFINI_INLINE {
-            unrolled<N>([&](auto n) INFINI_INLINE {
-                float* at = to + m * p.dim + n * W;
-                store(at, load(at) + (sums[0][m][n] + sums[1][m][n]));
-            });
-        });
     }
 
     // ---- what is not finite
@@ -449,11 +346,12 @@ struct TileKernel {
     // Scores that are NaN, because one part of a number may be zero and a key infinite, found by numbers that
     // are whole
     void score_again(TileState part, int64_t tile, const Seen& seen, const Split<bf16>& found) {
+        const auto [first, last] = pairs_of(seen.any);
         for (int row = 0; row < rows && tile * kSide + row < count; ++row) {
             if (part.sums()[row] == part.sums()[row]) continue;
             const int64_t i = tile * kSide + row;
             const float* q = p.query(room.query, run.token(i), run.head(i));
-            for (int64_t group = 2 * seen.first_pair(); group < 2 * seen.last_pair(); ++group) {
+            for (int64_t group = 2 * first; group < 2 * last; ++group) {
                 float* scores = room.scores[row] + group * kLanes;
                 const vf before = load(scores);
                 store(scores,

@@ -1,10 +1,10 @@
 // Integer dot products in AMX tile registers, a block of 8 or 16 rows of x with 16 of weight: what add_tiles
-// of dots.h does, with the same bits. A tile sums 64 bytes of K at once, of which a group fills half. Where
-// weights have four bits and activations 12, it holds both planes: [high | low] of x meets [16 w | w], whose
-// product is the whole dot. 16 w fills a byte, a signed one or an unsigned one as w is.
+// of dots_chunk.h does, with the same bits. A tile sums 64 bytes of K at once, of which a group fills half.
+// Where weights have four bits and activations 12, it holds both planes: [high | low] of x meets [16 w | w],
+// whose product is the whole dot. 16 w fills a byte, a signed one or an unsigned one as w is.
 #pragma once
 #include "amx.h"
-#include "dots.h"
+#include "dots_chunk.h"
 
 namespace infini::INFINI_LEVEL {
 namespace {

@@ -6,7 +6,7 @@
 // from AMX tile registers that fewer have from vectors.
 #pragma once
 #include "amx.h"
-#include "dots.h"
+#include "dots_direct.h"
 
 namespace infini::INFINI_LEVEL {
 namespace {

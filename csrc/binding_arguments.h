@@ -1,5 +1,5 @@
-// The arguments of each op as Python gives them. Binding<Args>::read looks at every tensor, refuses what
-// memory safety does not allow, fills in the struct, and says what a new output would be like.
+// The arguments of each op as Python gives them. Its read_arguments(reading, ...) looks at every tensor,
+// refuses what memory safety does not allow, fills in the struct, and says what a new output would be like.
 #pragma once
 #include <cstring>
 #include <optional>
@@ -19,6 +19,11 @@ struct Weight {
     int64_t num_rows;
     int activation_bits;
 };
+
+void check_float_rows(const Tensor& x) {
+    require(is_float(x.dtype), "expected float32, float16 or bfloat16");
+    require(x.ndim >= 1 && has_rows(x), "expected rows: a last dimension that is contiguous");
+}
 
 template <class Args>
 struct Reading {
@@ -65,6 +70,12 @@ struct Reading {
         promise(x.dtype, x);
     }
 
+    // Rows of floats, which outputs are like
+    void take_rows(Tensor& slot, nb::handle given) {
+        check_float_rows(take(slot, given));
+        promise_like(given, slot);
+    }
+
 private:
     bool wants_grad() {
         if (wants_grad_ < 0) wants_grad_ = is_true(g_torch.is_grad_enabled());
@@ -72,14 +83,6 @@ private:
     }
     int wants_grad_ = -1;  // not asked yet
 };
-
-template <class Args>
-struct Binding;
-
-void check_float_rows(const Tensor& x) {
-    require(is_float(x.dtype), "expected float32, float16 or bfloat16");
-    require(x.ndim >= 1 && has_rows(x), "expected rows: a last dimension that is contiguous");
-}
 
 void check_vector(const Tensor& v, const Tensor& x) {
     require(v.dtype == x.dtype, "expected the weight in the dtype of the input");

@@ -5,8 +5,6 @@
 namespace infini {
 namespace {
 
-// ---- attention and sampling -------------------------------------------------------------------------------
-
 // [tokens, heads, dim] floats, rows contiguous
 void check_heads(const Tensor& t, const char* rule) {
     require(t.ndim == 3 && is_float(t.dtype) && has_rows(t), rule);
@@ -50,62 +48,53 @@ void check_sinks(const Tensor& sinks, int64_t num_heads) {
             "attention: sinks must be one float a query head");
 }
 
-template <>
-struct Binding<Attention> {
-    static void read(Reading<Attention>& r, nb::handle q, nb::handle keys, nb::handle values,
-                     nb::handle tables, nb::handle streams, nb::handle slots, double scale, int64_t window,
-                     std::optional<double> softcap, std::optional<nb::object> sinks) {
-        Attention& a = r.args;
-        r.take(a.q, q), r.take(a.keys, keys), r.take(a.values, values);
-        r.take(a.tables, tables), r.take(a.streams, streams), r.take(a.slots, slots);
-        check_heads(a.q, "attention: q must be [tokens, heads, dim] of floats with contiguous rows");
-        check_pools(a.keys, a.values, a.q.shape[2]);
-        check_places(a.tables, a.streams, a.slots, a.q.shape[0]);
-        const int64_t num_heads = a.q.shape[1], num_kv_heads = a.keys.shape[1], dim = a.q.shape[2];
-        require(num_kv_heads > 0 && num_heads % num_kv_heads == 0,
-                "attention: query heads must be a multiple of key heads");
-        require(dim <= kMaxHeadDim && num_heads / num_kv_heads * (dim + 2) <= kMaxGroupFloats,
-                "attention: too many or too wide heads share a key head");
-        require(window >= 0, "attention: the window must not be negative");
-        require(softcap.value_or(0) >= 0, "attention: the soft cap must not be negative");
-        if (sinks) check_sinks(r.take(a.sinks, *sinks), num_heads);
-        a.scale = static_cast<float>(scale), a.window = window;
-        a.softcap = static_cast<float>(softcap.value_or(0));
-        r.promise_like(q, a.q);
-    }
-};
+void read_arguments(Reading<Attention>& r, nb::handle q, nb::handle keys, nb::handle values,
+                    nb::handle tables, nb::handle streams, nb::handle slots, double scale, int64_t window,
+                    std::optional<double> softcap, std::optional<nb::object> sinks) {
+    Attention& a = r.args;
+    r.take(a.q, q), r.take(a.keys, keys), r.take(a.values, values);
+    r.take(a.tables, tables), r.take(a.streams, streams), r.take(a.slots, slots);
+    check_heads(a.q, "attention: q must be [tokens, heads, dim] of floats with contiguous rows");
+    check_pools(a.keys, a.values, a.q.shape[2]);
+    check_places(a.tables, a.streams, a.slots, a.q.shape[0]);
+    const int64_t num_heads = a.q.shape[1], num_kv_heads = a.keys.shape[1], dim = a.q.shape[2];
+    require(num_kv_heads > 0 && num_heads % num_kv_heads == 0,
+            "attention: query heads must be a multiple of key heads");
+    require(dim <= kMaxHeadDim && num_heads / num_kv_heads * (dim + 2) <= kMaxGroupFloats,
+            "attention: too many or too wide heads share a key head");
+    require(window >= 0, "attention: the window must not be negative");
+    require(softcap.value_or(0) >= 0, "attention: the soft cap must not be negative");
+    if (sinks) check_sinks(r.take(a.sinks, *sinks), num_heads);
+    a.scale = static_cast<float>(scale), a.window = window;
+    a.softcap = static_cast<float>(softcap.value_or(0));
+    r.promise_like(q, a.q);
+}
 
-template <>
-struct Binding<StoreKv> {
-    static void read(Reading<StoreKv>& r, nb::handle keys, nb::handle values, nb::handle k, nb::handle v,
-                     nb::handle tables, nb::handle streams, nb::handle slots) {
-        StoreKv& a = r.args;
-        r.take(a.keys, keys), r.take(a.values, values), r.take(a.k, k), r.take(a.v, v);
-        r.take(a.tables, tables), r.take(a.streams, streams), r.take(a.slots, slots);
-        check_heads(a.k, "store_kv: k must be [tokens, kv heads, dim] of floats with contiguous rows");
-        check_heads(a.v, "store_kv: v must be [tokens, kv heads, dim] of floats with contiguous rows");
-        check_pools(a.keys, a.values, a.k.shape[2]);
-        require(a.k.dtype == a.v.dtype && same_shape(a.k, a.v) && a.keys.shape[1] == a.k.shape[1],
-                "store_kv: k and v must have the heads of the pools");
-        check_places(a.tables, a.streams, a.slots, a.k.shape[0]);
-    }
-};
+void read_arguments(Reading<StoreKv>& r, nb::handle keys, nb::handle values, nb::handle k, nb::handle v,
+                    nb::handle tables, nb::handle streams, nb::handle slots) {
+    StoreKv& a = r.args;
+    r.take(a.keys, keys), r.take(a.values, values), r.take(a.k, k), r.take(a.v, v);
+    r.take(a.tables, tables), r.take(a.streams, streams), r.take(a.slots, slots);
+    check_heads(a.k, "store_kv: k must be [tokens, kv heads, dim] of floats with contiguous rows");
+    check_heads(a.v, "store_kv: v must be [tokens, kv heads, dim] of floats with contiguous rows");
+    check_pools(a.keys, a.values, a.k.shape[2]);
+    require(a.k.dtype == a.v.dtype && same_shape(a.k, a.v) && a.keys.shape[1] == a.k.shape[1],
+            "store_kv: k and v must have the heads of the pools");
+    check_places(a.tables, a.streams, a.slots, a.k.shape[0]);
+}
 
-template <>
-struct Binding<RandomSample> {
-    static void read(Reading<RandomSample>& r, nb::handle logits, double random_val, double topp,
-                     int64_t topk, double temperature) {
-        RandomSample& a = r.args;
-        r.take(a.logits, logits);
-        require(a.logits.ndim == 1 && a.logits.shape[0] > 0 && is_float(a.logits.dtype) && has_rows(a.logits),
-                "random_sample: logits must be one contiguous row of floats");
-        require(a.logits.shape[0] < (int64_t{1} << 31), "random_sample: too many logits");
-        require(temperature >= 0 && temperature <= 0x1.fffffep127,
-                "random_sample: the temperature must be a float32, and not negative");
-        a.random_val = random_val, a.topp = topp, a.topk = topk, a.temperature = temperature;
-        r.promise(DType::i64, Tensor{});
-    }
-};
+void read_arguments(Reading<RandomSample>& r, nb::handle logits, double random_val, double topp, int64_t topk,
+                    double temperature) {
+    RandomSample& a = r.args;
+    r.take(a.logits, logits);
+    require(a.logits.ndim == 1 && a.logits.shape[0] > 0 && is_float(a.logits.dtype) && has_rows(a.logits),
+            "random_sample: logits must be one contiguous row of floats");
+    require(a.logits.shape[0] < (int64_t{1} << 31), "random_sample: too many logits");
+    require(temperature >= 0 && temperature <= 0x1.fffffep127,
+            "random_sample: the temperature must be a float32, and not negative");
+    a.random_val = random_val, a.topp = topp, a.topk = topk, a.temperature = temperature;
+    r.promise(DType::i64, Tensor{});
+}
 
 // [rows, vocabulary] of floats, rows contiguous
 void check_logits(const Tensor& logits) {
@@ -124,58 +113,49 @@ void check_triples(const Tensor& t, int64_t num_rows, const char* rule) {
     require(t.shape[0] == num_rows && t.shape[1] == 3, rule);
 }
 
-template <>
-struct Binding<Sample> {
-    static void read(Reading<Sample>& r, nb::handle logits, nb::handle uniforms, nb::handle settings,
-                     nb::handle top_k) {
-        Sample& a = r.args;
-        check_logits(r.take(a.logits, logits));
-        const int64_t num_rows = a.logits.shape[0];
-        check_of_rows(r.take(a.uniforms, uniforms), DType::f64, num_rows,
-                      "sample: uniforms must be one float64 a row");
-        check_triples(r.take(a.settings, settings), num_rows, "sample: settings must be three float32 a row");
-        check_of_rows(r.take(a.top_k, top_k), DType::i64, num_rows, "sample: top_k must be one int64 a row");
-        r.promise(DType::i64, a.top_k);
-    }
-};
+void read_arguments(Reading<Sample>& r, nb::handle logits, nb::handle uniforms, nb::handle settings,
+                    nb::handle top_k) {
+    Sample& a = r.args;
+    check_logits(r.take(a.logits, logits));
+    const int64_t num_rows = a.logits.shape[0];
+    check_of_rows(r.take(a.uniforms, uniforms), DType::f64, num_rows,
+                  "sample: uniforms must be one float64 a row");
+    check_triples(r.take(a.settings, settings), num_rows, "sample: settings must be three float32 a row");
+    check_of_rows(r.take(a.top_k, top_k), DType::i64, num_rows, "sample: top_k must be one int64 a row");
+    r.promise(DType::i64, a.top_k);
+}
 
-template <>
-struct Binding<Logprobs> {
-    static void read(Reading<Logprobs>& r, nb::handle logits, nb::handle tokens, int64_t num_top) {
-        Logprobs& a = r.args;
-        check_logits(r.take(a.logits, logits));
-        check_of_rows(r.take(a.tokens, tokens), DType::i64, a.logits.shape[0],
-                      "logprobs: tokens must be one int64 a row");
-        require(num_top >= 0 && num_top <= a.logits.shape[1],
-                "logprobs: num_top must be from 0 to the vocabulary");
-        a.num_top = num_top;
-        r.promise(DType::i64, with_length(a.logits, num_top + 1));
-        a.values.dtype = DType::f32;
-    }
-};
+void read_arguments(Reading<Logprobs>& r, nb::handle logits, nb::handle tokens, int64_t num_top) {
+    Logprobs& a = r.args;
+    check_logits(r.take(a.logits, logits));
+    check_of_rows(r.take(a.tokens, tokens), DType::i64, a.logits.shape[0],
+                  "logprobs: tokens must be one int64 a row");
+    require(num_top >= 0 && num_top <= a.logits.shape[1],
+            "logprobs: num_top must be from 0 to the vocabulary");
+    a.num_top = num_top;
+    r.promise(DType::i64, with_length(a.logits, num_top + 1));
+    a.values.dtype = DType::f32;
+}
 
-template <>
-struct Binding<AdjustLogits> {
-    static void read(Reading<AdjustLogits>& r, nb::handle logits, nb::handle history, nb::handle ends,
-                     nb::handle penalties, nb::handle allowed) {
-        AdjustLogits& a = r.args;
-        check_logits(r.take(a.logits, logits));
-        const int64_t num_rows = a.logits.shape[0], num_words = (a.logits.shape[1] + 31) / 32;
-        r.take(a.history, history), r.take(a.ends, ends), r.take_if_any(a.allowed, allowed);
-        require(a.history.dtype == DType::i64 && a.history.ndim == 1 && is_contiguous(a.history),
-                "adjust_logits: history must be a row of int64");
-        require(a.ends.dtype == DType::i64 && a.ends.ndim == 2 && is_contiguous(a.ends) &&
-                    a.ends.shape[0] == num_rows && a.ends.shape[1] == 2,
-                "adjust_logits: ends must be two int64 a row");
-        check_triples(r.take(a.penalties, penalties), num_rows,
-                      "adjust_logits: penalties must be three float32 a row");
-        require(allowed.is_none() ||
-                    (a.allowed.dtype == DType::i32 && a.allowed.ndim == 2 && has_rows(a.allowed) &&
-                     a.allowed.shape[0] == num_rows && a.allowed.shape[1] == num_words),
-                "adjust_logits: allowed must be an int32 for each 32 logits of each row");
-        r.promise(DType::f32, a.logits);
-    }
-};
+void read_arguments(Reading<AdjustLogits>& r, nb::handle logits, nb::handle history, nb::handle ends,
+                    nb::handle penalties, nb::handle allowed) {
+    AdjustLogits& a = r.args;
+    check_logits(r.take(a.logits, logits));
+    const int64_t num_rows = a.logits.shape[0], num_words = (a.logits.shape[1] + 31) / 32;
+    r.take(a.history, history), r.take(a.ends, ends), r.take_if_any(a.allowed, allowed);
+    require(a.history.dtype == DType::i64 && a.history.ndim == 1 && is_contiguous(a.history),
+            "adjust_logits: history must be a row of int64");
+    require(a.ends.dtype == DType::i64 && a.ends.ndim == 2 && is_contiguous(a.ends) &&
+                a.ends.shape[0] == num_rows && a.ends.shape[1] == 2,
+            "adjust_logits: ends must be two int64 a row");
+    check_triples(r.take(a.penalties, penalties), num_rows,
+                  "adjust_logits: penalties must be three float32 a row");
+    require(
+        allowed.is_none() || (a.allowed.dtype == DType::i32 && a.allowed.ndim == 2 && has_rows(a.allowed) &&
+                              a.allowed.shape[0] == num_rows && a.allowed.shape[1] == num_words),
+        "adjust_logits: allowed must be an int32 for each 32 logits of each row");
+    r.promise(DType::f32, a.logits);
+}
 
 }  // namespace
 }  // namespace infini

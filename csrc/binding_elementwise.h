@@ -7,49 +7,31 @@ namespace {
 
 // ---- norms, activations, softmax --------------------------------------------------------------------------
 
-template <>
-struct Binding<RmsNorm> {
-    static void read(Reading<RmsNorm>& r, nb::handle x, nb::handle weight, double eps) {
-        check_float_rows(r.take(r.args.x, x));
+void read_arguments(Reading<RmsNorm>& r, nb::handle x, nb::handle weight, double eps) {
+    r.take_rows(r.args.x, x);
+    check_vector(r.take(r.args.weight, weight), r.args.x);
+    r.args.eps = static_cast<float>(eps);
+}
+
+void read_arguments(Reading<AddRmsNorm>& r, nb::handle x, nb::handle residual, nb::handle weight,
+                    double eps) {
+    r.take_rows(r.args.x, x);
+    check_like(r.take(r.args.residual, residual), r.args.x);
+    check_vector(r.take(r.args.weight, weight), r.args.x);
+    r.args.eps = static_cast<float>(eps);
+}
+
+void read_arguments(Reading<LayerNorm>& r, nb::handle x, nb::handle weight, nb::handle bias, double eps) {
+    r.take_rows(r.args.x, x);
+    require(weight.is_none() == bias.is_none(), "layer_norm: expected weight and bias, or neither");
+    if (!weight.is_none()) {
         check_vector(r.take(r.args.weight, weight), r.args.x);
-        r.args.eps = static_cast<float>(eps);
-        r.promise_like(x, r.args.x);
+        check_vector(r.take(r.args.bias, bias), r.args.x);
     }
-};
+    r.args.eps = eps;
+}
 
-template <>
-struct Binding<AddRmsNorm> {
-    static void read(Reading<AddRmsNorm>& r, nb::handle x, nb::handle residual, nb::handle weight,
-                     double eps) {
-        check_float_rows(r.take(r.args.x, x));
-        check_like(r.take(r.args.residual, residual), r.args.x);
-        check_vector(r.take(r.args.weight, weight), r.args.x);
-        r.args.eps = static_cast<float>(eps);
-        r.promise_like(x, r.args.x);
-    }
-};
-
-template <>
-struct Binding<LayerNorm> {
-    static void read(Reading<LayerNorm>& r, nb::handle x, nb::handle weight, nb::handle bias, double eps) {
-        check_float_rows(r.take(r.args.x, x));
-        require(weight.is_none() == bias.is_none(), "layer_norm: expected weight and bias, or neither");
-        if (!weight.is_none()) {
-            check_vector(r.take(r.args.weight, weight), r.args.x);
-            check_vector(r.take(r.args.bias, bias), r.args.x);
-        }
-        r.args.eps = eps;
-        r.promise_like(x, r.args.x);
-    }
-};
-
-template <>
-struct Binding<Unary> {
-    static void read(Reading<Unary>& r, nb::handle x) {
-        check_float_rows(r.take(r.args.x, x));
-        r.promise_like(x, r.args.x);
-    }
-};
+void read_arguments(Reading<Unary>& r, nb::handle x) { r.take_rows(r.args.x, x); }
 
 GeluKind gelu_kind(const char* approximate) {
     const char* const kinds[] = {"none", "tanh", "fast"};
@@ -59,123 +41,82 @@ GeluKind gelu_kind(const char* approximate) {
     return static_cast<GeluKind>(kind);
 }
 
-template <>
-struct Binding<Gelu> {
-    static void read(Reading<Gelu>& r, nb::handle x, const char* approximate) {
-        check_float_rows(r.take(r.args.x, x));
-        r.args.kind = gelu_kind(approximate);
-        r.promise_like(x, r.args.x);
-    }
-};
+void read_arguments(Reading<Gelu>& r, nb::handle x, const char* approximate) {
+    r.take_rows(r.args.x, x);
+    r.args.kind = gelu_kind(approximate);
+}
 
-template <>
-struct Binding<GateRows> {
-    static void read(Reading<GateRows>& r, nb::handle x, nb::handle gates) {
-        check_float_rows(r.take(r.args.x, x));
-        check_float_rows(r.take(r.args.gates, gates));
-        const Tensor &rows = r.args.x, &each = r.args.gates;
-        bool fits = each.dtype == rows.dtype && each.ndim == rows.ndim && each.shape[each.ndim - 1] == 1;
-        for (int i = 0; fits && i + 1 < rows.ndim; ++i) fits = each.shape[i] == rows.shape[i];
-        require(fits, "gate_rows: expected a gate for each row, of its dtype");
-        r.promise_like(x, r.args.x);
-    }
-};
+void read_arguments(Reading<GateRows>& r, nb::handle x, nb::handle gates) {
+    r.take_rows(r.args.x, x);
+    check_float_rows(r.take(r.args.gates, gates));
+    const Tensor &rows = r.args.x, &each = r.args.gates;
+    bool fits = each.dtype == rows.dtype && each.ndim == rows.ndim && each.shape[each.ndim - 1] == 1;
+    for (int i = 0; fits && i + 1 < rows.ndim; ++i) fits = each.shape[i] == rows.shape[i];
+    require(fits, "gate_rows: expected a gate for each row, of its dtype");
+}
 
-template <>
-struct Binding<Scale> {
-    static void read(Reading<Scale>& r, nb::handle x, double factor) {
-        check_float_rows(r.take(r.args.x, x));
-        r.args.factor = static_cast<float>(factor);
-        r.promise_like(x, r.args.x);
-    }
-};
+void read_arguments(Reading<Scale>& r, nb::handle x, double factor) {
+    r.take_rows(r.args.x, x);
+    r.args.factor = static_cast<float>(factor);
+}
 
-template <>
-struct Binding<Softcap> {
-    static void read(Reading<Softcap>& r, nb::handle x, double cap) {
-        check_float_rows(r.take(r.args.x, x));
-        require(cap > 0, "softcap: the cap must be positive");
-        r.args.cap = static_cast<float>(cap);
-        r.promise_like(x, r.args.x);
-    }
-};
+void read_arguments(Reading<Softcap>& r, nb::handle x, double cap) {
+    r.take_rows(r.args.x, x);
+    require(cap > 0, "softcap: the cap must be positive");
+    r.args.cap = static_cast<float>(cap);
+}
 
-template <>
-struct Binding<Binary> {
-    static void read(Reading<Binary>& r, nb::handle a, nb::handle b) {
-        check_float_rows(r.take(r.args.a, a));
-        check_like(r.take(r.args.b, b), r.args.a);
-        r.promise_like(a, r.args.a);
-    }
-};
+void read_arguments(Reading<Binary>& r, nb::handle a, nb::handle b) {
+    r.take_rows(r.args.a, a);
+    check_like(r.take(r.args.b, b), r.args.a);
+}
 
-template <>
-struct Binding<Geglu> {
-    static void read(Reading<Geglu>& r, nb::handle a, nb::handle b, const char* approximate) {
-        check_float_rows(r.take(r.args.a, a));
-        check_like(r.take(r.args.b, b), r.args.a);
-        r.args.kind = gelu_kind(approximate);
-        r.promise_like(a, r.args.a);
-    }
-};
+void read_arguments(Reading<Geglu>& r, nb::handle a, nb::handle b, const char* approximate) {
+    r.take_rows(r.args.a, a);
+    check_like(r.take(r.args.b, b), r.args.a);
+    r.args.kind = gelu_kind(approximate);
+}
 
-template <>
-struct Binding<AddScaled> {
-    static void read(Reading<AddScaled>& r, nb::handle a, nb::handle b, double factor) {
-        check_float_rows(r.take(r.args.a, a));
-        check_like(r.take(r.args.b, b), r.args.a);
-        r.args.factor = static_cast<float>(factor);
-        r.promise_like(a, r.args.a);
-    }
-};
+void read_arguments(Reading<AddScaled>& r, nb::handle a, nb::handle b, double factor) {
+    r.take_rows(r.args.a, a);
+    check_like(r.take(r.args.b, b), r.args.a);
+    r.args.factor = static_cast<float>(factor);
+}
 
-template <>
-struct Binding<Softmax> {
-    static void read(Reading<Softmax>& r, nb::handle x) {
-        check_float_rows(r.take(r.args.x, x));
-        r.promise_like(x, r.args.x);
-    }
-};
+void read_arguments(Reading<Softmax>& r, nb::handle x) { r.take_rows(r.args.x, x); }
 
-template <>
-struct Binding<CausalSoftmax> {
-    static void read(Reading<CausalSoftmax>& r, nb::handle x) {
-        const Tensor& t = r.take(r.args.x, x);
-        check_float_rows(t);
-        require(t.ndim >= 2 && t.shape[t.ndim - 2] <= t.shape[t.ndim - 1],
-                "causal_softmax: needs [..., s, t] with s <= t");
-        r.promise_like(x, t);
-    }
-};
+void read_arguments(Reading<CausalSoftmax>& r, nb::handle x) {
+    r.take_rows(r.args.x, x);
+    const Tensor& t = r.args.x;
+    require(t.ndim >= 2 && t.shape[t.ndim - 2] <= t.shape[t.ndim - 1],
+            "causal_softmax: needs [..., s, t] with s <= t");
+}
 
 // ---- rope -------------------------------------------------------------------------------------------------
 
-template <>
-struct Binding<Rope> {
-    static void read(Reading<Rope>& r, nb::handle x, nb::handle positions, nb::handle sin, nb::handle cos,
-                     bool interleaved) {
-        Rope& a = r.args;
-        r.take(a.x, x), r.take(a.positions, positions), r.take(a.sin, sin), r.take(a.cos, cos);
-        require(a.x.ndim == 3 || a.x.ndim == 4, "rope: x must be [seq, heads, d] or [batch, seq, heads, d]");
-        require(is_float(a.x.dtype) || a.x.dtype == DType::f64, "rope: x needs a floating dtype");
-        require(a.x.dtype == a.sin.dtype && a.x.dtype == a.cos.dtype, "rope: x, sin and cos need one dtype");
-        require(has_rows(a.x), "rope: the last dimension of x must be contiguous");
-        require(a.sin.ndim == 2 && same_shape(a.sin, a.cos) && is_contiguous(a.sin) && is_contiguous(a.cos),
-                "rope: sin and cos must be contiguous [length, d/2] tables of one shape");
-        require(a.x.shape[a.x.ndim - 1] == 2 * a.sin.shape[1],
-                "rope: the head size must be twice the width of the tables");
-        check_positions(a.positions, a.x.ndim == 4 ? a.x.shape[0] : 1, a.x.shape[a.x.ndim - 3]);
-        a.interleaved = interleaved;
-        r.promise_like(x, a.x);
-    }
+void check_positions(const Tensor& p, int64_t batch, int64_t seq) {
+    require(is_index(p.dtype) && is_contiguous(p), "rope: positions must be contiguous integers");
+    const bool fits =
+        p.ndim == 1 ? p.shape[0] == seq : p.ndim == 2 && p.shape[0] == batch && p.shape[1] == seq;
+    require(fits, "rope: positions must be [seq] or [batch, seq]");
+}
 
-    static void check_positions(const Tensor& p, int64_t batch, int64_t seq) {
-        require(is_index(p.dtype) && is_contiguous(p), "rope: positions must be contiguous integers");
-        const bool fits =
-            p.ndim == 1 ? p.shape[0] == seq : p.ndim == 2 && p.shape[0] == batch && p.shape[1] == seq;
-        require(fits, "rope: positions must be [seq] or [batch, seq]");
-    }
-};
+void read_arguments(Reading<Rope>& r, nb::handle x, nb::handle positions, nb::handle sin, nb::handle cos,
+                    bool interleaved) {
+    Rope& a = r.args;
+    r.take(a.x, x), r.take(a.positions, positions), r.take(a.sin, sin), r.take(a.cos, cos);
+    require(a.x.ndim == 3 || a.x.ndim == 4, "rope: x must be [seq, heads, d] or [batch, seq, heads, d]");
+    require(is_float(a.x.dtype) || a.x.dtype == DType::f64, "rope: x needs a floating dtype");
+    require(a.x.dtype == a.sin.dtype && a.x.dtype == a.cos.dtype, "rope: x, sin and cos need one dtype");
+    require(has_rows(a.x), "rope: the last dimension of x must be contiguous");
+    require(a.sin.ndim == 2 && same_shape(a.sin, a.cos) && is_contiguous(a.sin) && is_contiguous(a.cos),
+            "rope: sin and cos must be contiguous [length, d/2] tables of one shape");
+    require(a.x.shape[a.x.ndim - 1] == 2 * a.sin.shape[1],
+            "rope: the head size must be twice the width of the tables");
+    check_positions(a.positions, a.x.ndim == 4 ? a.x.shape[0] : 1, a.x.shape[a.x.ndim - 3]);
+    a.interleaved = interleaved;
+    r.promise_like(x, a.x);
+}
 
 }  // namespace
 }  // namespace infini

@@ -16,17 +16,14 @@ Tensor shape_of_rows(const Tensor& ids, int64_t length) {
     return shape;
 }
 
-template <>
-struct Binding<Embedding> {
-    static void read(Reading<Embedding>& r, nb::handle ids, nb::handle weight) {
-        Embedding& a = r.args;
-        r.take(a.ids, ids), r.take(a.weight, weight);
-        require(a.weight.ndim == 2 && has_rows(a.weight) && !is_index(a.weight.dtype),
-                "embedding: weight must be [num_embeddings, embedding_dim] of floats");
-        r.promise(a.weight.dtype, shape_of_rows(a.ids, a.weight.shape[1]));
-        r.may_widen = true;
-    }
-};
+void read_arguments(Reading<Embedding>& r, nb::handle ids, nb::handle weight) {
+    Embedding& a = r.args;
+    r.take(a.ids, ids), r.take(a.weight, weight);
+    require(a.weight.ndim == 2 && has_rows(a.weight) && !is_index(a.weight.dtype),
+            "embedding: weight must be [num_embeddings, embedding_dim] of floats");
+    r.promise(a.weight.dtype, shape_of_rows(a.ids, a.weight.shape[1]));
+    r.may_widen = true;
+}
 
 // The blocks of a weight seen as rows; packed ones as the rows they were
 Tensor as_rows(const Weight& weight, Tensor blocks) {
@@ -59,19 +56,13 @@ void read_lookup(Reading<Args>& r, nb::handle ids, nb::handle given, bool is_pac
     r.promise(DType::f32, shape_of_rows(r.take(a.ids, ids), length));
 }
 
-template <>
-struct Binding<QuantizedEmbedding> {
-    static void read(Reading<QuantizedEmbedding>& r, nb::handle ids, nb::handle weight) {
-        read_lookup(r, ids, weight, false);
-    }
-};
+void read_arguments(Reading<QuantizedEmbedding>& r, nb::handle ids, nb::handle weight) {
+    read_lookup(r, ids, weight, false);
+}
 
-template <>
-struct Binding<PackedEmbedding> {
-    static void read(Reading<PackedEmbedding>& r, nb::handle ids, nb::handle weight) {
-        read_lookup(r, ids, weight, true);
-    }
-};
+void read_arguments(Reading<PackedEmbedding>& r, nb::handle ids, nb::handle weight) {
+    read_lookup(r, ids, weight, true);
+}
 
 // ---- products ---------------------------------------------------------------------------------------------
 
@@ -92,33 +83,27 @@ BlockType dense_type(DType dtype) {
     return dtype == DType::f16 ? BlockType::f16 : dtype == DType::bf16 ? BlockType::bf16 : BlockType::f32;
 }
 
-template <>
-struct Binding<Linear> {
-    static void read(Reading<Linear>& r, nb::handle x, nb::handle weight, nb::handle bias) {
-        Linear& a = r.args;
-        r.take(a.x, x), r.take(a.weight, weight), r.take_if_any(a.bias, bias);
-        require(is_float(a.weight.dtype), "linear: weight must be float32, float16 or bfloat16");
-        require(a.x.dtype == DType::f32 || a.x.dtype == a.weight.dtype,
-                "linear: x must be float32, or half precision as the weight is");
-        a.type = dense_type(a.weight.dtype);
-        check_product(a.x, a.weight, a.type, a.bias);
-        r.promise(a.x.dtype, with_length(a.x, a.weight.shape[0]));
-    }
-};
+void read_arguments(Reading<Linear>& r, nb::handle x, nb::handle weight, nb::handle bias) {
+    Linear& a = r.args;
+    r.take(a.x, x), r.take(a.weight, weight), r.take_if_any(a.bias, bias);
+    require(is_float(a.weight.dtype), "linear: weight must be float32, float16 or bfloat16");
+    require(a.x.dtype == DType::f32 || a.x.dtype == a.weight.dtype,
+            "linear: x must be float32, or half precision as the weight is");
+    a.type = dense_type(a.weight.dtype);
+    check_product(a.x, a.weight, a.type, a.bias);
+    r.promise(a.x.dtype, with_length(a.x, a.weight.shape[0]));
+}
 
-template <>
-struct Binding<QuantizedLinear> {
-    static void read(Reading<QuantizedLinear>& r, nb::handle x, nb::handle given, nb::handle bias) {
-        QuantizedLinear& a = r.args;
-        require(r.take(a.x, x).dtype == DType::f32, "linear: x must be float32");
-        const Weight& weight = r.take_weight(a.weight, given);
-        require(weight.activation_bits == 0, "linear: a packed weight is for packed_linear");
-        r.take_if_any(a.bias, bias);
-        a.type = weight.type;
-        check_product(a.x, as_rows(weight, a.weight), a.type, a.bias);
-        r.promise(DType::f32, with_length(a.x, weight.num_rows));
-    }
-};
+void read_arguments(Reading<QuantizedLinear>& r, nb::handle x, nb::handle given, nb::handle bias) {
+    QuantizedLinear& a = r.args;
+    require(r.take(a.x, x).dtype == DType::f32, "linear: x must be float32");
+    const Weight& weight = r.take_weight(a.weight, given);
+    require(weight.activation_bits == 0, "linear: a packed weight is for packed_linear");
+    r.take_if_any(a.bias, bias);
+    a.type = weight.type;
+    check_product(a.x, as_rows(weight, a.weight), a.type, a.bias);
+    r.promise(DType::f32, with_length(a.x, weight.num_rows));
+}
 
 Gate gate_of(const std::optional<std::string>& activation) {
     if (!activation) return Gate::none;
@@ -127,145 +112,132 @@ Gate gate_of(const std::optional<std::string>& activation) {
     return *activation == "silu" ? Gate::silu : Gate::gelu_tanh;
 }
 
-template <>
-struct Binding<PackedLinear> {
-    static void read(Reading<PackedLinear>& r, nb::handle x, nb::sequence weights, nb::sequence biases,
-                     nb::handle residual, std::optional<std::string> activation) {
-        PackedLinear& a = r.args;
-        require(r.take(a.x, x).dtype == DType::f32, "packed_linear: x must be float32");
-        const size_t count = nb::len(weights);
-        require(count >= 1 && count <= kPackedWeights && nb::len(biases) == count,
-                "packed_linear: expected one to three weights, and a bias or None for each");
-        a.count = static_cast<int>(count), a.gate = gate_of(activation);
-        for (int i = 0; i < a.count; ++i) take_weight(r, i, nb::object(weights[i]), nb::object(biases[i]));
-        require(!activation || (count == 2 && a.num_rows[0] == a.num_rows[1]),
-                "packed_linear: a gated product takes two weights of one size");
-        int64_t width = 0;
-        for (int i = 0; i < (activation ? 1 : a.count); ++i) width += a.num_rows[i];
-        r.promise(DType::f32, with_length(a.x, width));
-        if (residual.is_none()) return;
-        const Tensor& added = r.take(a.residual, residual);
-        require(added.dtype == DType::f32 && has_rows(added) && same_shape(added, a.y),
-                "packed_linear: the residual must be like the result");
-    }
+void take_weight(Reading<PackedLinear>& r, int i, nb::object given, nb::object bias) {
+    PackedLinear& a = r.args;
+    const Weight& weight = r.take_weight(a.weight[i], given);
+    require(weight.activation_bits != 0, "packed_linear: expected packed weights");
+    require(i == 0 || weight.activation_bits == a.activation_bits,
+            "packed_linear: expected weights of the same activation_bits");
+    require(i == 0 || span_of(weight.type, has_tiles()) == span_of(a.type[0], has_tiles()),
+            "packed_linear: expected weights whose activations are rounded as many at a time");
+    a.type[i] = weight.type, a.num_rows[i] = weight.num_rows, a.activation_bits = weight.activation_bits;
+    check_product(a.x, as_rows(weight, a.weight[i]), weight.type, r.take_if_any(a.bias[i], bias));
+}
 
-    static void take_weight(Reading<PackedLinear>& r, int i, nb::object given, nb::object bias) {
-        PackedLinear& a = r.args;
-        const Weight& weight = r.take_weight(a.weight[i], given);
-        require(weight.activation_bits != 0, "packed_linear: expected packed weights");
-        require(i == 0 || weight.activation_bits == a.activation_bits,
-                "packed_linear: expected weights of the same activation_bits");
-        require(i == 0 || span_of(weight.type, has_tiles()) == span_of(a.type[0], has_tiles()),
-                "packed_linear: expected weights whose activations are rounded as many at a time");
-        a.type[i] = weight.type, a.num_rows[i] = weight.num_rows, a.activation_bits = weight.activation_bits;
-        check_product(a.x, as_rows(weight, a.weight[i]), weight.type, r.take_if_any(a.bias[i], bias));
-    }
-};
+void read_arguments(Reading<PackedLinear>& r, nb::handle x, nb::sequence weights, nb::sequence biases,
+                    nb::handle residual, std::optional<std::string> activation) {
+    PackedLinear& a = r.args;
+    require(r.take(a.x, x).dtype == DType::f32, "packed_linear: x must be float32");
+    const size_t count = nb::len(weights);
+    require(count >= 1 && count <= kPackedWeights && nb::len(biases) == count,
+            "packed_linear: expected one to three weights, and a bias or None for each");
+    a.count = static_cast<int>(count), a.gate = gate_of(activation);
+    for (int i = 0; i < a.count; ++i) take_weight(r, i, nb::object(weights[i]), nb::object(biases[i]));
+    require(!activation || (count == 2 && a.num_rows[0] == a.num_rows[1]),
+            "packed_linear: a gated product takes two weights of one size");
+    int64_t width = 0;
+    for (int i = 0; i < (activation ? 1 : a.count); ++i) width += a.num_rows[i];
+    r.promise(DType::f32, with_length(a.x, width));
+    if (residual.is_none()) return;
+    const Tensor& added = r.take(a.residual, residual);
+    require(added.dtype == DType::f32 && has_rows(added) && same_shape(added, a.y),
+            "packed_linear: the residual must be like the result");
+}
 
 // ---- mixtures of experts ----------------------------------------------------------------------------------
 
-template <>
-struct Binding<Route> {
-    static void read(Reading<Route>& r, nb::handle logits, int64_t num_chosen, bool normalizes) {
-        Route& a = r.args;
-        check_float_rows(r.take(a.logits, logits));
-        const int64_t num_experts = a.logits.shape[a.logits.ndim - 1];
-        require(a.logits.ndim == 2 && num_experts < (int64_t{1} << 31),
-                "route: logits must be [tokens, experts]");
-        require(num_chosen >= 1 && num_chosen <= num_experts,
-                "route: as many experts must be chosen as there are, or fewer, and one at least");
-        a.normalizes = normalizes;
-        r.promise(DType::i32, with_length(a.logits, num_chosen));
-        a.shares.dtype = DType::f32;
-    }
-};
+void read_arguments(Reading<Route>& r, nb::handle logits, int64_t num_chosen, bool normalizes) {
+    Route& a = r.args;
+    check_float_rows(r.take(a.logits, logits));
+    const int64_t num_experts = a.logits.shape[a.logits.ndim - 1];
+    require(a.logits.ndim == 2 && num_experts < (int64_t{1} << 31),
+            "route: logits must be [tokens, experts]");
+    require(num_chosen >= 1 && num_chosen <= num_experts,
+            "route: as many experts must be chosen as there are, or fewer, and one at least");
+    a.normalizes = normalizes;
+    r.promise(DType::i32, with_length(a.logits, num_chosen));
+    a.shares.dtype = DType::f32;
+}
 
-template <>
-struct Binding<Experts> {
-    static void read(Reading<Experts>& r, nb::handle x, nb::handle ids, nb::handle shares,
-                     nb::sequence weights, nb::sequence biases, const char* activation) {
-        Experts& a = r.args;
-        r.take(a.x, x), r.take(a.ids, ids), r.take(a.shares, shares);
-        require(is_float(a.x.dtype) && a.x.ndim == 2 && has_rows(a.x),
-                "experts: x must be [tokens, hidden size] of floats with contiguous rows");
-        check_choice(a.ids, a.shares, a.x.shape[0]);
-        require(nb::len(weights) == kExpertWeights && nb::len(biases) == kExpertWeights,
-                "experts: expected weights of gate, up and down, and a bias or None for each");
-        a.gating = gating(activation);
-        Tensor rows[kExpertWeights];
-        for (int i = 0; i < kExpertWeights; ++i) rows[i] = take_weight(r, i, nb::object(weights[i]));
-        const int64_t hidden = a.x.shape[1];
-        require(hidden > 0 && rows[2].shape[0] % hidden == 0,
-                "experts: down must have hidden size rows each");
-        a.num_experts = rows[2].shape[0] / hidden;
-        require(a.num_experts > 0 && rows[0].shape[0] % a.num_experts == 0 && rows[0].shape[0] > 0,
-                "experts: gate must have as many rows for each expert");
-        a.intermediate_size = rows[0].shape[0] / a.num_experts;
-        const int64_t outputs[] = {a.intermediate_size, a.intermediate_size, hidden};
-        for (int i = 0; i < kExpertWeights; ++i) {
-            require(rows[i].shape[0] == a.num_experts * outputs[i], "experts: gate and up must be alike");
-            require(a.activation_bits[i] == 0 || outputs[i] % kPackedRows == 0,
-                    "experts: those of a packed weight must have rows by 16");
-            check_product(with_length(a.x, i < 2 ? hidden : a.intermediate_size), rows[i], a.type[i],
-                          r.take_if_any(a.bias[i], nb::object(biases[i])));
-        }
-        r.promise(a.x.dtype, a.x);
-    }
+void check_choice(const Tensor& ids, const Tensor& shares, int64_t num_tokens) {
+    require(is_index(ids.dtype) && is_contiguous(ids) && ids.ndim == 2 && ids.shape[0] == num_tokens,
+            "experts: ids must be contiguous integers, a row for each token");
+    require(shares.dtype == DType::f32 && has_rows(shares) && same_shape(shares, ids),
+            "experts: shares must be float32, one for each id");
+}
 
-    static void check_choice(const Tensor& ids, const Tensor& shares, int64_t num_tokens) {
-        require(is_index(ids.dtype) && is_contiguous(ids) && ids.ndim == 2 && ids.shape[0] == num_tokens,
-                "experts: ids must be contiguous integers, a row for each token");
-        require(shares.dtype == DType::f32 && has_rows(shares) && same_shape(shares, ids),
-                "experts: shares must be float32, one for each id");
+// Of a weight of any kind, its rows
+Tensor take_weight(Reading<Experts>& r, int i, nb::object given) {
+    Experts& a = r.args;
+    if (nb::hasattr(given, "native")) {
+        require(a.x.dtype == DType::f32, "experts: x must be float32 where a weight is quantised");
+        const Weight& weight = r.take_weight(a.weight[i], given);
+        a.type[i] = weight.type, a.activation_bits[i] = weight.activation_bits;
+        return as_rows(weight, a.weight[i]);
     }
+    const Tensor& weight = r.take(a.weight[i], given);
+    require(is_float(weight.dtype), "experts: a weight must be float32, float16 or bfloat16");
+    require(a.x.dtype == DType::f32 || a.x.dtype == weight.dtype,
+            "experts: x must be float32, or half precision as the weights are");
+    require(weight.ndim == 2, "experts: a weight must have the rows of all experts");
+    a.type[i] = dense_type(weight.dtype);
+    return weight;
+}
 
-    // Of a weight of any kind, its rows
-    static Tensor take_weight(Reading<Experts>& r, int i, nb::object given) {
-        Experts& a = r.args;
-        if (nb::hasattr(given, "native")) {
-            require(a.x.dtype == DType::f32, "experts: x must be float32 where a weight is quantised");
-            const Weight& weight = r.take_weight(a.weight[i], given);
-            a.type[i] = weight.type, a.activation_bits[i] = weight.activation_bits;
-            return as_rows(weight, a.weight[i]);
-        }
-        const Tensor& weight = r.take(a.weight[i], given);
-        require(is_float(weight.dtype), "experts: a weight must be float32, float16 or bfloat16");
-        require(a.x.dtype == DType::f32 || a.x.dtype == weight.dtype,
-                "experts: x must be float32, or half precision as the weights are");
-        require(weight.ndim == 2, "experts: a weight must have the rows of all experts");
-        a.type[i] = dense_type(weight.dtype);
-        return weight;
-    }
+Gating gating(const char* activation) {
+    if (!strcmp(activation, "silu")) return Gating::silu;
+    require(!strcmp(activation, "swiglu_oai"), "experts: the activation must be 'silu' or 'swiglu_oai'");
+    return Gating::swiglu_oai;
+}
 
-    static Gating gating(const char* activation) {
-        if (!strcmp(activation, "silu")) return Gating::silu;
-        require(!strcmp(activation, "swiglu_oai"), "experts: the activation must be 'silu' or 'swiglu_oai'");
-        return Gating::swiglu_oai;
+void read_arguments(Reading<Experts>& r, nb::handle x, nb::handle ids, nb::handle shares,
+                    nb::sequence weights, nb::sequence biases, const char* activation) {
+    Experts& a = r.args;
+    r.take(a.x, x), r.take(a.ids, ids), r.take(a.shares, shares);
+    require(is_float(a.x.dtype) && a.x.ndim == 2 && has_rows(a.x),
+            "experts: x must be [tokens, hidden size] of floats with contiguous rows");
+    check_choice(a.ids, a.shares, a.x.shape[0]);
+    require(nb::len(weights) == kExpertWeights && nb::len(biases) == kExpertWeights,
+            "experts: expected weights of gate, up and down, and a bias or None for each");
+    a.gating = gating(activation);
+    Tensor rows[kExpertWeights];
+    for (int i = 0; i < kExpertWeights; ++i) rows[i] = take_weight(r, i, nb::object(weights[i]));
+    const int64_t hidden = a.x.shape[1];
+    require(hidden > 0 && rows[2].shape[0] % hidden == 0, "experts: down must have hidden size rows each");
+    a.num_experts = rows[2].shape[0] / hidden;
+    require(a.num_experts > 0 && rows[0].shape[0] % a.num_experts == 0 && rows[0].shape[0] > 0,
+            "experts: gate must have as many rows for each expert");
+    a.intermediate_size = rows[0].shape[0] / a.num_experts;
+    const int64_t outputs[] = {a.intermediate_size, a.intermediate_size, hidden};
+    for (int i = 0; i < kExpertWeights; ++i) {
+        require(rows[i].shape[0] == a.num_experts * outputs[i], "experts: gate and up must be alike");
+        require(a.activation_bits[i] == 0 || outputs[i] % kPackedRows == 0,
+                "experts: those of a packed weight must have rows by 16");
+        check_product(with_length(a.x, i < 2 ? hidden : a.intermediate_size), rows[i], a.type[i],
+                      r.take_if_any(a.bias[i], nb::object(biases[i])));
     }
-};
+    r.promise(a.x.dtype, a.x);
+}
 
 // ---- low-rank adapters ------------------------------------------------------------------------------------
 
-template <>
-struct Binding<AddLora> {
-    static void read(Reading<AddLora>& r, nb::handle base, nb::handle x, nb::handle a, nb::handle b,
-                     nb::handle ends, nb::handle adapters) {
-        AddLora& args = r.args;
-        r.take(args.base, base), r.take(args.x, x), r.take(args.a, a), r.take(args.b, b);
-        for (const Tensor* t : {&args.base, &args.x, &args.a, &args.b})
-            require(t->ndim == 2 && is_float(t->dtype) && t->dtype == args.x.dtype && has_rows(*t),
-                    "add_lora: expected rows of floats of one dtype");
-        require(args.base.shape[0] == args.x.shape[0] && args.a.shape[0] == args.b.shape[0] &&
-                    args.a.shape[1] == args.x.shape[1] && args.b.shape[1] == args.base.shape[1],
-                "add_lora: a must have rows like those of x, and b as many, like those of y");
-        r.take(args.ends, ends), r.take(args.adapters, adapters);
-        for (const Tensor* t : {&args.ends, &args.adapters})
-            require(t->ndim == 1 && t->dtype == DType::i64 && is_contiguous(*t),
-                    "add_lora: ends and adapters must be rows of int64");
-        require(args.adapters.shape[0] == args.x.shape[0], "add_lora: expected an adapter for each row of x");
-        r.promise_like(base, args.base);
-    }
-};
+void read_arguments(Reading<AddLora>& r, nb::handle base, nb::handle x, nb::handle a, nb::handle b,
+                    nb::handle ends, nb::handle adapters) {
+    AddLora& args = r.args;
+    r.take(args.base, base), r.take(args.x, x), r.take(args.a, a), r.take(args.b, b);
+    for (const Tensor* t : {&args.base, &args.x, &args.a, &args.b})
+        require(t->ndim == 2 && is_float(t->dtype) && t->dtype == args.x.dtype && has_rows(*t),
+                "add_lora: expected rows of floats of one dtype");
+    require(args.base.shape[0] == args.x.shape[0] && args.a.shape[0] == args.b.shape[0] &&
+                args.a.shape[1] == args.x.shape[1] && args.b.shape[1] == args.base.shape[1],
+            "add_lora: a must have rows like those of x, and b as many, like those of y");
+    r.take(args.ends, ends), r.take(args.adapters, adapters);
+    for (const Tensor* t : {&args.ends, &args.adapters})
+        require(t->ndim == 1 && t->dtype == DType::i64 && is_contiguous(*t),
+                "add_lora: ends and adapters must be rows of int64");
+    require(args.adapters.shape[0] == args.x.shape[0], "add_lora: expected an adapter for each row of x");
+    r.promise_like(base, args.base);
+}
 
 }  // namespace
 }  // namespace infini

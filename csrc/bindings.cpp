@@ -1,6 +1,6 @@
 // The native core as Python sees it. Each op is there twice: `rms_norm(...)` runs it, `bind_rms_norm(...)`
 // checks it once and returns a Call that runs it again and again, on the same tensors or on others of the
-// same layout. These four files, bindings.cpp and binding_*.h, are the only ones that know Python.
+// same layout. This file and binding_*.h are the only ones that know Python.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
@@ -186,7 +186,7 @@ NB_MODULE(_native, m) {
                  new (self) Weight{blocks, static_cast<BlockType>(type), num_rows, activation_bits};
              });
 
-#define X(name, Args) define<Args>(m, #name, &Kernels::name, &Binding<Args>::read);
+#define X(name, Args) define<Args>(m, #name, &Kernels::name, &read_arguments);
     INFINI_OPS(X)
 #undef X
     m.def("ops", &ops);

@@ -1,6 +1,5 @@
 // Integer dot products of rounded activations (rounding.h) with 16 rows of weight side by side, in vector
-// registers: tiles of several rows against a chunk of weight unpacked to bytes, and few rows against fields
-// straight from memory.
+// registers
 #pragma once
 #include "blocks.h"
 #include "rounding.h"
@@ -17,8 +16,6 @@ namespace {
 
 constexpr int kRows = kPackedRows;  // weight rows side by side
 constexpr int kParts = kRows / W;   // vectors that hold a value for each of them
-
-// ---- integer dot products of one row of x with 16 of weight -----------------------------------------------
 
 typedef uint8_t vb __attribute__((vector_size(W * 4)));
 
@@ -210,55 +207,6 @@ struct Totals {
     }
 };
 
-// ---- several rows of x, against a chunk of weight unpacked to bytes ---------------------------------------
-
-template <class Block>
-inline void prefetch(const uint8_t* packed) {
-    for (int line = 0; line < Block::kBytes * kRows; line += 64)
-        ask_for(packed + kPackedPrefetchBytes + line);
-}
-
-// The fields of a block of each of the 16 rows, moved up
-template <class Block, int moved>
-void read_fields(int8_t* q, const uint8_t* packed) {
-    if constexpr (kIsFourBits<Block>) {
-        constexpr int kHalf = Block::kRun / 2 * kRows;
-        packed += Block::kData * kRows;
-        for (int i = 0; i < Block::kElements / Block::kRun; ++i)
-            four_bits<kHalf, moved>(q + 2 * kHalf * i, packed + kHalf * i);
-    } else {
-        Block::template fields<kRows>(q, packed);
-        if (moved)
-            for (int i = 0; i < Block::kElements * kRows; ++i) q[i] = static_cast<int8_t>(q[i] + moved);
-    }
-}
-
-template <int kCopies = 1>  // of each field
-struct Chunk {
-    alignas(64) int8_t q[kCopies * kPackedChunkElements * kRows];  // [K / 4][16][4]
-    alignas(64) float scale[kPackedChunkElements],
-        minimum[kPackedChunkElements];  // [groups][16], groups of 16 or 32
-
-    // fields(q, packed) writes those of a block. Not inlined: it is the same for all that multiply the chunk.
-    template <class Block, void (*fields)(int8_t*, const uint8_t*)>
-    __attribute__((noinline)) void read(const uint8_t* packed, int64_t length) {
-        constexpr int kGroups = Block::kElements / Block::kGroup;
-        for (int64_t b = 0; b < length / Block::kElements; ++b, packed += Block::kBytes * kRows) {
-            prefetch<Block>(packed);
-            fields(q + b * kCopies * Block::kElements * kRows, packed);
-            Block::template scales<kRows>(scale + b * kGroups * kRows, minimum + b * kGroups * kRows, packed);
-        }
-    }
-};
-
-// body(packed, first of K, length) for the chunks of a panel
-template <class Block, class Body>
-inline void for_chunks(int64_t row_length, const uint8_t* packed, Body&& body) {
-    for (int64_t k = 0; k < row_length;
-         k += kPackedChunkElements, packed += kPackedChunkElements / Block::kElements * Block::kBytes * kRows)
-        body(packed, k, smaller(kPackedChunkElements, row_length - k));
-}
-
 template <int P>
 struct RowOfTile {
     PlaneDots<P> dots;
@@ -284,149 +232,11 @@ struct Tile<Row, 0> {
     INFINI_INLINE void each(F&&) {}
 };
 
-// total[r][0:16] += the products of M rows of x from `row` on with a chunk of weight, whose first group of K
-// is `first`
-template <int P, int G, bool kHasMinimum, int M>
-INFINI_NOT_SCHEDULED void add_tile(float* __restrict total, const Chunk<>& chunk, const Activations& x,
-                                   int64_t first, int64_t num_groups, int64_t row) {
-    const int64_t at = x.group_at(first, row), step = 1 << x.log_rows;
-    const int radix = x.radix;
-    const uint8_t* __restrict w = reinterpret_cast<const uint8_t*>(chunk.q);
-    const int8_t* __restrict q = x.q + at * P * kGroup;
-    const int32_t* __restrict sums = x.sums_at(first, row);
-    const float* __restrict x_scale = x.scale + at;
-    const float* __restrict x_total = x.total_at(first, row, 0, kGroup);
-    const float* __restrict scale = chunk.scale, * __restrict minimum = chunk.minimum;
-    Tile<RowOfTile<P>, M> tile;
-    tile.each([&](auto& r, int m) INFINI_INLINE { r.totals.load_from(total + m * kRows); });
-    for (; num_groups > 0; --num_groups, q += step * P * kGroup, sums += step * P * kSums, x_scale += step,
-                           x_total += step * kTotals)
-        for (int half = 0; half < kGroup / G; ++half, scale += kRows, minimum += kRows) {
-            tile.each([&](auto& r, int m) INFINI_INLINE {
-                if constexpr (kBias != 0)
-                    r.dots.start(kBias, GroupSums<P>(sums + m, step, half, G));
-                else
-                    r.dots.start();
-            });
-            for (int k = half * G; k < half * G + G; k += 16, w += 16 * kRows)
-                unrolled<4>([&](auto quad) INFINI_INLINE {
-                    const Quad fields(w + 4 * kRows * quad);
-                    tile.each([&](auto& r, int m)
-                                  INFINI_INLINE { r.dots.add(quad, fields, q + m * P * kGroup + k); });
-                });
-            tile.each([&](auto& r, int m) INFINI_INLINE {
-                r.totals.add(r.dots, scale, x_scale[m], radix);
-                if (kHasMinimum)
-                    r.totals.add_minimum(minimum, x_total[(G == kGroup ? 0 : 1 + half) * step + m]);
-            });
-        }
-    tile.each([&](auto& r, int m) INFINI_INLINE { r.totals.store_to(total + m * kRows); });
-}
-
-template <int P, int G, bool kHasMinimum, int M>
-void add_tiles(float* total, const Chunk<>& chunk, const Activations& x, int64_t first, int64_t num_groups,
-               int64_t row, int64_t num_rows) {
-    int64_t r = 0;
-    for (; r + M <= num_rows; r += M)
-        add_tile<P, G, kHasMinimum, M>(total + r * kRows, chunk, x, first, num_groups, row + r);
-    if constexpr (M > 1)
-        add_tiles<P, G, kHasMinimum, M / 2>(total + r * kRows, chunk, x, first, num_groups, row + r,
-                                            num_rows - r);
-}
-
-template <class Block, int P>
-void add_rows(float* total, const uint8_t* packed, const Activations& x, int64_t first_row,
-              int64_t num_rows) {
-    Chunk<> chunk;
-    for_chunks<Block>(x.num_groups * kGroup, packed, [&](const uint8_t* p, int64_t k, int64_t length) {
-        chunk.template read<Block, read_fields<Block, kBias - Block::kOffset>>(p, length);
-        add_tiles<P, Block::kGroup, Block::kHasMinimum, kPackedTileRows>(
-            total, chunk, x, k / kGroup, length / kGroup, first_row, num_rows);
-    });
-}
-
-// ---- few rows of x, against fields straight from memory ---------------------------------------------------
-
-// What the fields of a type stand above the integers they mean, as Dots::add takes them
+// Asks for a later block of each of the 16 rows.
 template <class Block>
-constexpr int kOffset = kBias && Block::kIsSigned ? kBias : Block::kOffset;
-
-// Four of the 16 elements `sixteenth` of a block
-template <class Block, int sixteenth, int quad>
-INFINI_INLINE inline Quad fields_at(const uint8_t* packed) {
-    constexpr Place place = Block::place(sixteenth, quad);
-    constexpr int kLow = Block::kLowBits;
-    Quad w = Quad(packed + place.bytes * kRows).template field<kLow, place.shift>();
-    if constexpr (Block::kBits > kLow) {
-        const Quad upper(packed + place.upper * kRows);
-        w.put_above(upper.template moved<place.bit, kLow>(), (1 << Block::kBits) - (1 << kLow));
-    }
-    if constexpr (kHasLevels<Block>)
-        w.look_up(Block::kLevels, kBias);
-    else if constexpr (kBias && Block::kIsSigned)
-        for (int i = 0; i < kParts; ++i) w.part[i] ^= kBias;
-    return w;
-}
-
-// total[r][0:16] += the products of M rows of x from `row` on with 16 of weight
-template <class Block, int P, int M>
-INFINI_INLINE inline void add_blocks_to_rows(float* total, const uint8_t* packed, const Activations& x,
-                                             int64_t row) {
-    constexpr int G = Block::kGroup, kGroups = Block::kElements / G,
-                  kSplit = kGroup / G;  // groups to one of x
-    constexpr int kSize = Block::kBytes * kRows, kLines = (kSize + 63) / 64,
-                  kDistance = kPackedPrefetchBytes > kSize ? kPackedPrefetchBytes : kSize;
-    const int64_t step = 1 << x.log_rows;
-    Tile<RowOfTile<P>, M> tile;
-    tile.each([&](auto& r, int m) INFINI_INLINE { r.totals.load_from(total + m * kRows); });
-    for (int64_t first = 0; first < x.num_groups; first += kGroups / kSplit, packed += kSize) {
-        alignas(64) float scale[kGroups * kRows], minimum[kGroups * kRows];
-        Block::template scales<kRows>(scale, minimum, packed);
-        unrolled<kGroups>([&](auto g) INFINI_INLINE {
-            // Bytes that groups share are read again: kept, they would push sums out of registers.
-            if constexpr (kGroups > 1) asm volatile("" ::: "memory");
-            for (int line = g * kLines / kGroups; line < (g + 1) * kLines / kGroups; ++line)
-                ask_for(packed + kDistance + 64 * line);
-            const int64_t at = x.group_at(first + g / kSplit, row);
-            const int8_t* q = x.q + at * P * kGroup + g % kSplit * G;
-            const int32_t* sums = x.sums_at(first + g / kSplit, row);
-            const float* x_total = x.total_at(first + g / kSplit, row, g % kSplit, G);
-            tile.each([&](auto& r, int m) INFINI_INLINE {
-                r.dots.start(kOffset<Block>, GroupSums<P>(sums + m, step, g % kSplit, G));
-            });
-            unrolled<4>([&](auto quad) INFINI_INLINE {
-                unrolled<G / 16>([&](auto i) INFINI_INLINE {
-                    const Quad fields = fields_at<Block, g * G / 16 + i, quad>(packed);
-                    tile.each([&](auto& r, int m)
-                                  INFINI_INLINE { r.dots.add(quad, fields, q + m * P * kGroup + 16 * i); });
-                });
-            });
-            tile.each([&](auto& r, int m) INFINI_INLINE {
-                r.totals.add(r.dots, scale + g * kRows, x.scale[at + m], x.radix);
-                if constexpr (Block::kHasMinimum) r.totals.add_minimum(minimum + g * kRows, x_total[m]);
-            });
-        });
-    }
-    tile.each([&](auto& r, int m) INFINI_INLINE { r.totals.store_to(total + m * kRows); });
-}
-
-// Of blocks of 256, too many loads would be moved up.
-template <class Block, int P, int M>
-INFINI_NOT_SCHEDULED void add_long_blocks_to_rows(float* total, const uint8_t* packed, const Activations& x,
-                                                  int64_t row) {
-    add_blocks_to_rows<Block, P, M>(total, packed, x, row);
-}
-
-// As many rows together as there are, up to M
-template <class Block, int P, int M>
-void add_few_rows(float* total, const uint8_t* packed, const Activations& x, int64_t row, int64_t num_rows) {
-    for (; num_rows >= M; num_rows -= M, row += M, total += M * kRows) {
-        if constexpr (Block::kElements > kGroup)
-            add_long_blocks_to_rows<Block, P, M>(total, packed, x, row);
-        else
-            add_blocks_to_rows<Block, P, M>(total, packed, x, row);
-    }
-    if constexpr (M > 1) add_few_rows<Block, P, M - 1>(total, packed, x, row, num_rows);
+inline void prefetch(const uint8_t* packed) {
+    for (int line = 0; line < Block::kBytes * kRows; line += 64)
+        ask_for(packed + kPackedPrefetchBytes + line);
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// add_lora: y = base + (x aᵀ) b, each row by the rows of a [R, in] and b [R, out] that are its adapter's; rows
-// without an adapter, which is -1, stay as they are.
+// add_lora: y = base + (x aᵀ) b, each row by the rows of a [R, in] and b [R, out] that are its adapter's;
+// rows without an adapter, which is -1, stay as they are.
 // A sum runs over the elements of a row of x, then over the adapter's rows, in one order, whatever rows stand
 // beside it: neighbours of the same adapter share what is loaded of a and b, and nothing else.
 #include "lora.h"

@@ -9,7 +9,8 @@
 // others, whatever the tiles and threads.
 // count_products: `rounds` of what such products stand on, on every thread (peak.h); returns how many
 //                 products those were.
-#include "dots.h"
+#include "dots_chunk.h"
+#include "dots_direct.h"
 #include "products.h"
 
 #if defined(__AMX_INT8__)

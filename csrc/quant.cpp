@@ -24,7 +24,7 @@ uint32_t every_fourth(uint32_t bits) {
     return (bits | bits >> 12) & 0xffu;
 }
 
-// The bits of 32 elements, element 0 lowest, to four bytes: byte i takes those of elements i, i + 4 … i + 28
+// The bits of 32 elements, element 0 lowest, to four bytes: byte i takes those of i, i + 4 … i + 28
 uint32_t transposed_bits(uint32_t bits) {
     uint32_t bytes = 0;
     for (int i = 0; i < 4; ++i) bytes |= every_fourth(bits >> i) << 8 * i;

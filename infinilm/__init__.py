@@ -29,7 +29,7 @@ __version__ = "0.1.0"
 HOMES = {
     "LLM": "llm",
     "AsyncLLM": "async_llm",
-    "load_model": "llm",
+    "load_model": "startup",
     "DynamicCache": "cache",
     "EngineConfig": "config",
     "LoRARequest": "engine.adapters",
@@ -52,8 +52,9 @@ if TYPE_CHECKING:
         RequestOutput,
         ScoringRequestOutput,
     )
-    from infinilm.llm import LLM, load_model
+    from infinilm.llm import LLM
     from infinilm.sampling import SamplingParams, StructuredOutputsParams
+    from infinilm.startup import load_model
 else:  # a type checker that saw this function would take every name for one of ours
 
     def __getattr__(name: str) -> object:

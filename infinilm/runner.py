@@ -182,13 +182,9 @@ class Runner:
             return None
         adapted = self._adapted_for(work)
         recordings = self._recordings if adapted is None else adapted.recordings
-        recording = recordings.get(size)
+        recording = recordings.get(size) or self._new_recording(size, adapted is not None)
         if recording is None:
-            self._is_settled = False
-            self._num_seen[size] += 1
-            if self._num_seen[size] < RECORDED_AT:
-                return None
-            recording = Recording(*size, adapted is not None, self.tables.on_device, self._latest)
+            return None
         recording.fill(work, rows, self.tables, adapted)
         if (rope := self._fixed_rope(recording)) is None:
             self._is_settled = True
@@ -202,6 +198,14 @@ class Runner:
         if len(recordings) > MAX_RECORDINGS:
             del recordings[next(iter(recordings))]
         return recording
+
+    def _new_recording(self, size: tuple[int, int], is_adapted: bool) -> Recording | None:
+        """To be filled, once a step of this size has come a few times"""
+        self._is_settled = False
+        self._num_seen[size] += 1
+        if self._num_seen[size] < RECORDED_AT:
+            return None
+        return Recording(*size, is_adapted, self.tables.on_device, self._latest)
 
     def _fixed_rope(self, recording: Recording) -> Any:
         """Tables that serve other steps too, with their rows filled in; None where tokens need their own"""

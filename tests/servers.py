@@ -22,7 +22,8 @@ from engines import LONG_LENGTH, check_idle
 
 from infinilm import LLM, AsyncLLM, SamplingParams
 from infinilm.server import serve
-from infinilm.server.stream import Settings
+from infinilm.server.calls import Settings
+from infinilm.server.sockets import inet_socket
 
 PATIENCE = 60.0  # seconds, for what takes milliseconds on an idle machine
 NAME = "tiny"
@@ -51,7 +52,7 @@ class Running:
     def __init__(
         self, load: Callable[[], AsyncLLM], settings: Settings | None = None, **options: Any
     ) -> None:
-        self.sock = serve.inet_socket("127.0.0.1", 0)
+        self.sock = inet_socket("127.0.0.1", 0)
         self.port: int = self.sock.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         given = serve.Options(names=(NAME,), settings=settings or Settings(), **options)

@@ -28,7 +28,7 @@ from servers import (
 )
 
 from infinilm import LLM
-from infinilm.server.stream import Settings
+from infinilm.server.calls import Settings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

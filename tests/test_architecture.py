@@ -23,6 +23,7 @@ LAYERS = (
     ("server",),
     ("async_llm",),
     ("llm",),
+    ("arguments", "startup"),
     ("engine",),
     ("models",),
     ("generation",),
@@ -33,7 +34,7 @@ LAYERS = (
     ("batch",),
     ("checkpoint", "hub", "sampling", "tokenizer"),
     ("config", "folder", "pages"),
-    ("rope",),
+    ("progress", "rope"),
 )
 ROW = {part: row for row, parts in enumerate(LAYERS) for part in parts}
 

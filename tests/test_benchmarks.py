@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import accuracy, every_type, gpu, serving, threads, throughput
-from benchmarks.contenders import Infinilm, Task, Times, Worker, answer, library_memory, peak_memory
+from benchmarks.contenders import Infinilm, Task, Times
 from benchmarks.machine import microarchitecture, short
 from benchmarks.random_model import TYPES, Size, kind_of, write_model
 from benchmarks.report import (
@@ -28,6 +28,7 @@ from benchmarks.report import (
 )
 from benchmarks.side_by_side import PLANS, Effort
 from benchmarks.timing import rounds_within
+from benchmarks.worker import Worker, answer, library_memory, peak_memory
 from infinilm import LLM, SamplingParams
 from infinilm.bench import Measured
 from infinilm.load import Answer, Pace, measured

@@ -176,10 +176,10 @@ def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(fast: LLM
 
 MEASURE = """
 import resource, sys
-import infinilm.llm
-infinilm.llm.load_model(sys.argv[2], device="cpu")
+import infinilm.startup
+infinilm.startup.load_model(sys.argv[2], device="cpu")
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-model, tokenizer = infinilm.llm.load_model(sys.argv[1], device="cpu")
+model, tokenizer = infinilm.startup.load_model(sys.argv[1], device="cpu")
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 

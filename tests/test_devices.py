@@ -11,7 +11,7 @@ from engines import Tiny
 import infinicore
 from infinilm import EngineConfig
 from infinilm.engine.memory import SHARES, free_bytes, share_of, told_of_memory
-from infinilm.llm import chosen_device
+from infinilm.startup import chosen_device
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -48,8 +48,9 @@ from tokenizers import decoders, models
 
 from infinilm.checkpoint import CheckpointError
 from infinilm.config import LIMITS, UNSUPPORTED, LlamaConfig
-from infinilm.llm import LLM, load_model
+from infinilm.llm import LLM
 from infinilm.sampling import SamplingParams
+from infinilm.startup import load_model
 from infinilm.tokenizer import TokenizerError
 
 FLAGS = [field.name for field in dataclasses.fields(LlamaConfig) if field.type == "bool"]

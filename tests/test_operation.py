@@ -28,8 +28,9 @@ from servers import ENDLESS, GREEDY, NAME, PATIENCE, Running, read_until, runnin
 from infinilm import AsyncLLM, cli
 from infinilm.engine.stats import Histogram
 from infinilm.server import serve, service
+from infinilm.server.calls import Settings
 from infinilm.server.pages import CONTENT_SECURITY_POLICY, page_files
-from infinilm.server.stream import Settings
+from infinilm.server.sockets import inet_socket
 from infinilm.server.tally import counts_up_to
 
 pytestmark = pytest.mark.usefixtures("one_thread", "logs_as_before")
@@ -551,4 +552,4 @@ def test_nothing_outlives_a_process_that_is_killed(folder: Path) -> None:
         wait_until(lambda: all(map(is_gone, children)))
         port = server.http.base_url.port
     assert port is not None
-    serve.inet_socket("127.0.0.1", port).close()  # which can be listened on at once
+    inet_socket("127.0.0.1", port).close()  # which can be listened on at once

@@ -18,9 +18,9 @@ from infinicore.quantization import BlockType, PackedTensor, quantize
 from infinilm import LLM, SamplingParams
 from infinilm.cli import main
 from infinilm.config import EngineConfig
-from infinilm.llm import load, tell_nobody
 from infinilm.models.llama import LlamaForCausalLM
 from infinilm.models.packed_copy import FORMAT, PAGE
+from infinilm.startup import load, tell_nobody
 
 IDS = torch.tensor([[1, 2, 3, 0, 7]])
 

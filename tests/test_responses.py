@@ -14,9 +14,9 @@ from servers import GREEDY, NAME, Running, answered, error_of, named_events, rea
 
 from infinilm import LLM
 from infinilm.engine.request import CompletionOutput
+from infinilm.server.calls import Settings
 from infinilm.server.parts import CallStart, Text
 from infinilm.server.reader import Reader
-from infinilm.server.stream import Settings
 from infinilm.server.tools import OURS, Tool
 from infinilm.server.turn import Reading
 

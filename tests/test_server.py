@@ -38,8 +38,8 @@ from infinilm import LLM, AsyncLLM, SamplingParams
 from infinilm.engine.grammar import GrammarCompiler
 from infinilm.server import stream
 from infinilm.server.app import OPERATIONS
+from infinilm.server.calls import Settings
 from infinilm.server.service import Service
-from infinilm.server.stream import Settings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from infinilm.engine.text import StopStrings, Text
 from infinilm.sampling import SamplingParams
-from infinilm.tokenizer import Spelling, Tokenizer
+from infinilm.tokenizer import Tokenizer
+from infinilm.tokenizer.spelling import Spelling
 
 SPECIAL = b"<|end|>"
 

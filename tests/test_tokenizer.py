@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from infinilm import tokenizer as module
 from infinilm.tokenizer import Detokenizer, Tokenizer, TokenizerError
+from infinilm.tokenizer.error import errors_of
 from infinilm.tokenizer.pieces import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED
 
 RECORDED = json.loads((Path(__file__).parent / "data" / "smollm2_tokenizer.json").read_text())
@@ -529,7 +529,7 @@ def test_a_folder_without_tokenizer_json_is_refused_with_the_way_out(tmp_path):
 
 
 def test_an_interrupt_is_not_taken_for_a_panic():
-    with pytest.raises(KeyboardInterrupt), module._errors_of("anything"):
+    with pytest.raises(KeyboardInterrupt), errors_of("anything"):
         raise KeyboardInterrupt
 
 

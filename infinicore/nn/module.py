@@ -159,6 +159,8 @@ def tensor_from_bytes(data: "Buffer", shape: torch.Size, dtype: torch.dtype) -> 
 class Module(torch.nn.Module):
     """torch's Module with the seeds' additions; the tree, hooks, `to`, `state_dict` are torch's own."""
 
+    __call__: Callable[..., Tensor]  # which torch has as of anything
+
     @property
     def device(self) -> torch.device:
         """Where the first parameter or buffer lives; the CPU for a module that holds none."""

@@ -80,9 +80,6 @@ class Checkpoint(ABC):
         """Of the files that tensors are read from, where that is known: name, bytes, when it was written"""
         return []
 
-    def num_bytes_of(self, name: str) -> int:
-        return self._info(name).num_bytes
-
     @property
     def num_bytes(self) -> int:
         return sum(info.num_bytes for info in self._tensors.values())

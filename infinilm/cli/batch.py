@@ -7,12 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from infinilm.cli.options import (
-    add_engine_options,
-    add_model_options,
-    load,
-    progress,
-)
+from infinilm.cli.options import add_engine_options, add_model_options, load
+from infinilm.progress import progress
 
 
 def add(commands: Any) -> None:

@@ -7,13 +7,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from infinilm.cli.options import (
-    add_answer_options,
-    check_input,
-    load,
-    reading_input,
-    sampling_params,
-)
+from infinilm.cli.options import add_answer_options, check_input, load, reading_input, sampling_params
 
 if TYPE_CHECKING:
     from infinilm.llm import LLM

@@ -1,4 +1,4 @@
-"""What several commands share: their options, the model they ask for, the bar while it is loaded."""
+"""What several commands share: their options, the model they ask for."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from infinilm.progress import progress
 
 if TYPE_CHECKING:
     from infinilm.llm import LLM
@@ -123,20 +125,6 @@ def stored_bytes(path: Path) -> int:
 
     with open_checkpoint(path) as checkpoint:
         return checkpoint.num_bytes
-
-
-@contextmanager
-def progress(what: str, total: int) -> Iterator[Any]:
-    """A bar on standard error that goes away when it is done; nothing where no one looks on."""
-    if not sys.stderr.isatty():
-        yield lambda count: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda count: bar.advance(task, count)
 
 
 def check_input() -> None:

@@ -8,11 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infinilm.cli.options import (
-    add_engine_options,
-    add_load_options,
-    engine_options,
-)
+from infinilm.cli.options import add_engine_options, add_load_options, engine_options
 
 if TYPE_CHECKING:
     from infinilm import AsyncLLM, LoRARequest
@@ -106,7 +102,7 @@ def run(options: argparse.Namespace) -> None:
         raise ImportError(
             f"infinilm serve needs {error.name}, which is missing; pip install 'infinilm[serve]' installs it"
         ) from error
-    from infinilm.server.stream import Settings
+    from infinilm.server.calls import Settings
 
     request_seconds = positive("--request-timeout", options.request_timeout)
     settings = Settings(keys=api_keys(options), request_seconds=request_seconds)

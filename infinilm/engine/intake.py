@@ -86,14 +86,18 @@ class Intake:
             cache_salt=cache_salt or "",
             adapter=self.adapters.of(lora_request),
         )
-        for completion in request.completions:
-            completion.salt = self.salt(len(token_ids), request)
-            completion.turning_point = self.model.config.rope.turning_point(len(token_ids))
-        if params.structured_outputs is not None:
-            matcher = self._grammars.compile(params.structured_outputs)
-            for completion in request.completions:
-                completion.matcher = matcher.with_masks(self._threads())
+        self._prepare(request)
         return request
+
+    def _prepare(self, request: Request) -> None:
+        """Its streams learn whose keys they share, when their rope turns, and what may follow."""
+        length, outputs = len(request.prompt_token_ids), request.params.structured_outputs
+        matcher = None if outputs is None else self._grammars.compile(outputs)
+        for completion in request.completions:
+            completion.salt = self.salt(length, request)
+            completion.turning_point = self.model.config.rope.turning_point(length)
+            if matcher is not None:
+                completion.matcher = matcher.with_masks(self._threads())
 
     def salt(self, length: int, request: Request) -> bytes:
         """Who shares it shares keys: the rope's frequencies and the adapter are the same, and nobody asked to

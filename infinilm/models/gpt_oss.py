@@ -80,7 +80,7 @@ class GptOssMLP(MixtureMLP):
         self.experts = nn.Experts(*sizes, bias=True, activation="swiglu_oai")
 
     def scores(self, x: Tensor) -> Tensor:
-        return self.router(x)  # type: ignore[no-any-return]
+        return self.router(x)
 
 
 class GptOssDecoderLayer(LlamaDecoderLayer):

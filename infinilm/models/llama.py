@@ -86,8 +86,7 @@ class LlamaMLP(nn.Module):
 
     def forward(self, x: Tensor, norm: nn.RMSNorm | None = None, residual: Tensor | None = None) -> Tensor:
         """[*, E] -> [*, E]: mlp(x), or of norm(x), with a residual added"""
-        down: Tensor = self.down_proj(self.gated(x, norm), residual)
-        return down
+        return self.down_proj(self.gated(x, norm), residual)
 
     def gated(self, x: Tensor, norm: nn.RMSNorm | None) -> Tensor:
         return project_gated(x, self.gate_proj, self.up_proj, norm)
@@ -137,8 +136,7 @@ class LlamaAttention(nn.Module):
         heads = self.num_key_value_heads, self.head_dim
         pools = past_key_values.room(self.layer_idx, batch, heads, hidden_states)
         q = self.queries(hidden_states, norm, self.rope_of(rope_instance), batch, pools)
-        output: Tensor = self.o_proj(self.attend(q, batch, pools).flatten(1), residual)
-        return output
+        return self.o_proj(self.attend(q, batch, pools).flatten(1), residual)
 
     def queries(
         self, x: Tensor, norm: nn.RMSNorm | None, rope: nn.RoPE | None, batch: Batch, pools: Pools
@@ -190,7 +188,7 @@ class LlamaAttention(nn.Module):
         if position_ids is not None:
             batch = replace(batch, rope_rows=position_ids.expand(shape[:2]).flatten())
         flat = self(hidden_states.flatten(0, 1), held, rope, batch=batch)
-        return flat.view(shape)  # type: ignore[no-any-return]
+        return flat.view(shape)
 
 
 def place(batch: Batch, pools: Pools) -> tuple[Tensor, ...]:
@@ -219,14 +217,13 @@ class LlamaDecoderLayer(nn.Module):
         **kwargs: Any,
     ) -> Tensor:
         """[N, E] -> [N, E]"""
-        place = {"past_key_values": past_key_values, "rope_instance": rope_instance, **kwargs}
-        return self.flow(hidden_states, partial(self.self_attn, **place))
+        known = {"past_key_values": past_key_values, "rope_instance": rope_instance, **kwargs}
+        return self.flow(hidden_states, partial(self.self_attn, **known))
 
     def flow(self, x: Tensor, attention: Callable[..., Tensor]) -> Tensor:
         """What the layer makes of x; attention knows where its keys and values are, and what rotates."""
         x = attention(x, norm=self.input_layernorm, residual=x)
-        output: Tensor = self.mlp(x, norm=self.post_attention_layernorm, residual=x)
-        return output
+        return self.mlp(x, norm=self.post_attention_layernorm, residual=x)
 
 
 class LlamaModel(nn.Module):
@@ -294,13 +291,11 @@ class LlamaModel(nn.Module):
             yield
         if batch.logit_rows is not None:
             hidden_states = ops.embedding(batch.logit_rows, hidden_states)
-        normed: Tensor = self.norm(hidden_states)
-        return normed
+        return self.norm(hidden_states)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[N] -> [N, E]"""
-        embedded: Tensor = self.embed_tokens(token_ids, self.norm.weight.dtype)
-        return embedded
+        return self.embed_tokens(token_ids, self.norm.weight.dtype)
 
 
 def check_inputs(input_ids: Tensor, attention_mask: Tensor | None, cache: DynamicCache | None) -> None:
@@ -371,8 +366,7 @@ class LlamaForCausalLM(nn.Module, GenerationMixin):
         """[*, E] -> [*, V]; the one way from states to logits"""
         if self.lm_head is None:
             raise ValueError(NO_HEAD)
-        logits: Tensor = self.lm_head(hidden_states)
-        return logits
+        return self.lm_head(hidden_states)
 
     @classmethod
     def arrange(cls, stored: Stored, config: LlamaConfig) -> None:

@@ -75,14 +75,12 @@ class MixtureMLP(nn.Module):
 
     def scores(self, x: Tensor) -> Tensor:
         """[N, E] -> [N, X]"""
-        scores: Tensor = self.gate(x)
-        return scores
+        return self.gate(x)
 
     def mixed(self, x: Tensor) -> Tensor:
         """[N, E] -> [N, E]"""
         ids, shares = ops.route(self.scores(x), self.num_chosen, self.is_normalized)
-        mixed: Tensor = self.experts(x, ids, shares)
-        return mixed
+        return self.experts(x, ids, shares)
 
 
 def stack_experts(stored: Stored, config: LlamaConfig, names: Mapping[str, str] = PARTS) -> None:

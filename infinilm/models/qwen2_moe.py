@@ -13,14 +13,7 @@ from infinicore import nn, ops
 from infinilm.config import LIMITS, LlamaConfig
 from infinilm.models.gguf import GGUF
 from infinilm.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP
-from infinilm.models.mixture import (
-    GGUF_KEYS,
-    GGUF_MODULES,
-    MixtureConfig,
-    MixtureMLP,
-    Router,
-    stack_experts,
-)
+from infinilm.models.mixture import GGUF_KEYS, GGUF_MODULES, MixtureConfig, MixtureMLP, Router, stack_experts
 from infinilm.models.qwen import Qwen2Config
 from infinilm.models.registry import register
 from infinilm.models.stored import Stored

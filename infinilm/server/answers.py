@@ -1,4 +1,4 @@
-"""What is told of turns in OpenAI's words: chats and completions, whole or in chunks, and errors."""
+"""What is told of turns in OpenAI's words: chats and completions, whole or in chunks."""
 
 from __future__ import annotations
 
@@ -8,37 +8,27 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from infinilm.engine.request import (
-    Aborted,
-    EngineDead,
-    Logprob,
-    Logprobs,
-    NumericalError,
-    QueueFull,
-    RequestError,
-    RequestOutput,
-)
+from infinilm.engine.request import Logprob, Logprobs, RequestOutput
 from infinilm.engine.stats import Progress
-from infinilm.server.asks import CHAT, COMPLETIONS, Ask, Body, is_echo_alone
-from infinilm.server.bodies import ChatBody, CompletionBody
+from infinilm.server.asks import CHAT, COMPLETIONS, Ask, Json, is_echo_alone
+from infinilm.server.openai_bodies import ChatBody, CompletionBody
 from infinilm.server.parts import CallArguments, CallStart, Part, Reasoning, Text
 from infinilm.server.reader import Reader
-from infinilm.server.service import UnknownModel
 from infinilm.server.tools import family_of
 from infinilm.server.turn import Piece, Reading, Turn, Usage, usage_of
-from infinilm.tokenizer import Tokenizer, TokenizerError
+from infinilm.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
 
-def head_of(url: str, model: str, is_chunk: bool = False) -> Body:
+def head_of(url: str, model: str, is_chunk: bool = False) -> Json:
     is_chat = url == CHAT
     kind = ("chat.completion.chunk" if is_chunk else "chat.completion") if is_chat else "text_completion"
     name = "chatcmpl" if is_chat else "cmpl"
     return {"id": f"{name}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
 
 
-def usage_body(usage: Usage) -> Body:
+def usage_body(usage: Usage) -> Json:
     return {
         "prompt_tokens": usage.prompt,
         "completion_tokens": usage.drawn,
@@ -47,12 +37,12 @@ def usage_body(usage: Usage) -> Body:
     }
 
 
-def cache_miss(usage: Usage) -> Body:
+def cache_miss(usage: Usage) -> Json:
     """Where a prompt of which more could have been cached parts from the one before"""
     return {} if usage.miss is None else {"cache_miss": {"position": usage.miss}}
 
 
-def progress_body(progress: Progress) -> Body:
+def progress_body(progress: Progress) -> Json:
     told = {"total": progress.total, "cache": progress.cached, "processed": progress.processed}
     return {"prompt_progress": told}
 
@@ -61,7 +51,7 @@ def finish_reason(piece: Piece) -> str | None:
     return "tool_calls" if piece.has_calls and piece.finish_reason == "stop" else piece.finish_reason
 
 
-def chat_choice(piece: Piece, num_top: int | None, tokenizer: Tokenizer) -> Body:
+def chat_choice(piece: Piece, num_top: int | None, tokenizer: Tokenizer) -> Json:
     return {
         "index": piece.index,
         "message": message_of(piece.parts),
@@ -70,11 +60,11 @@ def chat_choice(piece: Piece, num_top: int | None, tokenizer: Tokenizer) -> Body
     }
 
 
-def message_of(parts: Sequence[Part]) -> Body:
+def message_of(parts: Sequence[Part]) -> Json:
     text = "".join(part.text for part in parts if isinstance(part, Text))
     thoughts = "".join(part.text for part in parts if isinstance(part, Reasoning))
     calls = calls_of(parts)
-    message: Body = {"role": "assistant", "content": None if calls and not text else text, "refusal": None}
+    message: Json = {"role": "assistant", "content": None if calls and not text else text, "refusal": None}
     if thoughts:
         message |= {"reasoning": thoughts, "reasoning_content": thoughts}
     if calls:
@@ -82,8 +72,8 @@ def message_of(parts: Sequence[Part]) -> Body:
     return message
 
 
-def calls_of(parts: Sequence[Part]) -> list[Body]:
-    calls: dict[int, Body] = {}
+def calls_of(parts: Sequence[Part]) -> list[Json]:
+    calls: dict[int, Json] = {}
     for part in parts:
         if isinstance(part, CallStart):
             function = {"name": part.name, "arguments": ""}
@@ -93,7 +83,7 @@ def calls_of(parts: Sequence[Part]) -> list[Body]:
     return list(calls.values())
 
 
-def chat_logprobs_of(piece: Piece, num_top: int | None, tokenizer: Tokenizer) -> Body | None:
+def chat_logprobs_of(piece: Piece, num_top: int | None, tokenizer: Tokenizer) -> Json | None:
     if piece.logprobs is None:
         return None
     content = []
@@ -106,7 +96,7 @@ def chat_logprobs_of(piece: Piece, num_top: int | None, tokenizer: Tokenizer) ->
     return {"content": content, "refusal": None}
 
 
-def chat_logprob(token_id: int, found: Logprob, tokenizer: Tokenizer) -> Body:
+def chat_logprob(token_id: int, found: Logprob, tokenizer: Tokenizer) -> Json:
     return {
         "token": found.decoded_token,
         "logprob": as_json(found),
@@ -114,7 +104,7 @@ def chat_logprob(token_id: int, found: Logprob, tokenizer: Tokenizer) -> Body:
     }
 
 
-def text_choice(piece: Piece, tokenizer: Tokenizer, offset: int = 0) -> Body:
+def text_choice(piece: Piece, tokenizer: Tokenizer, offset: int = 0) -> Json:
     """`offset` is the length of the text before"""
     logprobs = None
     if piece.logprobs is not None:
@@ -129,7 +119,7 @@ def text_choice(piece: Piece, tokenizer: Tokenizer, offset: int = 0) -> Body:
 
 def text_logprobs(
     token_ids: Sequence[int], found: Sequence[Logprobs | None], tokenizer: Tokenizer, offset: int
-) -> Body:
+) -> Json:
     """In four lists. Of a prompt's first token nothing is known but its text."""
     tokens = [
         (tokenizer.decode([token], skip_special_tokens=False) if top is None else top[token].decoded_token)
@@ -177,7 +167,7 @@ def as_json(found: Logprob) -> float:
 # ---- whole answers -----------------------------------------------------------------------------------------
 
 
-def answer_of(ask: Ask, outputs: Sequence[RequestOutput], tokenizer: Tokenizer, model: str) -> Body:
+def answer_of(ask: Ask, outputs: Sequence[RequestOutput], tokenizer: Tokenizer, model: str) -> Json:
     """The whole answer, of the outputs of each prompt; `model` is its name where the body gave none."""
     reader = Reader(family_of(tokenizer.chat_template), (), False, False)
     pieces = [
@@ -200,7 +190,7 @@ def text_choices(
     outputs: Sequence[RequestOutput],
     pieces: Sequence[Sequence[Piece]],
     tokenizer: Tokenizer,
-) -> list[Body]:
+) -> list[Json]:
     """Of the pieces of each prompt, which are whole"""
     choices = []
     for turn, output, some in zip(turns, outputs, pieces, strict=True):
@@ -210,30 +200,3 @@ def text_choices(
                 told = with_prompt(told, output, prompt_text(turn.prompt, tokenizer))
             choices.append(text_choice(told, tokenizer))
     return choices
-
-
-# ---- errors ------------------------------------------------------------------------------------------------
-
-
-def error_of(error: BaseException) -> tuple[int, Body]:
-    """The status and the body that tell of an error: the caller's own, or ours."""
-    status, kind = status_of(error)
-    is_known = status < 500 or isinstance(error, NumericalError | Aborted)
-    unknown = "the engine has stopped" if status == 503 else "the server failed; its log says why"
-    told = {
-        "message": (str(error) or type(error).__name__) if is_known else unknown,
-        "type": kind,
-        "param": getattr(error, "param", None),
-        "code": getattr(error, "code", None),
-    }
-    return status, {"error": told}
-
-
-def status_of(error: BaseException) -> tuple[int, str]:
-    if isinstance(error, UnknownModel):
-        return 404, "invalid_request_error"
-    if isinstance(error, RequestError | TokenizerError):
-        return 400, "invalid_request_error"
-    if isinstance(error, QueueFull):
-        return 429, "rate_limit_error"
-    return 503 if isinstance(error, EngineDead) else 500, "server_error"

@@ -26,10 +26,11 @@ from infinilm.server.anthropic_bodies import (
     ToolUseBlock,
 )
 from infinilm.server.bodies import BodyError
+from infinilm.server.calls import Call, Events, Operation, Reply, named_event
 from infinilm.server.conversation import led_by
+from infinilm.server.errors import HttpError
 from infinilm.server.parts import CallArguments, CallStart, Part, Reasoning, Text
 from infinilm.server.service import Service
-from infinilm.server.stream import Call, Events, HttpError, Operation, Reply, named_event
 from infinilm.server.tools import Choice, Named, Tool
 from infinilm.server.turn import Piece, Run, Turn, Usage, encode
 

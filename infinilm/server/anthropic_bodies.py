@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BeforeValidator,
-    ConfigDict,
-    FailFast,
-    Field,
-    model_validator,
-)
+from pydantic import BeforeValidator, ConfigDict, FailFast, Field, model_validator
 
 from infinilm.sampling import MAX_STOP_LENGTH, MAX_STOPS
 from infinilm.server.bodies import MAX_AGENT_TOOLS, Inner, Sampled, Variables

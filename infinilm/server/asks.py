@@ -10,16 +10,8 @@ from reprlib import repr as short
 from typing import Any
 
 from infinilm.sampling import SamplingParams, StructuredOutputsParams
-from infinilm.server.bodies import (
-    BodyError,
-    ChatBody,
-    CompletionBody,
-    Generation,
-    Message,
-    NamedTool,
-    Sampled,
-    read,
-)
+from infinilm.server.bodies import BodyError, Sampled, read
+from infinilm.server.openai_bodies import ChatBody, CompletionBody, Generation, Message, NamedTool
 from infinilm.server.tools import Choice, Named, Tool, family_of
 from infinilm.server.turn import Turn, encode
 from infinilm.tokenizer import Tokenizer
@@ -28,7 +20,7 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 MAX_CHOICES = 1024  # of one answer: n for each prompt
 
-Body = dict[str, Any]
+Json = dict[str, Any]
 
 # The same in SamplingParams.
 SAMPLING_FIELDS = (
@@ -186,7 +178,7 @@ def schema_of(given: Mapping[str, Any]) -> Any:
     return given["schema"]
 
 
-def message_dict(message: Message) -> Body:
+def message_dict(message: Message) -> Json:
     """As templates know it; developers speak in the system's role."""
     role = "system" if message.role == "developer" else message.role
     return {"content": None, **message.model_dump(exclude_unset=True), "role": role}
@@ -229,7 +221,7 @@ class Ask:
         return self.turns[0].params
 
 
-def ask_of(url: str, given: Body, tokenizer: Tokenizer) -> Ask:
+def ask_of(url: str, given: Json, tokenizer: Tokenizer) -> Ask:
     """What the body of a request to CHAT or COMPLETIONS asks for; BodyError if that cannot be done."""
     if given.get("tools"):
         raise BodyError("tools is not supported in a file of requests; leave it out", "tools")

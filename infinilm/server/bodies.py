@@ -1,7 +1,8 @@
-"""The bodies that are read: a field that is not here is refused, a value of the wrong type by its name.
+"""Bodies, what those of several APIs have in common, and how they are read.
 
-But where agents send fields that nobody knew of before, only those are refused that would change the answer.
-A type is checked here, a range by SamplingParams. /openapi.json is made of these classes.
+A field that a body does not have is refused, a value of the wrong type by its name. But where agents send
+fields that nobody knew of before, only those are refused that would change the answer. A type is checked
+here, a range by SamplingParams. /openapi.json is made of bodies.
 """
 
 from __future__ import annotations
@@ -9,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from reprlib import repr as short
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin
 
 from pydantic import (
     BaseModel,
     ConfigDict,
-    FailFast,
     Field,
     PlainValidator,
     ValidationError,
@@ -25,10 +25,6 @@ from pydantic import (
 from infinilm.engine.request import RequestError
 from infinilm.sampling import MAX_TOKENS
 
-MAX_STOPS = 4
-MAX_LOGPROBS = 20
-MAX_N = 128
-MAX_TOOLS = 128
 MAX_AGENT_TOOLS = 1024  # with those of the servers that an agent is connected to
 # What a conversation and its template are rendered with, which callers may not take the place of.
 OWN_VARIABLES = ("chat_template", "tokenize", "messages", "tools", "self")
@@ -43,6 +39,38 @@ class BodyError(RequestError):
         super().__init__(message)
         self.param = param
         self.code = code
+
+
+class Body(BaseModel):
+    """A whole body. A field that is null has not been given, nor one whose value asks for nothing."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    idle: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    refused: ClassVar[Mapping[str, str]] = {}  # fields, and what to do without them
+
+    model: str | None = None
+
+    @classmethod
+    def asks(cls, name: str, value: Any) -> bool:
+        idle = cls.idle.get(name, ())
+        return value is not None and not any(type(value) is type(one) and value == one for one in idle)
+
+
+class Inner(BaseModel):
+    """An object inside a body, which may have further keys: templates see them."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        asked = {name: value for name, value in given.items() if value is not None}
+        if cls.model_config["extra"] == "forbid":
+            for name in asked.keys() - cls.model_fields.keys():
+                raise ValueError(f"{name[:64]!r} is not supported; leave it out")
+        return asked
 
 
 # ---- values that several bodies have -----------------------------------------------------------------------
@@ -80,28 +108,6 @@ def several_prompts(prompt: Any) -> list[str | list[int]]:
     raise ValueError("must be a text, token ids, or a list of such")
 
 
-def several_documents(given: Any) -> list[str]:
-    """Of texts, or of objects that have one"""
-    if not isinstance(given, list) or not given:
-        raise ValueError("must be a list of at least one text")
-    return [document_text(one, index) for index, one in enumerate(given)]
-
-
-def document_text(given: Any, index: int) -> str:
-    text = given["text"] if isinstance(given, dict) and given.keys() == {"text"} else given
-    if not isinstance(text, str):
-        raise ValueError(f"[{index}] must be a text or {{'text': ...}}, but is {short(given)}")
-    return text
-
-
-def several_texts(given: Any) -> list[str]:
-    """Of a text, or a list of such"""
-    texts = [given] if isinstance(given, str) else given
-    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
-        raise ValueError("must be a text or a list of texts")
-    return texts
-
-
 def is_ids(value: Any) -> bool:
     return isinstance(value, list) and set(map(type, value)) == {int}
 
@@ -124,72 +130,12 @@ PART = {
 }
 CONTENT = {"anyOf": [TEXT, {"type": "array", "items": PART}, {"type": "null"}]}
 PROMPT = {"anyOf": [TEXT, IDS, {"type": "array", "items": {"anyOf": [TEXT, IDS]}, "minItems": 1}]}
-DOCUMENT = {
-    "type": "object",
-    "properties": {"text": TEXT},
-    "required": ["text"],
-    "additionalProperties": False,
-}
-TEXTS = {"anyOf": [TEXT, {"type": "array", "items": TEXT, "minItems": 1}]}
-DOCUMENTS = {"type": "array", "items": {"anyOf": [TEXT, DOCUMENT]}, "minItems": 1}
 
 Content = Annotated[Any, PlainValidator(joined_text), WithJsonSchema(CONTENT)]
 Prompts = Annotated[Any, PlainValidator(several_prompts), WithJsonSchema(PROMPT)]
-Texts = Annotated[Any, PlainValidator(several_texts), WithJsonSchema(TEXTS)]
-Documents = Annotated[Any, PlainValidator(several_documents), WithJsonSchema(DOCUMENTS)]
 Variables = Annotated[Any, PlainValidator(template_variables), WithJsonSchema({"type": "object"})]
-Stop = str | Annotated[list[Any], Field(max_length=MAX_STOPS)]
 Count = Annotated[int, Field(ge=0)]
 Limit = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
-
-
-class Body(BaseModel):
-    """A whole body. A field that is null has not been given, nor one whose value asks for nothing."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-    idle: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    refused: ClassVar[Mapping[str, str]] = {}  # fields, and what to do without them
-
-    model: str | None = None
-
-    @classmethod
-    def asks(cls, name: str, value: Any) -> bool:
-        idle = cls.idle.get(name, ())
-        return value is not None and not any(type(value) is type(one) and value == one for one in idle)
-
-
-class Inner(BaseModel):
-    """An object inside a body, which may have further keys: templates see them."""
-
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def without_nulls(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        asked = {name: value for name, value in given.items() if value is not None}
-        if cls.model_config["extra"] == "forbid":
-            for name in asked.keys() - cls.model_fields.keys():
-                raise ValueError(f"{name[:64]!r} is not supported; leave it out")
-        return asked
-
-
-class CalledFunction(Inner):
-    name: str
-    arguments: str
-
-
-class ToolCall(Inner):
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-
-class Message(Inner):
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Content = None
-    tool_calls: Annotated[list[ToolCall], FailFast()] = []
 
 
 class Function(Inner):
@@ -197,30 +143,6 @@ class Function(Inner):
     description: str = ""
     parameters: dict[str, Any] = {}
     strict: bool = False
-
-
-class FunctionTool(Inner):
-    type: Literal["function"]
-    function: Function
-
-
-class FunctionName(Inner):
-    name: str
-
-
-class NamedTool(Inner):
-    type: Literal["function"] = "function"
-    function: FunctionName
-
-
-class StreamOptions(Inner):
-    model_config = ConfigDict(extra="forbid")
-
-    include_usage: bool = False
-    include_obfuscation: bool = False  # which pads chunks; ours have their own lengths
-
-
-# ---- bodies ------------------------------------------------------------------------------------------------
 
 
 class Sampled(Body):
@@ -244,115 +166,6 @@ class Sampled(Body):
     priority: int = 0
     cache_salt: str | None = None
     return_progress: bool = False
-
-
-class Generation(Sampled):
-    """What chats and completions have in common; from skip_special_tokens on the fields are vLLM's."""
-
-    n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
-    stop: Stop | None = None
-    max_tokens: int | None = None
-    stream_options: StreamOptions = StreamOptions()
-    response_format: dict[str, Any] | None = None
-    skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    structured_outputs: dict[str, Any] | None = None
-    # These change nothing here.
-    metadata: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
-    safety_identifier: Any = None
-    service_tier: Any = None
-    store: Any = None
-    timings_per_token: Any = None
-    user: Any = None
-
-
-class ChatBody(Generation):
-    """POST /v1/chat/completions"""
-
-    idle = {
-        "functions": ([],),
-        "function_call": ("none", "auto"),
-        "modalities": (["text"],),
-        "verbosity": ("medium",),
-    }
-
-    messages: Annotated[list[Message], FailFast()]
-    max_completion_tokens: Limit | None = None
-    logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    tools: Annotated[list[FunctionTool], FailFast(), Field(max_length=MAX_TOOLS)] = []
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = None
-    chat_template_kwargs: Variables = {}
-    reasoning_effort: str | None = None
-    prediction: Any = None  # would only make it faster
-
-
-class CompletionBody(Generation):
-    """POST /v1/completions"""
-
-    idle = {"best_of": (1,)}
-
-    prompt: Prompts
-    echo: bool = False
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-
-
-class TokenizeBody(Body):
-    """POST /tokenize: a prompt or messages"""
-
-    prompt: str | None = None
-    messages: Annotated[list[Message], FailFast()] = []
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
-    return_token_strs: bool = False
-    tools: Annotated[list[FunctionTool], FailFast(), Field(max_length=MAX_TOOLS)] = []
-    chat_template_kwargs: Variables = {}
-
-
-class DetokenizeBody(Body):
-    """POST /detokenize"""
-
-    tokens: Annotated[list[Count], FailFast()]
-
-
-class EmbeddingBody(Body):
-    """POST /v1/embeddings: a text, token ids, or a list of either"""
-
-    input: Prompts
-    encoding_format: Literal["float", "base64"] = "float"
-    dimensions: Annotated[int, Field(ge=1)] | None = None
-    prompt_name: str | None = None  # of those that the model's files have, for texts
-    priority: int = 0
-    cache_salt: str | None = None
-    user: Any = None  # changes nothing here
-
-
-class Judged(Body):
-    """What rankings and scores have in common"""
-
-    instruction: str | None = None  # for rerankers that take one
-    priority: int = 0
-    cache_salt: str | None = None
-    user: Any = None  # changes nothing here
-
-
-class RerankBody(Judged):
-    """POST /v1/rerank: documents as texts, or as objects with one"""
-
-    query: str
-    documents: Documents
-    top_n: Count = 0  # 0 is all
-    return_documents: bool = True
-
-
-class ScoreBody(Judged):
-    """POST /score, vLLM's: queries and documents, or one query for all"""
-
-    text_1: Texts
-    text_2: Texts
 
 
 # ---- reading them ------------------------------------------------------------------------------------------

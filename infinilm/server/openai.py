@@ -12,10 +12,11 @@ from infinilm.engine.stats import Progress
 from infinilm.sampling import SamplingParams
 from infinilm.server import answers, asks
 from infinilm.server.asks import CHAT, COMPLETIONS
-from infinilm.server.bodies import BodyError, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from infinilm.server.bodies import BodyError
+from infinilm.server.calls import DONE, Call, Events, Operation, Raw, Reply, dumps, event, openai_ending
+from infinilm.server.openai_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from infinilm.server.parts import CallArguments, CallStart, Part, Reasoning, Text
 from infinilm.server.service import Service
-from infinilm.server.stream import DONE, Call, Events, Operation, Raw, Reply, dumps, event, openai_ending
 from infinilm.server.turn import Piece, Run, Turn, encode
 
 Chunk = dict[str, Any]

@@ -18,9 +18,10 @@ from torch import Tensor
 from infinilm.engine.request import RequestError
 from infinilm.models.judging import Judge
 from infinilm.models.pooling import PoolingError
-from infinilm.server.bodies import BodyError, EmbeddingBody, Judged, RerankBody, ScoreBody
+from infinilm.server.bodies import BodyError
+from infinilm.server.calls import Call, Operation, Raw, Reply, dumps
+from infinilm.server.pooling_bodies import EmbeddingBody, Judged, RerankBody, ScoreBody
 from infinilm.server.service import BYTES_A_TOKEN, Served, Service, field_of
-from infinilm.server.stream import Call, Operation, Raw, Reply, dumps
 from infinilm.tokenizer import TokenizerError
 
 T = TypeVar("T")
@@ -42,9 +43,9 @@ async def embeddings(call: Call) -> Reply:
     service = call.service
     served = service.served(body.model)
     size = embedding_size(body, service)
-    reading = Reading(call, "input", body.priority, body.cache_salt, served)
-    prompts = await reading.begin(body.input, lambda: [input_ids(one, body, service) for one in body.input])
-    states = await reading.each(reading.state, prompts)
+    encoding = Encoding(call, "input", body.priority, body.cache_salt, served)
+    prompts = await encoding.begin(body.input, lambda: [input_ids(one, body, service) for one in body.input])
+    states = await encoding.each(encoding.state, prompts)
 
     def answer() -> bytes:
         vectors = [service.llm.model.pooling.vector(state, size) for state in states]
@@ -131,20 +132,20 @@ async def judged(
     service = call.service
     served = service.served(body.model)
     judge = Judge(service.llm.model, service.tokenizer)
-    reading = Reading(call, name, body.priority, body.cache_salt, served)
-    prompts = await reading.begin(pairs, lambda: [judge.prompt(*pair, body.instruction) for pair in pairs])
+    encoding = Encoding(call, name, body.priority, body.cache_salt, served)
+    prompts = await encoding.begin(pairs, lambda: [judge.prompt(*pair, body.instruction) for pair in pairs])
 
     async def score(prompt: list[int]) -> float:
-        state = await reading.state(prompt)
+        state = await encoding.state(prompt)
         return await service.llm.run(lambda: judge.score(state))
 
-    return await reading.each(score, prompts), usage_of(prompts)
+    return await encoding.each(score, prompts), usage_of(prompts)
 
 
 # ---- what all do -------------------------------------------------------------------------------------------
 
 
-class Reading:
+class Encoding:
     """The prompts of one request, of the field `name`, read by the engine for their last states."""
 
     def __init__(self, call: Call, name: str, priority: int, salt: str | None, served: Served) -> None:

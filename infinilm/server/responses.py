@@ -13,7 +13,9 @@ from infinilm.engine.stats import Progress
 from infinilm.sampling import SamplingParams, StructuredOutputsParams
 from infinilm.server import answers, asks
 from infinilm.server.bodies import BodyError
+from infinilm.server.calls import Call, Events, Operation, Reply, named_event
 from infinilm.server.conversation import led_by
+from infinilm.server.errors import HttpError
 from infinilm.server.parts import CallArguments, CallEnd, CallStart, Part, Reasoning, Text
 from infinilm.server.responses_bodies import (
     CallOutputItem,
@@ -28,7 +30,6 @@ from infinilm.server.responses_bodies import (
     ResponsesBody,
 )
 from infinilm.server.service import Service
-from infinilm.server.stream import Call, Events, HttpError, Operation, Reply, named_event
 from infinilm.server.tools import Choice, Named, Tool, full_name
 from infinilm.server.turn import Piece, Run, Turn, Usage
 

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BeforeValidator,
-    ConfigDict,
-    FailFast,
-    Field,
-)
+from pydantic import BeforeValidator, ConfigDict, FailFast, Field
 
 from infinilm.server.bodies import MAX_AGENT_TOOLS, Content, Function, Inner, Limit, Sampled, Variables
 

@@ -7,26 +7,25 @@ import logging
 import os
 import signal
 import socket
-import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import h11
 import uvicorn
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from infinilm.engine.adapters import LoRARequest
 from infinilm.engine.request import EngineDead
 from infinilm.server.app import make_app
+from infinilm.server.calls import Server, Settings
+from infinilm.server.errors import HttpError
+from infinilm.server.protocol import Protocol, Web
 from infinilm.server.service import Service
-from infinilm.server.stream import STALL_SECONDS, HttpError, Server, Settings, dumps, openai_error
+from infinilm.server.sockets import address, listening
 
 if TYPE_CHECKING:
     from infinilm.async_llm import AsyncLLM
@@ -36,8 +35,6 @@ LAST_SECONDS = 2.0  # for callers to read how their answers ended
 CLOSE_SECONDS = 60.0  # for the engine to save and to end
 DEAD_SECONDS = 3.0  # for all who ask to learn that the engine is dead
 KEEP_ALIVE_SECONDS = 75  # longer than proxies keep a connection, so that none is closed under their request
-# Bytes that are read at once: a caller may make of 256 KB 40,000 chunks, which take seconds to be told apart.
-READ_SIZE = 4 << 10
 MAX_HEAD = 64 << 10  # bytes of a request before its body
 
 
@@ -70,7 +67,7 @@ def run(options: Options, load: Callable[[], AsyncLLM]) -> int:
     prepare_logs(options.log_level)
     check_folder(options.prefix_file)
     status = 0
-    with listening(options) as sock:
+    with listening(options.host, options.port, options.uds) as sock:
         process = Process(options, load, sock)
         try:
             asyncio.run(process.run())
@@ -98,62 +95,6 @@ def prepare_logs(level: str) -> None:
     handler.setFormatter(logging.Formatter("%(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger().level))
-
-
-# ---- the socket --------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def listening(options: Options) -> Iterator[socket.socket]:
-    sock = unix_socket(options.uds) if options.uds else inet_socket(options.host, options.port)
-    try:
-        yield sock
-    finally:
-        sock.close()
-        if options.uds:
-            with suppress(OSError):
-                os.unlink(options.uds)
-
-
-def inet_socket(host: str, port: int) -> socket.socket:
-    try:
-        ((family, *_, place), *_) = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        sock = socket.create_server(place[:2], family=family, backlog=2048)
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"cannot listen on {host!r}, port {port}: {reason}; take another --port") from error
-    # For the connections too: else what follows a first small write waits 40 ms for the caller's kernel.
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # else a caller who reads nothing keeps an answer here for ever
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STALL_SECONDS * 1e3))
-    return sock
-
-
-def unix_socket(path: str) -> socket.socket:
-    """In place of one that nobody listens on any more"""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        with suppress(FileNotFoundError):
-            if stat.S_ISSOCK(os.stat(path).st_mode) and sock.connect_ex(path) != 0:
-                os.unlink(path)
-        sock.close()
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.bind(path)
-        sock.listen(2048)
-    except OSError as error:
-        sock.close()
-        raise ValueError(f"cannot listen on the Unix socket {path!r}: {error.strerror or error}") from error
-    return sock
-
-
-def address(options: Options, sock: socket.socket) -> str:
-    if options.uds:
-        return options.uds
-    host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-# ---- the process -------------------------------------------------------------------------------------------
 
 
 class Process:
@@ -187,7 +128,7 @@ class Process:
         life = asyncio.ensure_future(self.live())
         told = asyncio.ensure_future(self.stopping.wait())
         with self.signals():
-            tell(f"listening on {address(self.options, self.sock)}, loading the model")
+            tell(f"listening on {address(self.sock)}, loading the model")
             web = asyncio.ensure_future(self.web.serve(sockets=[self.sock]))
             await asyncio.wait({life, told, web}, return_when=asyncio.FIRST_COMPLETED)
             await self.drain(0.0 if life.done() else self.options.shutdown_seconds)
@@ -207,9 +148,9 @@ class Process:
         names = options.names or (str(llm.config.model),)
         max_answers = options.max_num_seqs + options.max_queue
         self.server.service = Service(llm, names, max_answers, options.max_queue_tokens, options.loras)
-        tell(f"ready: {names[0]} at {address(options, self.sock)}")
+        tell(f"ready: {names[0]} at {address(self.sock)}")
         if not options.uds:
-            tell(f"the chat page is {address(options, self.sock)}/")
+            tell(f"the chat page is {address(self.sock)}/")
         await llm.died()
         await asyncio.sleep(DEAD_SECONDS)
 
@@ -326,92 +267,3 @@ async def in_thread(call: Callable[[], Any]) -> Any:
 
     threading.Thread(target=work, name="infinilm-loader", daemon=True).start()
     return await asyncio.wrap_future(outcome)
-
-
-class Web(uvicorn.Server):
-    """uvicorn, but that signals are none of its business."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def as_long_as_open(app: Any, transport: Any) -> ASGIApp:
-    """An application that stops writing when its caller has gone, and lets go of one whom it gave up: what is
-    still to be sent would wait for somebody who reads nothing."""
-
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        is_complete = False
-
-        async def send_on(message: Message) -> None:
-            nonlocal is_complete
-            if transport.is_closing():
-                await asyncio.sleep(0)  # in which the event loop tells uvicorn, who then writes no more
-            await send(message)
-            is_complete = message["type"] == "http.response.body" and not message.get("more_body", False)
-
-        await app(scope, receive, send_on)
-        if not is_complete:
-            transport.abort()
-            await asyncio.sleep(0)
-
-    return answer
-
-
-class Protocol(H11Protocol):
-    """uvicorn's, with a limit on the time to send a request's head, and errors as JSON."""
-
-    send_seconds = 30.0
-    _timer: asyncio.TimerHandle | None = None
-
-    @property
-    def awaits_head(self) -> bool:
-        return self.cycle is None or self.cycle.response_complete
-
-    def connection_made(self, transport: Any) -> None:
-        transport.max_size = READ_SIZE
-        super().connection_made(transport)
-        self.app = as_long_as_open(self.app, transport)
-        self._start()
-
-    def data_received(self, data: bytes) -> None:
-        if self.awaits_head:
-            self._start()
-        super().data_received(data)
-        if not self.awaits_head:
-            self._stop()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._stop()
-        super().connection_lost(exc)
-
-    def send_400_response(self, msg: str) -> None:
-        if self.awaits_head or not self.cycle.response_started:
-            with suppress(h11.LocalProtocolError):
-                self._send_error(400, msg)
-        self.transport.close()
-
-    def _start(self) -> None:
-        if self._timer is None:
-            self._timer = self.loop.call_later(self.send_seconds, self._give_up)
-
-    def _stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _give_up(self) -> None:
-        self._timer = None
-        if self.awaits_head and not self.transport.is_closing():
-            self.transport.close()
-
-    def _send_error(self, status: int, message: str) -> None:
-        body = dumps(openai_error(HttpError(status, message))).encode()
-        headers = {
-            "content-type": "application/json",
-            "content-length": str(len(body)),
-            "connection": "close",
-        }
-        start = h11.Response(status_code=status, headers=list(headers.items()), reason=b"Bad Request")
-        for event in (start, h11.Data(data=body), h11.EndOfMessage()):
-            self.transport.write(self.conn.send(event) or b"")

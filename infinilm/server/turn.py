@@ -172,14 +172,7 @@ class Reading:
         self.is_done = found.finish_reason is not None
         parts = [] if self.reader is None else self.parts(self.reader, text)
         return Piece(
-            self.index,
-            text,
-            parts,
-            tokens,
-            logprobs,
-            found.finish_reason,
-            found.stop_reason,
-            self.has_calls,
+            self.index, text, parts, tokens, logprobs, found.finish_reason, found.stop_reason, self.has_calls
         )
 
     def parts(self, reader: Reader, text: str) -> list[Part]:

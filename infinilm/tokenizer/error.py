@@ -1,9 +1,24 @@
-"""What goes wrong with tokenizers, and the spelling of byte tokens that both sources share."""
+"""What goes wrong with tokenizers."""
 
-import re
-
-BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class TokenizerError(ValueError):
     """A tokenizer file, a chat template or an input to them that cannot be used, and why."""
+
+
+@contextmanager
+def errors_of(subject: str) -> Iterator[None]:
+    """Whatever the Rust library or a template throws becomes TokenizerError, panics included."""
+    try:
+        yield
+    except TokenizerError:
+        raise
+    except Exception as error:
+        raise TokenizerError(f"{subject}: {error}") from error
+    except BaseException as error:
+        # A Rust panic derives from BaseException and its type cannot be imported; Ctrl-C must pass.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise TokenizerError(f"{subject}: the tokenizers library failed: {error}") from error

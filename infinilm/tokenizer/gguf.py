@@ -9,7 +9,7 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
-from infinilm.tokenizer.error import BYTE_TOKEN, TokenizerError
+from infinilm.tokenizer.error import TokenizerError
 from infinilm.tokenizer.pieces import (
     BYTE,
     CONTROL,
@@ -19,6 +19,7 @@ from infinilm.tokenizer.pieces import (
     check_pieces,
     merges_by_score,
 )
+from infinilm.tokenizer.spelling import BYTE_TOKEN
 from infinilm.tokenizer.text_splits import TEXT_SPLITS, TextSplit
 
 # Tokens that end an answer, by what they are called: files name one of them, or the end of a text alone.

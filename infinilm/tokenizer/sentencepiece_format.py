@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from reprlib import repr as short
 from typing import Any, Self
 
-from infinilm.tokenizer.error import BYTE_TOKEN
 from infinilm.tokenizer.pieces import BYTE, NORMAL, UNKNOWN, UNUSED, check_pieces
 from infinilm.tokenizer.protobuf import FLOAT, SIZED, ProtobufReader
+from infinilm.tokenizer.spelling import BYTE_TOKEN
 
 # The largest there are: 5 MB, 262,144 pieces, and a table of half a megabyte.
 MAX_BYTES = 1 << 24

@@ -1,0 +1,91 @@
+// Few rows of rounded activations against the fields of weight straight from memory
+#pragma once
+#include "dots.h"
+
+namespace infini::INFINI_LEVEL {
+namespace {
+
+// What the fields of a type stand above the integers they mean, as Dots::add takes them
+template <class Block>
+constexpr int kOffset = kBias && Block::kIsSigned ? kBias : Block::kOffset;
+
+// Four of the 16 elements `sixteenth` of a block
+template <class Block, int sixteenth, int quad>
+INFINI_INLINE inline Quad fields_at(const uint8_t* packed) {
+    constexpr Place place = Block::place(sixteenth, quad);
+    constexpr int kLow = Block::kLowBits;
+    Quad w = Quad(packed + place.bytes * kRows).template field<kLow, place.shift>();
+    if constexpr (Block::kBits > kLow) {
+        const Quad upper(packed + place.upper * kRows);
+        w.put_above(upper.template moved<place.bit, kLow>(), (1 << Block::kBits) - (1 << kLow));
+    }
+    if constexpr (kHasLevels<Block>)
+        w.look_up(Block::kLevels, kBias);
+    else if constexpr (kBias && Block::kIsSigned)
+        for (int i = 0; i < kParts; ++i) w.part[i] ^= kBias;
+    return w;
+}
+
+// total[r][0:16] += the products of M rows of x from `row` on with 16 of weight
+template <class Block, int P, int M>
+INFINI_INLINE inline void add_blocks_to_rows(float* total, const uint8_t* packed, const Activations& x,
+                                             int64_t row) {
+    constexpr int G = Block::kGroup, kGroups = Block::kElements / G,
+                  kSplit = kGroup / G;  // groups to one of x
+    constexpr int kSize = Block::kBytes * kRows, kLines = (kSize + 63) / 64,
+                  kDistance = kPackedPrefetchBytes > kSize ? kPackedPrefetchBytes : kSize;
+    const int64_t step = 1 << x.log_rows;
+    Tile<RowOfTile<P>, M> tile;
+    tile.each([&](auto& r, int m) INFINI_INLINE { r.totals.load_from(total + m * kRows); });
+    for (int64_t first = 0; first < x.num_groups; first += kGroups / kSplit, packed += kSize) {
+        alignas(64) float scale[kGroups * kRows], minimum[kGroups * kRows];
+        Block::template scales<kRows>(scale, minimum, packed);
+        unrolled<kGroups>([&](auto g) INFINI_INLINE {
+            // Bytes that groups share are read again: kept, they would push sums out of registers.
+            if constexpr (kGroups > 1) asm volatile("" ::: "memory");
+            for (int line = g * kLines / kGroups; line < (g + 1) * kLines / kGroups; ++line)
+                ask_for(packed + kDistance + 64 * line);
+            const int64_t at = x.group_at(first + g / kSplit, row);
+            const int8_t* q = x.q + at * P * kGroup + g % kSplit * G;
+            const int32_t* sums = x.sums_at(first + g / kSplit, row);
+            const float* x_total = x.total_at(first + g / kSplit, row, g % kSplit, G);
+            tile.each([&](auto& r, int m) INFINI_INLINE {
+                r.dots.start(kOffset<Block>, GroupSums<P>(sums + m, step, g % kSplit, G));
+            });
+            unrolled<4>([&](auto quad) INFINI_INLINE {
+                unrolled<G / 16>([&](auto i) INFINI_INLINE {
+                    const Quad fields = fields_at<Block, g * G / 16 + i, quad>(packed);
+                    tile.each([&](auto& r, int m)
+                                  INFINI_INLINE { r.dots.add(quad, fields, q + m * P * kGroup + 16 * i); });
+                });
+            });
+            tile.each([&](auto& r, int m) INFINI_INLINE {
+                r.totals.add(r.dots, scale + g * kRows, x.scale[at + m], x.radix);
+                if constexpr (Block::kHasMinimum) r.totals.add_minimum(minimum + g * kRows, x_total[m]);
+            });
+        });
+    }
+    tile.each([&](auto& r, int m) INFINI_INLINE { r.totals.store_to(total + m * kRows); });
+}
+
+// Of blocks of 256, too many loads would be moved up.
+template <class Block, int P, int M>
+INFINI_NOT_SCHEDULED void add_long_blocks_to_rows(float* total, const uint8_t* packed, const Activations& x,
+                                                  int64_t row) {
+    add_blocks_to_rows<Block, P, M>(total, packed, x, row);
+}
+
+// As many rows together as there are, up to M
+template <class Block, int P, int M>
+void add_few_rows(float* total, const uint8_t* packed, const Activations& x, int64_t row, int64_t num_rows) {
+    for (; num_rows >= M; num_rows -= M, row += M, total += M * kRows) {
+        if constexpr (Block::kElements > kGroup)
+            add_long_blocks_to_rows<Block, P, M>(total, packed, x, row);
+        else
+            add_blocks_to_rows<Block, P, M>(total, packed, x, row);
+    }
+    if constexpr (M > 1) add_few_rows<Block, P, M - 1>(total, packed, x, row, num_rows);
+}
+
+}  // namespace
+}  // namespace infini::INFINI_LEVEL

@@ -1,0 +1,93 @@
+"""What callers of LLM and AsyncLLM give: prompts, conversations and what goes with them, read or refused."""
+
+from __future__ import annotations
+
+import inspect
+import reprlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+from infinilm.config import EngineConfig
+from infinilm.engine.intake import Prompt
+from infinilm.engine.request import RequestError
+from infinilm.models.pooling import PoolingError
+from infinilm.tokenizer import TokenizerError
+
+
+def with_options(init: Any) -> Any:
+    """`init` says by its signature that it takes the fields of EngineConfig."""
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    options = [
+        inspect.Parameter(f.name, keyword, default=f.default, annotation=f.type)
+        for f in fields(EngineConfig)[1:]
+    ]
+    own = list(inspect.signature(init).parameters.values())
+    init.__signature__ = inspect.Signature([*own[:-1], *options])
+    return init
+
+
+def as_prompts(given: Any) -> list[Prompt]:
+    """One prompt, or several: a text, token ids, or a mapping with either"""
+    if isinstance(given, str | Mapping):
+        return [given]
+    items = items_of("prompts", "a text, token ids, or a list of such", given, str | Mapping | Sequence | int)
+    if items and all(isinstance(item, int) for item in items):
+        return [items]
+    if any(isinstance(item, int | bytes) for item in items):
+        raise RequestError(
+            f"prompts must be all of one kind, texts or lists of ids, but are {reprlib.repr(given)}"
+        )
+    return items
+
+
+def as_conversations(given: Any) -> list[Any]:
+    wanted = "a list of {'role': ..., 'content': ...}, or of such lists"
+    items = items_of("messages", wanted, given, Mapping | list | tuple)
+    return [items] if items and isinstance(items[0], Mapping) else items
+
+
+def items_of(name: str, wanted: str, value: Any, kind: Any) -> list[Any]:
+    """The items of whatever can be iterated over, all of one kind."""
+    is_list = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
+    items = list(value) if is_list else []
+    if not is_list or not all(isinstance(item, kind) for item in items):
+        raise RequestError(f"{name} must be {wanted}, but are {reprlib.repr(value)}")
+    return items
+
+
+def as_pairs(queries: Any, documents: Any) -> list[tuple[str, str]]:
+    """Each document with its query, or with the only one"""
+    names = ("queries", queries), ("documents", documents)
+    first, second = (
+        [given] if isinstance(given, str) else items_of(name, "a text or a list of texts", given, str)
+        for name, given in names
+    )
+    if len(first) not in (1, len(second)):
+        raise RequestError(
+            f"queries must be one, or one for each of {len(second)} documents, but are {len(first)}"
+        )
+    return list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
+
+
+def one_each(name: str, given: Any, kind: Any, count: int, default: Any) -> list[Any]:
+    """A value for each prompt, of one that is for all, or of a list of them."""
+    values = list(given) if isinstance(given, list | tuple) else [default if given is None else given] * count
+    if len(values) != count:
+        raise RequestError(f"{name} must be one, or one for each of {count} prompts, but are {len(values)}")
+    for value in values:
+        if not isinstance(value, kind) or isinstance(value, bool):
+            wanted = getattr(kind, "__name__", kind)
+            raise RequestError(f"{name} must be {wanted}, but are {reprlib.repr(given)}")
+    return values
+
+
+@contextmanager
+def as_request_errors() -> Iterator[None]:
+    """A text that cannot be encoded, messages that no template takes and what the model is not made for are
+    the user's mistakes."""
+    try:
+        yield
+    except (TokenizerError, PoolingError) as error:
+        raise RequestError(str(error)) from error

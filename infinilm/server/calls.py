@@ -1,0 +1,169 @@
+"""A call as a handler is given it, what it may be answered with, and the server that it came to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from starlette.types import Scope
+
+from infinilm.folder import parse_object
+from infinilm.server.asks import as_body_errors
+from infinilm.server.bodies import Body, read
+from infinilm.server.errors import ErrorBody, HttpError, openai_error
+from infinilm.server.service import Service
+from infinilm.server.turn import Caller
+
+LARGE_BODY = 64 << 10  # bytes, from which JSON is not read on the event loop
+DONE = b"data: [DONE]\n\n"
+COMMENT = b": waiting\n\n"
+
+B = TypeVar("B", bound=Body)
+dumps = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What holds for every request. Keys are of callers, any of which lets them in; without one all may."""
+
+    keys: tuple[str, ...] = ()
+    max_body: int = 16 << 20  # bytes
+    max_bodies: int = 256 << 20  # of all bodies that are held at once
+    max_header_count: int = 256
+    send_seconds: float = 30.0  # for a caller to send a request
+    request_seconds: float | None = None  # for an answer
+    heartbeat_seconds: float = 10.0  # of silence in a stream
+
+
+@dataclass
+class Server:
+    """What the routes share. There is no service while the model is loaded, nor after it could not be."""
+
+    settings: Settings = field(default_factory=Settings)
+    service: Service | None = None
+    refusal: HttpError | None = None  # of all that is new, once the server is to end
+    statuses: Counter[tuple[str, str, int]] = field(default_factory=Counter)  # of answers, by method and path
+    calls: set[Call] = field(default_factory=set)  # that are being answered
+    num_held: int = 0  # bytes of bodies
+
+    def hold(self, call: Call, data: bytes) -> None:
+        """A part of a body, until the call ends; HttpError if that is too much, for one or for all."""
+        call.body += data
+        self.num_held += len(data)
+        if len(call.body) > self.settings.max_body:
+            raise too_large(self.settings.max_body)
+        if self.num_held > self.settings.max_bodies:
+            told = "the server holds as many bodies as it can; try again in 1 s"
+            raise HttpError(429, told, "rate_limit_error", headers={"retry-after": "1"})
+
+    @property
+    def reason_to_refuse(self) -> HttpError | None:
+        """Why nothing that is new is answered: the server is to end, or its engine is dead."""
+        is_dead = self.service is not None and self.service.llm.death is not None
+        return self.refusal or (engine_dead() if is_dead else None)
+
+    def end_calls(self, error: BaseException) -> None:
+        """Answer all that are under way with an error: a body, or an event that ends a stream."""
+        for call in list(self.calls):
+            call.end(error)
+
+
+def too_large(limit: int) -> HttpError:
+    return HttpError(413, f"the body must have at most {limit} bytes, but has more")
+
+
+def engine_dead() -> HttpError:
+    return HttpError(503, "the engine has stopped", "server_error", code="engine_dead")
+
+
+@dataclass(eq=False)
+class Call(Caller):
+    """A request, read whole."""
+
+    server: Server = field(default_factory=Server)
+    scope: Scope = field(default_factory=dict)
+    body: bytearray = field(default_factory=bytearray)
+    task: asyncio.Task[None] | None = None
+    error: BaseException | None = None  # the server's reason to end it
+
+    @property
+    def service(self) -> Service:
+        if self.server.service is None:
+            raise HttpError(
+                503, "Loading model", "unavailable_error", code="loading", headers={"retry-after": "1"}
+            )
+        return self.server.service
+
+    @property
+    def path_params(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.scope.get("path_params", {})
+        return found
+
+    async def read(self, kind: type[B]) -> B:
+        """The body as one of its kind, or BodyError."""
+        service = self.service
+        if len(self.body) < LARGE_BODY:
+            return self.parse(kind)
+        return await service.off_loop(self.parse, kind)
+
+    def parse(self, kind: type[B]) -> B:
+        with as_body_errors(kind.model_fields):
+            given = parse_object(bytes(self.body), "body", ValueError)
+        return read(kind, given)
+
+    def end(self, error: BaseException) -> None:
+        self.error = error
+        if self.task is not None:
+            self.task.cancel()
+
+
+@dataclass(frozen=True)
+class Events:
+    """A stream. `source` gives one or several events at a time; `beat` one for when it has been silent;
+    `ending` those that tell of an error, the last ones."""
+
+    source: AsyncIterator[bytes]
+    ending: Callable[[HttpError], bytes]
+    beat: Callable[[], bytes] = lambda: COMMENT
+
+
+@dataclass(frozen=True)
+class Raw:
+    """An answer that is not JSON, or has been written already."""
+
+    body: bytes
+    content_type: str = "application/json"
+    status: int = 200
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+Reply = Mapping[str, Any] | Raw | Events
+Handler = Callable[[Call], Awaitable[Reply]]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A method of a path, who answers it, and what it reads."""
+
+    method: str
+    path: str
+    handler: Handler
+    body: type[Body] | None = None
+    can_stream: bool = False
+    error_body: ErrorBody = openai_error
+
+
+def event(data: Mapping[str, Any]) -> bytes:
+    return b"data: " + dumps(data).encode() + b"\n\n"
+
+
+def named_event(name: str, data: Mapping[str, Any]) -> bytes:
+    return b"event: " + name.encode() + b"\ndata: " + dumps(data).encode() + b"\n\n"
+
+
+def openai_ending(error: HttpError) -> bytes:
+    return event(openai_error(error)) + DONE

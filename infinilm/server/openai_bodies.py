@@ -1,0 +1,126 @@
+"""The bodies of chats, completions and tokens."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, FailFast, Field
+
+from infinilm.server.bodies import Body, Content, Count, Function, Inner, Limit, Prompts, Sampled, Variables
+
+MAX_STOPS = 4
+MAX_LOGPROBS = 20
+MAX_N = 128
+MAX_TOOLS = 128
+
+Stop = str | Annotated[list[Any], Field(max_length=MAX_STOPS)]
+
+
+class CalledFunction(Inner):
+    name: str
+    arguments: str
+
+
+class ToolCall(Inner):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(Inner):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Content = None
+    tool_calls: Annotated[list[ToolCall], FailFast()] = []
+
+
+class FunctionTool(Inner):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Inner):
+    name: str
+
+
+class NamedTool(Inner):
+    type: Literal["function"] = "function"
+    function: FunctionName
+
+
+class StreamOptions(Inner):
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: bool = False
+    include_obfuscation: bool = False  # which pads chunks; ours have their own lengths
+
+
+class Generation(Sampled):
+    """What chats and completions have in common; from skip_special_tokens on the fields are vLLM's."""
+
+    n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
+    stop: Stop | None = None
+    max_tokens: int | None = None
+    stream_options: StreamOptions = StreamOptions()
+    response_format: dict[str, Any] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    structured_outputs: dict[str, Any] | None = None
+    # These change nothing here.
+    metadata: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    safety_identifier: Any = None
+    service_tier: Any = None
+    store: Any = None
+    timings_per_token: Any = None
+    user: Any = None
+
+
+class ChatBody(Generation):
+    """POST /v1/chat/completions"""
+
+    idle = {
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "modalities": (["text"],),
+        "verbosity": ("medium",),
+    }
+
+    messages: Annotated[list[Message], FailFast()]
+    max_completion_tokens: Limit | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: Annotated[list[FunctionTool], FailFast(), Field(max_length=MAX_TOOLS)] = []
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: Variables = {}
+    reasoning_effort: str | None = None
+    prediction: Any = None  # would only make it faster
+
+
+class CompletionBody(Generation):
+    """POST /v1/completions"""
+
+    idle = {"best_of": (1,)}
+
+    prompt: Prompts
+    echo: bool = False
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: a prompt or messages"""
+
+    prompt: str | None = None
+    messages: Annotated[list[Message], FailFast()] = []
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+    tools: Annotated[list[FunctionTool], FailFast(), Field(max_length=MAX_TOOLS)] = []
+    chat_template_kwargs: Variables = {}
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize"""
+
+    tokens: Annotated[list[Count], FailFast()]

@@ -1,0 +1,82 @@
+"""The bodies of embeddings, rankings and scores."""
+
+from __future__ import annotations
+
+from reprlib import repr as short
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PlainValidator, WithJsonSchema
+
+from infinilm.server.bodies import TEXT, Body, Count, Prompts
+
+
+def several_documents(given: Any) -> list[str]:
+    """Of texts, or of objects that have one"""
+    if not isinstance(given, list) or not given:
+        raise ValueError("must be a list of at least one text")
+    return [document_text(one, index) for index, one in enumerate(given)]
+
+
+def document_text(given: Any, index: int) -> str:
+    text = given["text"] if isinstance(given, dict) and given.keys() == {"text"} else given
+    if not isinstance(text, str):
+        raise ValueError(f"[{index}] must be a text or {{'text': ...}}, but is {short(given)}")
+    return text
+
+
+def several_texts(given: Any) -> list[str]:
+    """Of a text, or a list of such"""
+    texts = [given] if isinstance(given, str) else given
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        raise ValueError("must be a text or a list of texts")
+    return texts
+
+
+DOCUMENT = {
+    "type": "object",
+    "properties": {"text": TEXT},
+    "required": ["text"],
+    "additionalProperties": False,
+}
+TEXTS = {"anyOf": [TEXT, {"type": "array", "items": TEXT, "minItems": 1}]}
+DOCUMENTS = {"type": "array", "items": {"anyOf": [TEXT, DOCUMENT]}, "minItems": 1}
+
+Texts = Annotated[Any, PlainValidator(several_texts), WithJsonSchema(TEXTS)]
+Documents = Annotated[Any, PlainValidator(several_documents), WithJsonSchema(DOCUMENTS)]
+
+
+class EmbeddingBody(Body):
+    """POST /v1/embeddings: a text, token ids, or a list of either"""
+
+    input: Prompts
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    prompt_name: str | None = None  # of those that the model's files have, for texts
+    priority: int = 0
+    cache_salt: str | None = None
+    user: Any = None  # changes nothing here
+
+
+class Judged(Body):
+    """What rankings and scores have in common"""
+
+    instruction: str | None = None  # for rerankers that take one
+    priority: int = 0
+    cache_salt: str | None = None
+    user: Any = None  # changes nothing here
+
+
+class RerankBody(Judged):
+    """POST /v1/rerank: documents as texts, or as objects with one"""
+
+    query: str
+    documents: Documents
+    top_n: Count = 0  # 0 is all
+    return_documents: bool = True
+
+
+class ScoreBody(Judged):
+    """POST /score, vLLM's: queries and documents, or one query for all"""
+
+    text_1: Texts
+    text_2: Texts

@@ -1,0 +1,108 @@
+"""HTTP as uvicorn has it, but for limits of ours: on time, on what is read and on what is to be sent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import h11
+import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from infinilm.server.calls import dumps
+from infinilm.server.errors import HttpError, openai_error
+
+# Bytes that are read at once: a caller may make of 256 KB 40,000 chunks, which take seconds to be told apart.
+READ_SIZE = 4 << 10
+
+
+class Web(uvicorn.Server):
+    """uvicorn, but that signals are none of its business."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def as_long_as_open(app: Any, transport: Any) -> ASGIApp:
+    """An application that stops writing when its caller has gone, and lets go of one whom it gave up: what is
+    still to be sent would wait for somebody who reads nothing."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        is_complete = False
+
+        async def send_on(message: Message) -> None:
+            nonlocal is_complete
+            if transport.is_closing():
+                await asyncio.sleep(0)  # in which the event loop tells uvicorn, who then writes no more
+            await send(message)
+            is_complete = message["type"] == "http.response.body" and not message.get("more_body", False)
+
+        await app(scope, receive, send_on)
+        if not is_complete:
+            transport.abort()
+            await asyncio.sleep(0)
+
+    return answer
+
+
+class Protocol(H11Protocol):
+    """uvicorn's, with a limit on the time to send a request's head, and errors as JSON."""
+
+    send_seconds = 30.0
+    _timer: asyncio.TimerHandle | None = None
+
+    @property
+    def awaits_head(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def connection_made(self, transport: Any) -> None:
+        transport.max_size = READ_SIZE
+        super().connection_made(transport)
+        self.app = as_long_as_open(self.app, transport)
+        self._start()
+
+    def data_received(self, data: bytes) -> None:
+        if self.awaits_head:
+            self._start()
+        super().data_received(data)
+        if not self.awaits_head:
+            self._stop()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop()
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        if self.awaits_head or not self.cycle.response_started:
+            with suppress(h11.LocalProtocolError):
+                self._send_error(400, msg)
+        self.transport.close()
+
+    def _start(self) -> None:
+        if self._timer is None:
+            self._timer = self.loop.call_later(self.send_seconds, self._give_up)
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _give_up(self) -> None:
+        self._timer = None
+        if self.awaits_head and not self.transport.is_closing():
+            self.transport.close()
+
+    def _send_error(self, status: int, message: str) -> None:
+        body = dumps(openai_error(HttpError(status, message))).encode()
+        headers = {
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            "connection": "close",
+        }
+        start = h11.Response(status_code=status, headers=list(headers.items()), reason=b"Bad Request")
+        for event in (start, h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")

@@ -1,0 +1,62 @@
+"""The socket that a server listens on, of a host's port or of a path."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from infinilm.server.stream import STALL_SECONDS
+
+
+@contextmanager
+def listening(host: str, port: int, uds: str | None) -> Iterator[socket.socket]:
+    """On the path of a Unix socket where there is one"""
+    sock = unix_socket(uds) if uds else inet_socket(host, port)
+    try:
+        yield sock
+    finally:
+        sock.close()
+        if uds:
+            with suppress(OSError):
+                os.unlink(uds)
+
+
+def inet_socket(host: str, port: int) -> socket.socket:
+    try:
+        ((family, *_, place), *_) = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        sock = socket.create_server(place[:2], family=family, backlog=2048)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"cannot listen on {host!r}, port {port}: {reason}; take another --port") from error
+    # For the connections too: else what follows a first small write waits 40 ms for the caller's kernel.
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # else a caller who reads nothing keeps an answer here for ever
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STALL_SECONDS * 1e3))
+    return sock
+
+
+def unix_socket(path: str) -> socket.socket:
+    """In place of one that nobody listens on any more"""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with suppress(FileNotFoundError):
+            if stat.S_ISSOCK(os.stat(path).st_mode) and sock.connect_ex(path) != 0:
+                os.unlink(path)
+        sock.close()
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.bind(path)
+        sock.listen(2048)
+    except OSError as error:
+        sock.close()
+        raise ValueError(f"cannot listen on the Unix socket {path!r}: {error.strerror or error}") from error
+    return sock
+
+
+def address(sock: socket.socket) -> str:
+    if sock.family == socket.AF_UNIX:
+        return str(sock.getsockname())
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,129 @@
+"""A Hugging Face folder: tokenizer.json or tokenizer.model, and what the files beside it name."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from reprlib import repr as short
+from typing import Any
+
+import tokenizers
+
+from infinilm.folder import Folder
+from infinilm.tokenizer.bounds import check_bounds
+from infinilm.tokenizer.error import TokenizerError, errors_of
+from infinilm.tokenizer.library import MAX_VOCAB_SIZE
+from infinilm.tokenizer.normalizer import Normalizer
+from infinilm.tokenizer.sentencepiece import SentencePieceVocabulary
+from infinilm.tokenizer.sentencepiece_format import MAX_BYTES as MAX_SENTENCEPIECE_BYTES
+from infinilm.tokenizer.sentencepiece_format import SentencePieceFile
+
+# Above the largest there are: 33 MB, and 1.4 million values for 260,000 tokens and their merges.
+MAX_TOKENIZER_BYTES = 1 << 26
+MAX_TOKENIZER_VALUES = 1 << 21
+MAX_NAMES_BYTES = 1 << 22
+MAX_TEMPLATE_BYTES = 1 << 20
+
+# The special tokens that have a role, under the names configuration files and chat templates give them.
+ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What a folder's file, tokenizer.json or tokenizer.model, says about encoding."""
+
+    path: Path
+    library: tokenizers.Tokenizer
+    roles: Mapping[str, str]
+    normalizer: Normalizer | None = None
+
+
+def read_names(folder: Folder) -> dict[str, Any]:
+    """The settings beside the vocabulary: what its special tokens are called, and more"""
+    names = folder.read_object("special_tokens_map.json", MAX_NAMES_BYTES) or {}
+    return names | (folder.read_object("tokenizer_config.json", MAX_NAMES_BYTES) or {})
+
+
+def read_vocabulary(folder: Folder, config: Mapping[str, Any]) -> Vocabulary:
+    roles = _roles_in(config)
+    if folder.find("tokenizer.json") is None and folder.find("tokenizer.model") is not None:
+        return _read_sentencepiece(folder, config, roles)
+    return Vocabulary(folder.path / "tokenizer.json", _read_json(folder), roles)
+
+
+def _read_sentencepiece(folder: Folder, config: Mapping[str, Any], roles: Mapping[str, str]) -> Vocabulary:
+    path, raw = folder.path / "tokenizer.model", folder.read("tokenizer.model", MAX_SENTENCEPIECE_BYTES)
+    if "added_tokens_decoder" not in config:  # older folders have a file for it
+        added = folder.read_object("added_tokens.json", MAX_NAMES_BYTES) or {}
+        given = {
+            str(token_id): {"content": text, "special": text in roles.values()}
+            for text, token_id in added.items()
+        }
+        config = {**config, "added_tokens_decoder": given}
+    with errors_of(str(path)):
+        pieces = SentencePieceVocabulary(SentencePieceFile.parse(raw or b""), config, roles)
+        return Vocabulary(path, pieces.build_library(), pieces.roles, pieces.build_normalizer())
+
+
+def _read_json(folder: Folder) -> tokenizers.Tokenizer:
+    path, raw = folder.path / "tokenizer.json", folder.read("tokenizer.json", MAX_TOKENIZER_BYTES)
+    if raw is None:
+        raise TokenizerError(
+            f"{path} does not exist, nor does a tokenizer.model; "
+            "transformers' tokenizer.save_pretrained writes one"
+        )
+    if raw.count(b",") > MAX_TOKENIZER_VALUES:
+        raise TokenizerError(f"{path}: its JSON has more than {MAX_TOKENIZER_VALUES} values")
+    with errors_of(str(path)):
+        text = raw.decode("utf-8")
+        check_bounds(json.loads(text))
+        return tokenizers.Tokenizer.from_str(text)
+
+
+def _roles_in(config: Mapping[str, Any]) -> dict[str, str]:
+    """A role's token is written as its text, or as an object with the text under "content"."""
+    roles = {}
+    for role in ROLES:
+        value = config.get(role)
+        text = value.get("content") if isinstance(value, dict) else value
+        if text is not None and not isinstance(text, str):
+            raise TokenizerError(f"tokenizer_config.json: {role!r} must be a string, but is {short(text)}")
+        if text:
+            roles[role] = text
+    return roles
+
+
+def eos_ids_in(folder: Folder, found: Vocabulary) -> tuple[int, ...]:
+    """The tokenizer's EOS first, then those that the generation settings, or else the model's, name."""
+    eos = found.roles.get("eos_token")
+    own = found.library.token_to_id(eos) if eos is not None else None
+    if own is None and eos is not None:
+        raise TokenizerError(f"{folder.path}: 'eos_token' {short(eos)} is not in {found.path.name}")
+    model, generation = (folder.read_object(f"{name}config.json") or {} for name in ("", "generation_"))
+    named = (model | generation).get("eos_token_id")
+    ids = [own, *(named if isinstance(named, list) else [named])]
+    for token_id in ids:
+        if token_id is not None and (type(token_id) is not int or not 0 <= token_id < MAX_VOCAB_SIZE):
+            raise TokenizerError(
+                f"{folder.path}: 'eos_token_id' must be token ids below {MAX_VOCAB_SIZE}, "
+                f"but has {short(token_id)}"
+            )
+    return tuple(dict.fromkeys(token_id for token_id in ids if token_id is not None))
+
+
+def template_in(folder: Folder, config: Mapping[str, Any]) -> str | None:
+    with errors_of(f"{folder.path}: 'chat_template'"):
+        raw = folder.read("chat_template.jinja", MAX_TEMPLATE_BYTES)
+        template = _template_beside(folder, config) if raw is None else raw.decode("utf-8")
+        if isinstance(template, list):  # several, each with a name
+            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        if not isinstance(template, str | None):
+            raise TypeError(f"must be a string, but is a {type(template).__name__}")
+    return template
+
+
+def _template_beside(folder: Folder, config: Mapping[str, Any]) -> Any:
+    """In the settings, or in the file that a model's processor has for it."""
+    if config.get("chat_template") is not None:
+        return config["chat_template"]
+    return (folder.read_object("chat_template.json", MAX_TEMPLATE_BYTES) or {}).get("chat_template")

@@ -1,0 +1,56 @@
+"""What is asked of the `tokenizers` library about a vocabulary, whichever file it came from."""
+
+from collections.abc import Iterable
+
+import tokenizers
+from tokenizers import AddedToken
+
+from infinilm.tokenizer.error import TokenizerError, errors_of
+
+# Far above any vocabulary in use: nothing of ours is to be sized by an id of four thousand million.
+MAX_VOCAB_SIZE = 1 << 24
+
+
+def try_out(library: tokenizers.Tokenizer, source: str) -> None:
+    """Encode once, so that a file whose parts do not fit together is refused now and not in a request."""
+    library.no_truncation()
+    library.no_padding()
+    with errors_of(source):
+        found = library.encode("try out").ids
+    if any(library.id_to_token(token_id) is None for token_id in found):  # a frame names its ids itself
+        end = vocab_size(library) - 1
+        raise TokenizerError(f"{source}: encodes to token id {max(found)}, but its vocabulary ends at {end}")
+
+
+def vocab_size(library: tokenizers.Tokenizer) -> int:
+    size = max([_model_size(library), *(i + 1 for i in library.get_added_tokens_decoder())])
+    if size > MAX_VOCAB_SIZE:
+        raise TokenizerError(f"vocabulary: token id {size - 1} found, but ids must be below {MAX_VOCAB_SIZE}")
+    return size
+
+
+def _model_size(library: tokenizers.Tokenizer) -> int:
+    """One more than the last id of the model's own tokens"""
+    model, count = library.model, library.get_vocab_size(with_added_tokens=False)
+    # As many ids as tokens, from 0 on: none is left for a larger one. The table itself would be copied.
+    if all(model.id_to_token(token_id) is not None for token_id in range(count)):
+        return count
+    return max(library.get_vocab(with_added_tokens=False).values(), default=-1) + 1
+
+
+def with_special_tokens_as_text(library: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """A second front of the same model, shared and not copied, that reads special tokens as plain text."""
+    plain = tokenizers.Tokenizer(library.model)
+    plain.normalizer = library.normalizer
+    plain.pre_tokenizer = library.pre_tokenizer
+    plain.post_processor = library.post_processor
+    # All of them and in order, since the library numbers added tokens itself.
+    plain.add_tokens([token for _, token in sorted(library.get_added_tokens_decoder().items())])
+    plain.encode_special_tokens = True
+    return plain
+
+
+def mark_special(library: tokenizers.Tokenizer, texts: Iterable[str]) -> None:
+    added = {token.content for token in library.get_added_tokens_decoder().values()}
+    new = [text for text in texts if text not in added and library.token_to_id(text) is not None]
+    library.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in new])
