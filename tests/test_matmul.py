@@ -204,10 +204,19 @@ def test_activations_of_any_size_are_rounded_as_the_reference_does(
 
 @KINDS
 def test_a_row_has_the_same_bits_alone_and_among_others(kind: str, level: str) -> None:
-    weight, x = weight_of(kind, 37), rows(131, 768)
+    weight, x = weight_of(kind, 37), rows(258, 768)
     alone = torch.cat([F.linear(row, weight) for row in x.split(1)])
-    for num_rows in (*range(2, 18), 64, 131):
+    for num_rows in (*range(2, 18), 64, 131, 258):
         assert torch.equal(F.linear(x[:num_rows], weight), alone[:num_rows])
+
+
+@pytest.mark.parametrize("kind", INT8 + INT12 + INT16)
+def test_a_gated_row_and_a_sum_have_the_same_bits_alone_and_among_others(kind: str, level: str) -> None:
+    weight, x, residual = weight_of(kind, 37), rows(70, 768), rows(70, 37)
+    gated, added = gated_linear(x, weight, weight), linear_add(x, weight, None, residual)
+    for some in (slice(0, 1), slice(3, 9), slice(20, 70)):
+        assert torch.equal(gated_linear(x[some], weight, weight), gated[some])
+        assert torch.equal(linear_add(x[some], weight, None, residual[some]), added[some])
 
 
 @KINDS
