@@ -76,22 +76,34 @@ def by_the_book(q: Tensor, k: Tensor, v: Tensor, window: int, softcap: float, si
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(q)], v)
 
 
+@cache
+def one_stream(
+    length: int, size: int, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
+    """(q [T, H, D], k and v [T, K, D], (pools that hold them, their block table, streams, slots))"""
+    generator = torch.Generator().manual_seed(size)
+    q = 3 * torch.randn(length, 6, size, generator=generator).to(dtype)
+    k, v = torch.randn(2, length, 2, size, generator=generator).to(dtype)
+    padded = torch.zeros(2, 1, 2, -(-length // 64) * 64, size)
+    padded[:, 0, :, :length] = torch.stack([k, v]).transpose(1, 2)
+    pools = paged(*padded, block_size=64, dtype=dtype)
+    return q, k, v, (*pools, torch.zeros(length, dtype=torch.int64), torch.arange(length))
+
+
+@cache
+def wanted_of(length: int, size: int, window: int, bend: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    q, k, v, _ = one_stream(length, size, dtype)
+    return by_the_book(q.double(), k.double(), v.double(), window, *BENDS[bend])
+
+
 @pytest.mark.parametrize("bend", BENDS)
 @pytest.mark.parametrize("size", [64, 80, 96, 128, 256])
 def test_caps_sinks_and_windows_mean_what_their_formula_says(size: int, bend: str, level: str) -> None:
-    generator = torch.Generator().manual_seed(size)
     for length in (1, 37, 301):
-        q = 2 * torch.randn(length, 6, size, generator=generator)
-        k, v = torch.randn(2, length, 2, size, generator=generator)
-        padded = torch.zeros(2, 1, 2, 320, size)
-        padded[:, 0, :, :length] = torch.stack([k, v]).transpose(1, 2)
-        pools, places = (
-            paged(*padded, block_size=64),
-            (torch.zeros(length, dtype=torch.int64), torch.arange(length)),
-        )
+        q, _, _, stored = one_stream(length, size)
         for window in (0, 40):
-            found = ops.attention(q, *pools, *places, size**-0.5, window, *BENDS[bend])
-            wanted = by_the_book(q.double(), k.double(), v.double(), window, *BENDS[bend])
+            found = ops.attention(q, *stored, size**-0.5, window, *BENDS[bend])
+            wanted = wanted_of(length, size, window, bend)
             torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -179,16 +191,10 @@ def test_few_and_many_rows_of_a_model_in_bfloat16_get_the_same_bits(
 
 @pytest.mark.parametrize("size", [32, 64, 96, 128])
 def test_a_model_in_bfloat16_loses_no_more_than_its_states_do(size: int, level: str) -> None:
-    generator = torch.Generator().manual_seed(size)
     for length in (1, 7, 512):
-        q = 4 * torch.randn(length, 6, size, generator=generator)
-        k, v = torch.randn(2, length, 2, size, generator=generator).bfloat16().double()
-        padded = torch.zeros(2, 1, 2, 512, size, dtype=torch.float64)
-        padded[:, 0, :, :length] = torch.stack([k, v]).transpose(1, 2)
-        pools = paged(*padded.bfloat16(), block_size=64)
-        places = torch.zeros(length, dtype=torch.int64), torch.arange(length)
-        found = ops.attention(q.bfloat16(), *pools, *places, size**-0.5, 0)
-        wanted = by_the_book(q.bfloat16().double(), k, v, 0, 0.0, None)
+        q, _, _, stored = one_stream(length, size, torch.bfloat16)
+        found = ops.attention(q, *stored, size**-0.5, 0)
+        wanted = wanted_of(length, size, 0, "straight", torch.bfloat16)
         assert found.dtype == torch.bfloat16
         assert ((found - wanted) ** 2).sum() < 1e-5 * (wanted**2).sum()
 
