@@ -50,7 +50,7 @@ def interrupt_after(seconds):
     sent = time.process_time()
     signal.raise_signal(signal.SIGINT)
 
-for num_chunks in (0.1, 0.45, 0.8, 1.15, 1.5, 2.2):
+for num_chunks in (0.1, 0.7, 1.4):
     timer = threading.Thread(target=interrupt_after, args=(num_chunks * chunk,))
     timer.start()
     try:
@@ -66,7 +66,7 @@ def test_an_interrupt_is_heard_in_the_midst_of_a_chunk_of_a_long_prompt(default_
     child = subprocess.run(command, capture_output=True, text=True)
     assert child.returncode == 0, child.stderr
     chunk, *heard = map(float, child.stdout.split())
-    assert len(heard) == 6 and max(heard) < chunk / 4
+    assert len(heard) == 3 and max(heard) < chunk / 4
 
 
 def test_no_call_of_attention_does_more_than_its_share_of_a_long_prompt(
