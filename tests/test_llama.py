@@ -12,7 +12,7 @@ from typing import Any
 import gguf_files
 import pytest
 import torch
-from parity import BFLOAT16_BAR, FLOAT32_BAR, SIZES, check_greedy, check_parity, make, nmse, prompt
+from parity import BFLOAT16_BAR, FLOAT32_BAR, SIZES, check_greedy, check_parity, known, make, nmse, prompt
 from torch import Tensor
 
 import infinicore
@@ -33,7 +33,7 @@ from infinilm.models.llama import (
 from infinilm.models.mistral import MistralConfig
 from infinilm.models.qwen import Qwen2Config, Qwen3Config
 
-__all__ = ["make"]
+__all__ = ["known", "make"]
 
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -69,9 +69,9 @@ ROPES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_logits_of_every_architecture_equal_those_of_transformers(name: str, make: Any, level: str) -> None:
+def test_logits_of_every_architecture_equal_those_of_transformers(name: str, known: Any, level: str) -> None:
     kind, options = ARCHITECTURES[name]
-    check_parity(*make(kind, **options), torch.float32, FLOAT32_BAR)
+    check_parity(*known(kind, **options), torch.float32, FLOAT32_BAR)
 
 
 def swap_heads(state: dict[str, Tensor]) -> None:
@@ -109,17 +109,17 @@ def test_bfloat16_logits_stay_close_to_those_of_transformers(name: str, make: An
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_greedy_tokens_of_every_architecture_equal_those_of_transformers(name: str, make: Any) -> None:
+def test_greedy_tokens_of_every_architecture_equal_those_of_transformers(name: str, known: Any) -> None:
     kind, options = ARCHITECTURES[name]
-    check_greedy(*make(kind, **options))
+    check_greedy(*known(kind, **options))
 
 
 @pytest.mark.parametrize("length", [21, 60])
 @pytest.mark.parametrize("rope_type", ROPES)
 def test_logits_of_every_rope_type_equal_those_of_transformers(
-    rope_type: str, length: int, make: Any
+    rope_type: str, length: int, known: Any
 ) -> None:
-    theirs, folder = make("Llama", rope_parameters={"rope_theta": 5000.0, **ROPES[rope_type]})
+    theirs, folder = known("Llama", rope_parameters={"rope_theta": 5000.0, **ROPES[rope_type]})
     ours = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = prompt(length=length)
     with torch.inference_mode():
@@ -128,9 +128,9 @@ def test_logits_of_every_rope_type_equal_those_of_transformers(
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope", "yarn"])
 def test_rope_beyond_the_trained_length_equals_transformers_token_for_token(
-    rope_type: str, make: Any
+    rope_type: str, known: Any
 ) -> None:
-    theirs, folder = make("Llama", rope_parameters={"rope_theta": 5000.0, **ROPES[rope_type]})
+    theirs, folder = known("Llama", rope_parameters={"rope_theta": 5000.0, **ROPES[rope_type]})
     ours = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = prompt(1, 50)
     wanted = theirs.generate(ids, max_new_tokens=64, do_sample=False, pad_token_id=0)

@@ -133,11 +133,11 @@ def test_logits_and_greedy_tokens_are_those_of_peft(name: str, make: Any, tmp_pa
     assert nmse(plain, wanted) > 1e-3  # it does something
     found = logits_of(model, [ours, None], ids)
     assert nmse(found[0], wanted[0]) <= BAR and nmse(found[1], plain[1]) <= BAR
-    greedy = theirs.generate(ids[:1], max_new_tokens=40, do_sample=False, pad_token_id=0)[0, 21:].tolist()
+    greedy = theirs.generate(ids[:1], max_new_tokens=12, do_sample=False, pad_token_id=0)[0, 21:].tolist()
     _, tokenizer = load_model(write_model(tmp_path / "words"))
     engine = Engine(model, tokenizer, EngineConfig(kv_cache_memory="8MB", max_model_len=64))
     lora = LoRARequest("one", 1, tmp_path / "adapter")
-    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     (output,) = finish(engine, engine.make(ids[0].tolist(), params, lora_request=lora))
     assert output.outputs[0].token_ids == greedy
 
@@ -192,8 +192,7 @@ def test_a_request_without_adapter_says_what_it_says_where_none_was_ever_loaded(
     assert said(run(engine, together)[0].output()) == before
 
 
-@pytest.mark.parametrize("is_ahead", [False, True], ids=["", "ahead"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed, is_ahead", [(0, False), (1, False), (2, True)])
 def test_every_request_of_a_random_mix_says_what_it_says_alone(
     seed: int, is_ahead: bool, tiny: Tiny, loras: list[LoRARequest], one_thread: None
 ) -> None:

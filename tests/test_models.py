@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from parity import BFLOAT16_BAR, FLOAT32_BAR, check_greedy, check_parity, make, nmse, prompt
+from parity import BFLOAT16_BAR, FLOAT32_BAR, check_greedy, check_parity, known, make, nmse, prompt
 from safetensors.torch import load_file, save_file
 
 from infinicore.quantization import QuantizedTensor
@@ -16,7 +16,7 @@ from infinilm.checkpoint import open_checkpoint
 from infinilm.models.llama import LlamaForCausalLM
 from infinilm.models.weights import describe
 
-__all__ = ["make"]
+__all__ = ["known", "make"]
 
 LONGROPE = {
     "rope_type": "longrope",
@@ -86,9 +86,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_equal_those_of_transformers_whole_and_in_pieces(name: str, make: Any, level: str) -> None:
+def test_logits_equal_those_of_transformers_whole_and_in_pieces(name: str, known: Any, level: str) -> None:
     kind, options = MODELS[name]
-    check_parity(*make(kind, **options), torch.float32, FLOAT32_BAR, length=30)
+    check_parity(*known(kind, **options), torch.float32, FLOAT32_BAR, length=30)
 
 
 def has_experts(options: dict[str, Any]) -> bool:
@@ -110,19 +110,19 @@ def test_bfloat16_logits_are_about_as_exact_as_those_of_transformers(name: str, 
 
 
 @pytest.mark.parametrize("length", [20, 31, 32, 33, 40])
-def test_phi_goes_over_to_long_frequencies_as_transformers_does(length: int, make: Any) -> None:
+def test_phi_goes_over_to_long_frequencies_as_transformers_does(length: int, known: Any) -> None:
     """What was computed with the others is computed anew."""
     kind, options = MODELS["phi4-mini"]
-    theirs, folder = make(kind, **options)
+    theirs, folder = known(kind, **options)
     ours = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     wanted = theirs.generate(prompt(1, length), max_new_tokens=30, do_sample=False, pad_token_id=0)
     assert torch.equal(ours.generate(prompt(1, length), max_new_tokens=30), wanted)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_64_greedy_tokens_equal_those_of_transformers(name: str, make: Any) -> None:
+def test_64_greedy_tokens_equal_those_of_transformers(name: str, known: Any) -> None:
     kind, options = MODELS[name]
-    check_greedy(*make(kind, **options))
+    check_greedy(*known(kind, **options))
 
 
 def test_gpt_oss_in_mxfp4_has_the_logits_of_the_same_weights_as_floats(make: Any) -> None:

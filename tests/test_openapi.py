@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-NUM_EXAMPLES = [10, pytest.param(100, marks=pytest.mark.slow)]  # of each operation
+NUM_EXAMPLES = [5, pytest.param(100, marks=pytest.mark.slow)]  # of each operation
 SETTINGS = hypothesis.settings(
     deadline=None,
     derandomize=True,
