@@ -61,7 +61,7 @@ def in_threads(task: Callable[[int], Any]) -> list[Any]:
 def tiny_requests(model: LlamaForCausalLM, thread: int) -> list[list[int]]:
     """Tokens of prompts of several lengths, one of them beyond the first rope tables"""
     prompts = [
-        [(7 * thread + i * j) % 64 for j in range(length)] for i, length in enumerate((5, 600, 30, 11))
+        [(7 * thread + i * j) % 64 for j in range(length)] for i, length in enumerate((5, 600, 30))
     ]
     return [model.generate([ids], max_new_tokens=12)[0].tolist() for ids in prompts]
 
@@ -69,7 +69,7 @@ def tiny_requests(model: LlamaForCausalLM, thread: int) -> list[list[int]]:
 @pytest.mark.parametrize("kind", MODELS)
 def test_threads_that_share_a_model_get_the_tokens_they_get_alone(kind: str) -> None:
     wanted = [tiny_requests(tiny_model(**MODELS[kind]), i) for i in range(NUM_THREADS)]
-    for _ in range(3):
+    for _ in range(2):
         model = tiny_model(**MODELS[kind])  # a new one, whose tables have yet to grow
         assert in_threads(partial(tiny_requests, model)) == wanted
 
@@ -77,7 +77,7 @@ def test_threads_that_share_a_model_get_the_tokens_they_get_alone(kind: str) -> 
 def test_threads_with_a_model_each_get_the_tokens_they_get_alone() -> None:
     models = [tiny_model() for _ in range(NUM_THREADS)]
     wanted = [tiny_requests(model, i) for i, model in enumerate(models)]
-    for _ in range(3):
+    for _ in range(2):
         assert in_threads(lambda i: tiny_requests(models[i], i)) == wanted
 
 
@@ -147,7 +147,7 @@ def test_a_thread_that_goes_on_to_the_next_region_begins_it_anew(keep_threads: N
     wanted = products()
     infinicore.set_num_threads(NUM_THREADS)
     graph = Graph.record(products)
-    for _ in range(1000):
+    for _ in range(400):
         assert all(map(torch.equal, graph.replay(), wanted))
 
 
