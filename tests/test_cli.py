@@ -134,9 +134,9 @@ def test_a_users_error_is_one_line_and_a_failing_exit(
     assert line.startswith("infinilm: error:") and expected in line
 
 
-def test_bench_latency_prints_every_quantity_with_its_spread(here: Here, default_model_path: Path) -> None:
+def test_bench_latency_prints_every_quantity_with_its_spread(here: Here, tiny_folder: Path) -> None:
     sizes = ("--prompt-length", "16", "--output-length", "4", "--batch-size", "2", "--rounds", "2")
-    result = json.loads(here("bench", "latency", *sizes, "--json").stdout)
+    result = json.loads(here("bench", "latency", "--model", str(tiny_folder), *sizes, "--json").stdout)
     for name in (
         "prefill_tokens_per_second",
         "decode_tokens_per_second",
@@ -242,12 +242,12 @@ def test_an_output_that_is_full_is_one_line(
 
 
 def test_what_a_terminal_cannot_show_is_written_with_backslashes(
-    default_model_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown = {}
     for encoding in ("utf-8", "ascii"):
         monkeypatch.setattr(sys, "stdout", out := text_stream(encoding=encoding))
-        assert main(["generate", "é, é, é, é, é,", "--raw", "--max-tokens", "8"]) == 0
+        assert main(["generate", "é", "--raw", "--max-tokens", "8", "--model", str(tiny_folder)]) == 0
         shown[encoding] = out.buffer.getvalue()  # type: ignore[attr-defined]
     assert not shown["utf-8"].isascii()
     assert shown["ascii"] == shown["utf-8"].decode().encode("ascii", "backslashreplace")
