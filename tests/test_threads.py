@@ -60,9 +60,7 @@ def in_threads(task: Callable[[int], Any]) -> list[Any]:
 
 def tiny_requests(model: LlamaForCausalLM, thread: int) -> list[list[int]]:
     """Tokens of prompts of several lengths, one of them beyond the first rope tables"""
-    prompts = [
-        [(7 * thread + i * j) % 64 for j in range(length)] for i, length in enumerate((5, 600, 30))
-    ]
+    prompts = [[(7 * thread + i * j) % 64 for j in range(length)] for i, length in enumerate((5, 600, 30))]
     return [model.generate([ids], max_new_tokens=12)[0].tolist() for ids in prompts]
 
 
