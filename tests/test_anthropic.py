@@ -1,12 +1,14 @@
-"""/v1/messages as Anthropic's own client and Claude Code read it, and by the byte."""
+"""/v1/messages as Anthropic's own client and Claude Code read it, and by the byte.
+
+The client, which takes seconds to import, is left to the one process that runs these tests.
+"""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import pytest
 from servers import (
@@ -30,12 +32,17 @@ from servers import (
 from infinilm import LLM
 from infinilm.server.calls import Settings
 
+if TYPE_CHECKING:
+    import anthropic
+
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 MESSAGES = "/v1/messages"
 
 
 def client(server: Running, **options: Any) -> anthropic.Anthropic:
+    import anthropic
+
     options = {"api_key": "none", "max_retries": 0, "timeout": PATIENCE, **options}
     return anthropic.Anthropic(base_url=server.url, _strict_response_validation=True, **options)
 
@@ -510,6 +517,8 @@ def test_a_wrong_field_is_told_by_its_name(name: str, value: Any, idle: Running)
 
 
 def test_the_client_raises_what_each_error_is(folder: Path) -> None:
+    import anthropic
+
     settings = Settings(keys=("secret",), max_body=3000)
     with running(folder, settings, max_num_seqs=1, max_queue=0) as server:
         asked: Any = {"model": NAME, "messages": HELLO, "max_tokens": 1}
@@ -569,6 +578,8 @@ def test_pings_come_while_the_engine_is_busy(folder: Path) -> None:
 
 
 def test_an_error_ends_a_stream_and_the_client_raises_it(idle: Running) -> None:
+    import anthropic
+
     with client(idle) as asker:
         asked: Any = {"model": NAME, "messages": HELLO, "max_tokens": 90_000, "extra_body": GREEDY}
         with asker.messages.stream(**asked) as stream:
