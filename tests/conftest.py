@@ -6,8 +6,9 @@ import logging
 import os
 import platform
 import signal
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,16 +47,19 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-# Begun first where several processes share out the files, so that none is left alone with one at the end
-LONG = (
-    *("test_invariance", "test_default_model", "test_page", "test_benchmarks", "test_lora", "test_cli"),
-    *("test_server", "test_process", "test_ops", "test_hostile_files", "test_models", "test_engine"),
-    *("test_openapi", "test_load"),
-)
+# Begun first where several processes share out the files, the longest before all, so that none is left alone
+# with one at the end
+LONG = """
+    benchmarks cli page invariance default_model grammar ops tools server engine process abuse hostile_files
+    models lora serve_command chat_templates experts threads matmul adding_a_model engine_models sentencepiece
+    operation openapi load anthropic quantize_at_load batch_files tokenizer readme responses llama attention
+    adding_an_op async_llm
+"""
+PLACE = {f"test_{name}": place for place, name in enumerate(LONG.split())}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.stem not in LONG)
+    items.sort(key=lambda item: PLACE.get(item.path.stem, len(PLACE)))
 
 
 @contextmanager
@@ -87,14 +91,31 @@ def is_best(level: str) -> bool:
     return level == _native.isa_levels()[-1]
 
 
+@contextmanager
+def same_threads() -> Iterator[None]:
+    """As many as before in the end, of ours and of torch's"""
+    import torch
+
+    import infinicore
+
+    before = infinicore.get_num_threads(), torch.get_num_threads()
+    yield
+    infinicore.set_num_threads(before[0])
+    torch.set_num_threads(before[1])
+
+
 @pytest.fixture
 def keep_threads() -> Iterator[None]:
     """The test may change the number of threads."""
-    import infinicore
+    with same_threads():
+        yield
 
-    before = infinicore.get_num_threads()
-    yield
-    infinicore.set_num_threads(before)
+
+@pytest.fixture(scope="module", autouse=True)
+def leave_threads() -> Iterator[None]:
+    """Threads of torch spin while they wait: those that a file left behind would slow down all after it."""
+    with same_threads() if "torch" in sys.modules else nullcontext():
+        yield
 
 
 @pytest.fixture
@@ -115,12 +136,10 @@ def one_thread() -> Iterator[None]:
 
     import infinicore
 
-    before = infinicore.get_num_threads(), torch.get_num_threads()
-    infinicore.set_num_threads(1)
-    torch.set_num_threads(1)
-    yield
-    infinicore.set_num_threads(before[0])
-    torch.set_num_threads(before[1])
+    with same_threads():
+        infinicore.set_num_threads(1)
+        torch.set_num_threads(1)
+        yield
 
 
 @pytest.fixture(scope="session")
