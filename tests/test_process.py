@@ -168,7 +168,7 @@ def keep_busy():
 
 other = threading.Thread(target=keep_busy)
 other.start()
-for _ in range(4):
+for _ in range(2):
     if os.fork() == 0:
         print((tokens(), large_products()) == wanted, flush=True)
         os._exit(0)
@@ -197,7 +197,7 @@ def run_python(code: str, *arguments: str, **environment: str) -> subprocess.Com
 
 
 def test_forked_processes_compute_what_their_parent_does(default_model_path: Path) -> None:
-    assert run_python(FORKING, str(default_model_path)).stdout.split() == ["True"] * 4
+    assert run_python(FORKING, str(default_model_path)).stdout.split() == ["True"] * 2
 
 
 @pytest.mark.parametrize("count", ["abc", "0", "-1", "1e3", "99999999", "9" * 5000, " 2", "²"])
@@ -233,24 +233,29 @@ def test_set_num_threads_says_what_it_takes(count: Any) -> None:
         native.set_num_threads(count)
 
 
-# The core as it would be without a name, or (given none) not there at all.
-OTHER_CORE = """
+# Prints what is said of the core as it would be without a name, and where there is none at all.
+OTHER_CORES = """
 import importlib.util, sys
 spec = importlib.util.spec_from_file_location("infinicore._native", sys.argv[1])
 core = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(core)
-for name in sys.argv[2:]:
-    delattr(core, name)
-sys.modules["infinicore._native"] = core if sys.argv[2:] else None
-import infinicore
+del core.bind_silu
+for found in (core, None):
+    sys.modules["infinicore._native"] = found
+    try:
+        import infinicore
+    except ImportError as error:
+        print(error)
+    for name in [name for name in sys.modules if name.startswith("infinicore")]:
+        del sys.modules[name]
 """
 
 
-@pytest.mark.parametrize("names", [["bind_silu"], []])
-def test_a_native_core_that_is_missing_or_of_other_sources_is_refused_with_advice(names: list[str]) -> None:
-    error = run_python(OTHER_CORE, _native.__file__, *names).stderr.splitlines()[-1]
-    assert error.startswith("ImportError: the native core") and "make setup" in error
-    assert all(repr(name) in error for name in names)
+def test_a_native_core_that_is_missing_or_of_other_sources_is_refused_with_advice() -> None:
+    of_other_sources, missing = run_python(OTHER_CORES, _native.__file__).stdout.splitlines()
+    for error in (of_other_sources, missing):
+        assert error.startswith("the native core") and "make setup" in error
+    assert "'bind_silu'" in of_other_sources
 
 
 def test_a_name_that_the_native_core_lacks_is_told_with_advice() -> None:
