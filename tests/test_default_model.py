@@ -94,7 +94,7 @@ def test_logits_equal_those_of_transformers(exact: LLM, level: str) -> None:
 
 def test_replayed_steps_of_the_whole_model_give_the_bits_of_a_prefill(default: LLM) -> None:
     ids = RECORDED["answers"][1]["prompt_ids"][:12]
-    wanted = all_logits(default, ids).log_softmax(-1)
+    wanted = all_logits(default, ids).double().log_softmax(-1)
     params = SamplingParams(temperature=0.0, max_tokens=3, logprobs=1)
     (drawn,) = default.generate([ids[:9]], params)[0].outputs
     (whole,) = default.generate([ids[:9] + drawn.token_ids], SamplingParams(max_tokens=1, prompt_logprobs=1))
