@@ -95,7 +95,7 @@ INFINI_INLINE inline void add_whole_group(Tile& tile, const uint8_t* packed, con
     unrolled<4>([&](auto quad) INFINI_INLINE {
         unrolled<G / 16>([&](auto i) INFINI_INLINE {
             constexpr int kWhich = g * G / 16 + decltype(i)::value;
-            const Quad fields = fields_at<Block, kWhich, quad>(packed);
+            const Quad<> fields = fields_at<Block, kWhich, quad>(packed);
             tile.each([&](auto& r, int m) INFINI_INLINE {
                 r.dots.template add<kBlock>(quad, fields, rows.sixteen(m, kWhich));
             });

@@ -19,12 +19,13 @@ constexpr int kParts = kRows / W;   // vectors that hold a value for each of the
 
 typedef uint8_t vb __attribute__((vector_size(W * 4)));
 
-// Four fields of each of the 16 rows
+// Four fields of each of the 16 rows, or of those that the first N vectors hold
+template <int N = kParts>
 struct Quad {
-    vb part[kParts];
+    vb part[N];
 
     INFINI_INLINE explicit Quad(const uint8_t* p) {
-        for (int i = 0; i < kParts; ++i) memcpy(&part[i], p + i * sizeof(vb), sizeof(vb));
+        for (int i = 0; i < N; ++i) memcpy(&part[i], p + i * sizeof(vb), sizeof(vb));
     }
 
     // `bits` of each byte, from bit `shift` on
@@ -32,7 +33,7 @@ struct Quad {
     INFINI_INLINE Quad field() const {
         constexpr uint8_t kMask = (1 << bits) - 1;
         Quad q = *this;
-        for (int i = 0; i < kParts; ++i) {
+        for (int i = 0; i < N; ++i) {
             if constexpr (shift > 0) q.part[i] >>= shift;
             if constexpr (bits + shift < 8) q.part[i] &= kMask;
         }
@@ -44,15 +45,15 @@ struct Quad {
         alignas(16) uint8_t table[16];
         for (int i = 0; i < 16; ++i) table[i] = static_cast<uint8_t>(levels[i] + moved);
 #if defined(INFINI_NEON)
-        for (int i = 0; i < kParts; ++i) part[i] = vqtbl1q_u8(vld1q_u8(table), part[i]);
+        for (int i = 0; i < N; ++i) part[i] = vqtbl1q_u8(vld1q_u8(table), part[i]);
 #elif defined(INFINI_AVX512)
         const __m512i entries = _mm512_broadcast_i32x4(*reinterpret_cast<const __m128i*>(table));
         part[0] = (vb)_mm512_shuffle_epi8(entries, (__m512i)part[0]);
 #elif defined(INFINI_AVX2)
         const __m256i entries = _mm256_broadcastsi128_si256(*reinterpret_cast<const __m128i*>(table));
-        for (int i = 0; i < kParts; ++i) part[i] = (vb)_mm256_shuffle_epi8(entries, (__m256i)part[i]);
+        for (int i = 0; i < N; ++i) part[i] = (vb)_mm256_shuffle_epi8(entries, (__m256i)part[i]);
 #else
-        for (int i = 0; i < kParts; ++i)
+        for (int i = 0; i < N; ++i)
             for (size_t j = 0; j < sizeof(vb); ++j) part[i][j] = table[part[i][j]];
 #endif
     }
@@ -61,7 +62,7 @@ struct Quad {
     template <int from, int to>
     INFINI_INLINE Quad moved() const {
         Quad q = *this;
-        for (int i = 0; i < kParts; ++i) {
+        for (int i = 0; i < N; ++i) {
             if constexpr (from < to)
                 q.part[i] <<= to - from;
             else
@@ -73,9 +74,9 @@ struct Quad {
     // The bits of `mask` from another
     INFINI_INLINE void put_above(const Quad& upper, uint8_t mask) {
 #if defined(INFINI_NEON)
-        for (int i = 0; i < kParts; ++i) part[i] = vbslq_u8(vdupq_n_u8(mask), upper.part[i], part[i]);
+        for (int i = 0; i < N; ++i) part[i] = vbslq_u8(vdupq_n_u8(mask), upper.part[i], part[i]);
 #else
-        for (int i = 0; i < kParts; ++i) part[i] |= upper.part[i] & mask;
+        for (int i = 0; i < N; ++i) part[i] |= upper.part[i] & mask;
 #endif
     }
 };
@@ -113,17 +114,18 @@ __attribute__((noinline)) void add_fours(vi* sums, const vb* fields, const int8_
 
 const vi kNothing = vi{} + kShiftBits;
 
+template <int N = kParts>
 struct Dots {
-    vi part[kParts];
+    vi part[N];
 
     INFINI_INLINE void start(int32_t first) {
-        for (int i = 0; i < kParts; ++i) part[i] = vi{} + first;
+        for (int i = 0; i < N; ++i) part[i] = vi{} + first;
     }
 
     // From nothing, for value(). On NEON a load: a copy of a register would take the place of a product.
     INFINI_INLINE void start() {
 #if defined(INFINI_NEON)
-        for (int i = 0; i < kParts; ++i) asm volatile("ldr %q0, %1" : "=w"(part[i]) : "m"(kNothing));
+        for (int i = 0; i < N; ++i) asm volatile("ldr %q0, %1" : "=w"(part[i]) : "m"(kNothing));
 #else
         start(kShiftBits);
 #endif
@@ -133,9 +135,9 @@ struct Dots {
 
     // Of the 16 activations, `quad` names four.
     template <int quad>
-    INFINI_INLINE void add(std::integral_constant<int, quad>, const Quad& w, const Sixteen& x) {
+    INFINI_INLINE void add(std::integral_constant<int, quad>, const Quad<N>& w, const Sixteen& x) {
 #if defined(INFINI_NEON)
-        for (int i = 0; i < kParts; ++i)
+        for (int i = 0; i < N; ++i)
             part[i] = vdotq_laneq_s32(part[i], vreinterpretq_s8_u8(w.part[i]), x.q, quad);
 #else
         int32_t four;
@@ -145,7 +147,7 @@ struct Dots {
 #elif defined(INFINI_AVX2)
         // Unsigned times signed bytes, pairs added in 16 bits: 2 * 127 * 127 fits.
         const __m256i v = _mm256_set1_epi32(four);
-        for (int i = 0; i < kParts; ++i) {
+        for (int i = 0; i < N; ++i) {
             const __m256i q = (__m256i)w.part[i];
             const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(q), _mm256_sign_epi8(v, q));
             part[i] += (vi)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
@@ -158,9 +160,9 @@ struct Dots {
 };
 
 // The same with one plane of x or two
-template <int P>
+template <int P, int N = kParts>
 struct PlaneDots {
-    Dots high, low;  // of one plane, the low one alone
+    Dots<N> high, low;  // of one plane, the low one alone
 
     INFINI_INLINE void start() {
         if constexpr (P == 2) high.start();
@@ -175,14 +177,16 @@ struct PlaneDots {
 
     // Planes are a span apart.
     template <int span = kGroup, class Quarter>
-    INFINI_INLINE void add(Quarter quad, const Quad& w, const int8_t* q) {
+    INFINI_INLINE void add(Quarter quad, const Quad<N>& w, const int8_t* q) {
         if constexpr (P == 2) high.add(quad, w, Sixteen(q));
         low.add(quad, w, Sixteen(q + (P - 1) * span));
     }
 
     INFINI_INLINE vf value(int i, int radix) const {
-        if constexpr (P == 2) return fma(high.value(i), splat(static_cast<float>(radix)), low.value(i));
-        return low.value(i);
+        if constexpr (P == 1) return low.value(i);
+        // radix * (high - kShift) + low - kShift: the low one's kShift goes with the high one's, exactly.
+        const float factor = static_cast<float>(radix);
+        return fma((vf)high.part[i] - (kShift + kShift / factor), splat(factor), (vf)low.part[i]);
     }
 };
 
@@ -197,19 +201,22 @@ struct Totals {
         for (int i = 0; i < kParts; ++i) store(y + i * W, part[i]);
     }
 
-    template <int P>
-    INFINI_INLINE void add(const PlaneDots<P>& dots, const float* scale, float x_scale, int radix) {
-        for (int i = 0; i < kParts; ++i)
-            part[i] = fma(dots.value(i, radix), load(scale + i * W) * x_scale, part[i]);
+    // To those from part `first` on
+    template <int P, int N>
+    INFINI_INLINE void add(const PlaneDots<P, N>& dots, const float* scale, float x_scale, int radix,
+                           int first = 0) {
+        for (int i = 0; i < N; ++i)
+            part[first + i] =
+                fma(dots.value(i, radix), load(scale + (first + i) * W) * x_scale, part[first + i]);
     }
     INFINI_INLINE void add_minimum(const float* minimum, float x_total) {
         for (int i = 0; i < kParts; ++i) part[i] = fma(load(minimum + i * W), splat(x_total), part[i]);
     }
 };
 
-template <int P>
+template <int P, int N = kParts>
 struct RowOfTile {
-    PlaneDots<P> dots;
+    PlaneDots<P, N> dots;
     Totals totals;
 };
 

@@ -72,7 +72,7 @@ INFINI_NOT_SCHEDULED void add_tile(float* __restrict total, const Chunk<>& chunk
             });
             for (int k = half * G; k < half * G + G; k += 16, w += 16 * kRows)
                 unrolled<4>([&](auto quad) INFINI_INLINE {
-                    const Quad fields(w + 4 * kRows * quad);
+                    const Quad<> fields(w + 4 * kRows * quad);
                     tile.each([&](auto& r, int m)
                                   INFINI_INLINE { r.dots.add(quad, fields, q + m * P * kGroup + k); });
                 });

@@ -10,21 +10,25 @@ template <class Block>
 constexpr int kOffset = kBias && Block::kIsSigned ? kBias : Block::kOffset;
 
 // Four of the 16 elements `sixteenth` of a block
-template <class Block, int sixteenth, int quad>
-INFINI_INLINE inline Quad fields_at(const uint8_t* packed) {
+template <class Block, int sixteenth, int quad, int N = kParts>
+INFINI_INLINE inline Quad<N> fields_at(const uint8_t* packed) {
     constexpr Place place = Block::place(sixteenth, quad);
     constexpr int kLow = Block::kLowBits;
-    Quad w = Quad(packed + place.bytes * kRows).template field<kLow, place.shift>();
+    Quad<N> w = Quad<N>(packed + place.bytes * kRows).template field<kLow, place.shift>();
     if constexpr (Block::kBits > kLow) {
-        const Quad upper(packed + place.upper * kRows);
+        const Quad<N> upper(packed + place.upper * kRows);
         w.put_above(upper.template moved<place.bit, kLow>(), (1 << Block::kBits) - (1 << kLow));
     }
     if constexpr (kHasLevels<Block>)
         w.look_up(Block::kLevels, kBias);
     else if constexpr (kBias && Block::kIsSigned)
-        for (int i = 0; i < kParts; ++i) w.part[i] ^= kBias;
+        for (int i = 0; i < N; ++i) w.part[i] ^= kBias;
     return w;
 }
+
+// Vectors of weight rows that are summed before the next ones, so that `count` sums of each stay in registers
+template <int count>
+constexpr int kPartsAtOnce = count * kParts <= kPackedFewSums ? kParts : kPackedFewSums / count;
 
 // total[r][0:16] += the products of M rows of x from `row` on with 16 of weight
 template <class Block, int P, int M>
@@ -34,8 +38,9 @@ INFINI_INLINE inline void add_blocks_to_rows(float* total, const uint8_t* packed
                   kSplit = kGroup / G;  // groups to one of x
     constexpr int kSize = Block::kBytes * kRows, kLines = (kSize + 63) / 64,
                   kDistance = kPackedPrefetchBytes > kSize ? kPackedPrefetchBytes : kSize;
+    constexpr int N = kPartsAtOnce<P * M>;
     const int64_t step = 1 << x.log_rows;
-    Tile<RowOfTile<P>, M> tile;
+    Tile<RowOfTile<P, N>, M> tile;
     tile.each([&](auto& r, int m) INFINI_INLINE { r.totals.load_from(total + m * kRows); });
     for (int64_t first = 0; first < x.num_groups; first += kGroups / kSplit, packed += kSize) {
         alignas(64) float scale[kGroups * kRows], minimum[kGroups * kRows];
@@ -49,20 +54,26 @@ INFINI_INLINE inline void add_blocks_to_rows(float* total, const uint8_t* packed
             const int8_t* q = x.q + at * P * kGroup + g % kSplit * G;
             const int32_t* sums = x.sums_at(first + g / kSplit, row);
             const float* x_total = x.total_at(first + g / kSplit, row, g % kSplit, G);
-            tile.each([&](auto& r, int m) INFINI_INLINE {
-                r.dots.start(kOffset<Block>, GroupSums<P>(sums + m, step, g % kSplit, G));
-            });
-            unrolled<4>([&](auto quad) INFINI_INLINE {
-                unrolled<G / 16>([&](auto i) INFINI_INLINE {
-                    const Quad fields = fields_at<Block, g * G / 16 + i, quad>(packed);
-                    tile.each([&](auto& r, int m)
-                                  INFINI_INLINE { r.dots.add(quad, fields, q + m * P * kGroup + 16 * i); });
+            unrolled<kParts / N>([&](auto piece) INFINI_INLINE {
+                const uint8_t* from = packed + piece * N * sizeof(vb);
+                tile.each([&](auto& r, int m) INFINI_INLINE {
+                    r.dots.start(kOffset<Block>, GroupSums<P>(sums + m, step, g % kSplit, G));
+                });
+                unrolled<4>([&](auto quad) INFINI_INLINE {
+                    unrolled<G / 16>([&](auto i) INFINI_INLINE {
+                        const Quad<N> fields = fields_at<Block, g * G / 16 + i, quad, N>(from);
+                        tile.each([&](auto& r, int m) INFINI_INLINE {
+                            r.dots.add(quad, fields, q + m * P * kGroup + 16 * i);
+                        });
+                    });
+                });
+                tile.each([&](auto& r, int m) INFINI_INLINE {
+                    r.totals.add(r.dots, scale + g * kRows, x.scale[at + m], x.radix, piece * N);
                 });
             });
-            tile.each([&](auto& r, int m) INFINI_INLINE {
-                r.totals.add(r.dots, scale + g * kRows, x.scale[at + m], x.radix);
-                if constexpr (Block::kHasMinimum) r.totals.add_minimum(minimum + g * kRows, x_total[m]);
-            });
+            if constexpr (Block::kHasMinimum)
+                tile.each([&](auto& r, int m)
+                              INFINI_INLINE { r.totals.add_minimum(minimum + g * kRows, x_total[m]); });
         });
     }
     tile.each([&](auto& r, int m) INFINI_INLINE { r.totals.store_to(total + m * kRows); });

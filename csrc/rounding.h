@@ -10,7 +10,6 @@
 namespace infini::INFINI_LEVEL {
 
 constexpr int kGroup = 32, kSumLength = 16;
-constexpr int kRowBlock = 16;  // rows of a block at most
 constexpr int kSums = kGroup / kSumLength;
 constexpr int kTotals = 1 + kSums;
 

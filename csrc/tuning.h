@@ -32,8 +32,14 @@ constexpr int kPackedChunkElements = W == 4 ? 512 : 256;   // of K, read from a 
 constexpr int kPackedPrefetchBytes = W == 4 ? 512 : 8192;  // of weight
 constexpr int kPackedBandRows = W == 16 ? 256 : 128;       // of x, which share a chunk of weight
 constexpr int kPackedTileRows = W == 16 ? 8 : 2;           // of x, whose dots and totals stay in registers
-constexpr int kPackedFewTileRows = W == 16 ? 4 : 1;        // which meet weights straight from memory
-constexpr int64_t kRoundedGrainElements = 1536;            // of x, worth a thread to round them
+constexpr int kPackedFewTileRows = W == 16 ? 4 : W == 8 ? 1 : 2;  // which meet weights straight from memory
+#if defined(INFINI_NEON)
+constexpr int kPackedFewSums = 8;  // of theirs, in registers
+#else
+constexpr int kPackedFewSums = 16;
+#endif
+constexpr int kRowBlock = W == 4 ? 2 : 16;       // of x at most, whose spans lie side by side
+constexpr int64_t kRoundedGrainElements = 1536;  // of x, worth a thread to round them
 #if defined(__AMX_INT8__)
 constexpr int kPackedPanels = 2;          // of weight, which a block of x meets while it is near
 constexpr int kPackedNearRows = 64;       // up to which they meet one panel after the other
