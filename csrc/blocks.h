@@ -149,7 +149,7 @@ inline void group_minimums(float* __restrict minimum, const int8_t* __restrict w
     halves<R>(least, block + Block::kMinimum * R);
     for (int r = 0; r < R; ++r) least[r] = -least[r];
     for (int g = 0; g < Block::kElements / Block::kGroup; ++g)
-        scaled_bytes<R>(minimum + g * R, whole + g * R, least);
+        scaled_bytes<R, false>(minimum + g * R, whole + g * R, least);
 }
 
 template <class Block>
@@ -161,7 +161,8 @@ struct Grouped {
         float d[R];
         Block::template group_scales<R>(whole, least, block);
         halves<R>(d, block + Block::kScale * R);
-        for (int g = 0; g < kGroups; ++g) scaled_bytes<R>(scale + g * R, whole + g * R, d);
+        for (int g = 0; g < kGroups; ++g)
+            scaled_bytes<R, !Block::kHasMinimum>(scale + g * R, whole + g * R, d);
         if constexpr (Block::kHasMinimum) group_minimums<Block, R>(minimum, least, block);
     }
 };

@@ -133,6 +133,13 @@ struct Dots {
     // Of small sums that began with kShiftBits
     INFINI_INLINE vf value(int i) const { return (vf)part[i] - kShift; }
 
+#if defined(INFINI_I8MM)
+    // Of 8 columns: two rows of weight a vector, and two of x
+    INFINI_INLINE void add_pairs(const int8_t* w, int8x16_t x) {
+        for (int i = 0; i < N; ++i) part[i] = vmmlaq_s32(part[i], vld1q_s8(w + 16 * i), x);
+    }
+#endif
+
     // Of the 16 activations, `quad` names four.
     template <int quad>
     INFINI_INLINE void add(std::integral_constant<int, quad>, const Quad<N>& w, const Sixteen& x) {
@@ -159,6 +166,13 @@ struct Dots {
     }
 };
 
+// What joins two planes whose sums began with kShiftBits: value * (high - kShift) + low - kShift, where the low
+// one's kShift goes with the high one's, exactly
+struct Radix {
+    float value, shift;
+    explicit Radix(int radix) : value(static_cast<float>(radix)), shift(kShift + kShift / value) {}
+};
+
 // The same with one plane of x or two
 template <int P, int N = kParts>
 struct PlaneDots {
@@ -182,11 +196,9 @@ struct PlaneDots {
         low.add(quad, w, Sixteen(q + (P - 1) * span));
     }
 
-    INFINI_INLINE vf value(int i, int radix) const {
+    INFINI_INLINE vf value(int i, Radix radix) const {
         if constexpr (P == 1) return low.value(i);
-        // radix * (high - kShift) + low - kShift: the low one's kShift goes with the high one's, exactly.
-        const float factor = static_cast<float>(radix);
-        return fma((vf)high.part[i] - (kShift + kShift / factor), splat(factor), (vf)low.part[i]);
+        return fma((vf)high.part[i] - radix.shift, splat(radix.value), (vf)low.part[i]);
     }
 };
 
@@ -203,7 +215,7 @@ struct Totals {
 
     // To those from part `first` on
     template <int P, int N>
-    INFINI_INLINE void add(const PlaneDots<P, N>& dots, const float* scale, float x_scale, int radix,
+    INFINI_INLINE void add(const PlaneDots<P, N>& dots, const float* scale, float x_scale, Radix radix,
                            int first = 0) {
         for (int i = 0; i < N; ++i)
             part[first + i] =

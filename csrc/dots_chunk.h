@@ -52,7 +52,7 @@ template <int P, int G, bool kHasMinimum, int M>
 INFINI_NOT_SCHEDULED void add_tile(float* __restrict total, const Chunk<>& chunk, const Activations& x,
                                    int64_t first, int64_t num_groups, int64_t row) {
     const int64_t at = x.group_at(first, row), step = 1 << x.log_rows;
-    const int radix = x.radix;
+    const Radix radix(x.radix);
     const uint8_t* __restrict w = reinterpret_cast<const uint8_t*>(chunk.q);
     const int8_t* __restrict q = x.q + at * P * kGroup;
     const int32_t* __restrict sums = x.sums_at(first, row);

@@ -40,6 +40,7 @@ INFINI_INLINE inline void add_blocks_to_rows(float* total, const uint8_t* packed
                   kDistance = kPackedPrefetchBytes > kSize ? kPackedPrefetchBytes : kSize;
     constexpr int N = kPartsAtOnce<P * M>;
     const int64_t step = 1 << x.log_rows;
+    const Radix radix(x.radix);
     Tile<RowOfTile<P, N>, M> tile;
     tile.each([&](auto& r, int m) INFINI_INLINE { r.totals.load_from(total + m * kRows); });
     for (int64_t first = 0; first < x.num_groups; first += kGroups / kSplit, packed += kSize) {
@@ -57,7 +58,10 @@ INFINI_INLINE inline void add_blocks_to_rows(float* total, const uint8_t* packed
             unrolled<kParts / N>([&](auto piece) INFINI_INLINE {
                 const uint8_t* from = packed + piece * N * sizeof(vb);
                 tile.each([&](auto& r, int m) INFINI_INLINE {
-                    r.dots.start(kOffset<Block>, GroupSums<P>(sums + m, step, g % kSplit, G));
+                    if constexpr (kOffset<Block> == 0 && kGroups > 1)
+                        r.dots.start();
+                    else
+                        r.dots.start(kOffset<Block>, GroupSums<P>(sums + m, step, g % kSplit, G));
                 });
                 unrolled<4>([&](auto quad) INFINI_INLINE {
                     unrolled<G / 16>([&](auto i) INFINI_INLINE {
@@ -68,7 +72,7 @@ INFINI_INLINE inline void add_blocks_to_rows(float* total, const uint8_t* packed
                     });
                 });
                 tile.each([&](auto& r, int m) INFINI_INLINE {
-                    r.totals.add(r.dots, scale + g * kRows, x.scale[at + m], x.radix, piece * N);
+                    r.totals.add(r.dots, scale + g * kRows, x.scale[at + m], radix, piece * N);
                 });
             });
             if constexpr (Block::kHasMinimum)

@@ -38,19 +38,21 @@ inline void halves(float* y, const uint8_t* p) {
         for (int r = 0; r < R; ++r) y[r] = half(p + 2 * r);
 }
 
-// y[r] = factor[r] * bytes[r]
-template <int R>
+// y[r] = factor[r] * bytes[r], where factors are float16, whose products with seven bits are exact
+template <int R, bool kIsSigned>
 INFINI_INLINE inline void scaled_bytes(float* __restrict y, const int8_t* __restrict bytes,
                                        const float* __restrict factor) {
 #if defined(INFINI_NEON)
     // A byte below the exponent of 2^23 is 2^23 and the byte: faster than NEON's own conversion.
     if constexpr (R == 16) {
-        const uint8x16_t all = veorq_u8(vreinterpretq_u8_s8(vld1q_s8(bytes)), vdupq_n_u8(128));
+        const uint8x16_t all =
+            veorq_u8(vreinterpretq_u8_s8(vld1q_s8(bytes)), vdupq_n_u8(kIsSigned ? 128 : 0));
         for (int i = 0; i < R; i += 4) {
             const uint32x4_t places =
-                uint32x4_t{0xffffff00u, 0xffffff01u, 0xffffff02u, 0xffffff03u} + static_cast<uint32_t>(i);
-            const uint32x4_t one_each = vreinterpretq_u32_u8(vqtbl1q_u8(all, vreinterpretq_u8_u32(places)));
-            store(y + i, load(factor + i) * ((vf)(one_each | 0x4b000000u) - (0x1p23f + 128)));
+                uint32x4_t{0x10ffff00u, 0x10ffff01u, 0x10ffff02u, 0x10ffff03u} + static_cast<uint32_t>(i);
+            const vf raised = (vf)vqtbl2q_u8({all, vdupq_n_u8(0x4b)}, vreinterpretq_u8_u32(places));
+            const vf f = load(factor + i);
+            store(y + i, kIsSigned ? f * (raised - (0x1p23f + 128)) : fma(raised, f, f * -0x1p23f));
         }
         return;
     }

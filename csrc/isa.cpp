@@ -9,6 +9,8 @@
 #elif defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 namespace infini {
@@ -54,6 +56,19 @@ bool has_neon() {
     return (getauxval(AT_HWCAP) & kWanted) == kWanted;
 #else
     return true;  // every arm64 Mac
+#endif
+}
+
+bool has_i8mm() {
+#if defined(__linux__)
+    constexpr unsigned long kI8mm = 1ul << 13;  // HWCAP2_I8MM, which older headers lack
+    return has_neon() && (getauxval(AT_HWCAP2) & kI8mm);
+#elif defined(__APPLE__)
+    int found = 0;
+    size_t size = sizeof found;
+    return !sysctlbyname("hw.optional.arm.FEAT_I8MM", &found, &size, nullptr, 0) && found;
+#else
+    return false;
 #endif
 }
 #endif

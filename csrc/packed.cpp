@@ -13,6 +13,10 @@
 #include "dots_direct.h"
 #include "products.h"
 
+#if defined(INFINI_I8MM)
+#include "dots_pairs.h"
+#endif
+
 #if defined(__AMX_INT8__)
 #define INFINI_AMX
 #include "amx_packed.h"
@@ -28,10 +32,17 @@ template <class Block, int P>
 void add_panel(float* total, const uint8_t* packed, const Activations& x, int64_t row, int64_t num_rows) {
     if constexpr (kHasWholeSpan<Block>)
         add_few_whole_rows<Block, P, kPackedFewTileRows>(total, packed, x, row, num_rows);
+#if defined(INFINI_I8MM)
+    else if (x.has_pairs())
+        add_paired_rows<Block, P>(total, packed, x, row, num_rows);
+    else
+        add_few_rows<Block, P, 1>(total, packed, x, row, num_rows);
+#else
     else if (num_rows <= kPackedFewRows)
         add_few_rows<Block, P, kPackedFewTileRows>(total, packed, x, row, num_rows);
     else
         add_rows<Block, P>(total, packed, x, row, num_rows);
+#endif
 }
 
 #if defined(INFINI_AMX)

@@ -23,6 +23,19 @@ void multiply_at_hand(int64_t rounds) {
             "tdpbssd %%tmm7, %%tmm4, %%tmm2\n tdpbssd %%tmm7, %%tmm5, %%tmm3" ::);
     release_tiles();
 }
+#elif defined(INFINI_I8MM)
+constexpr int kSumsAtOnce = 16;
+constexpr int64_t kProductsOfRound = kSumsAtOnce * 2 * 2 * 8;
+
+INFINI_NOT_SCHEDULED void multiply_at_hand(int64_t rounds) {
+    const int8x16_t w = vdupq_n_s8(1), x = vdupq_n_s8(1);
+    Tile<Dots<1>, kSumsAtOnce> sums;
+    sums.each([](auto& sum, int n) INFINI_INLINE { sum.start(n); });
+    for (int64_t i = 0; i < rounds; ++i)
+        sums.each([&](auto& sum, int) INFINI_INLINE {
+            asm volatile("smmla %0.4s, %1.16b, %2.16b" : "+w"(sum.part[0]) : "w"(w), "w"(x));
+        });
+}
 #else
 constexpr int kSumsAtOnce = kVectorRegisters / 2 / kParts;
 constexpr int64_t kProductsOfRound = kSumsAtOnce * 16 * kRows;

@@ -2,7 +2,8 @@
 // q has 8 bits, or 8 and a few more that make a second plane of bytes: q = radix * high + low, the radix 16
 // (12 bits) or 256 (16 bits). Sums are those of groups of 32, or halves of them.
 //
-// Rows come in blocks: the spans of a block one after another, each with all rows of the block.
+// Rows come in blocks: the spans of a block one after another, each with all rows of the block. Where rows are
+// multiplied by twos (kPairsRows), 8 bytes of a block's one row are followed by those of the other.
 #pragma once
 #include "blocks.h"
 #include "rows.h"
@@ -22,7 +23,7 @@ struct Activations {
     int log_groups;            // of a span
     int num_planes, log_rows;  // of a block
     int radix;
-    int8_t* q;      // [block][span][row][plane][32 or 256]
+    int8_t* q;      // [block][span][row][plane][32 or 256], or of two rows [block][span][plane][4][row][8]
     float* scale;   // [block][span][row]
     int32_t* sums;  // [block][group][plane][2][row], each of 16 bytes
     float* totals;  // [block][group][3][row]: scale times the sum of the group, and of either half
@@ -73,10 +74,16 @@ struct Activations {
     int64_t group_at(int64_t group, int64_t row) const {
         return first_at(group, row) + (row & ((1 << log_rows) - 1));
     }
-    // The first plane of a group; the second is a span further
+    // Whether two rows lie in turn
+    bool has_pairs() const { return kPairsRows && log_rows == 1; }
+
+    // The first plane of a group; the second is plane_stride() further
     int8_t* q_at(int64_t group, int64_t row) const {
+        if (has_pairs()) return q + first_at(group, row) * num_planes * kGroup + (row & 1) * 8;
         return q + at(group, row) * num_planes * span() + (group & ((1 << log_groups) - 1)) * kGroup;
     }
+
+    int plane_stride() const { return has_pairs() ? 2 * kGroup : span(); }
 
     // The first of a row's sums in a group; the next ones are as many apart as a block has rows
     int32_t* sums_at(int64_t group, int64_t row) const {
@@ -105,8 +112,8 @@ inline float largest_magnitude(const float* x, int count) {
     return magnitude;
 }
 
-// 16 integers as bytes, and their sum
-INFINI_INLINE inline int32_t store_bytes(int8_t* to, const vi* v) {
+// 16 integers as bytes, and their sum. The second eight follow the first, or those of another row.
+INFINI_INLINE inline int32_t store_bytes(int8_t* to, const vi* v, [[maybe_unused]] bool is_paired) {
 #if defined(INFINI_AVX512)
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8((__m512i)v[0]));
     return _mm512_reduce_add_epi32((__m512i)v[0]);
@@ -115,7 +122,8 @@ INFINI_INLINE inline int32_t store_bytes(int8_t* to, const vi* v) {
         return vreinterpretq_s8_s16(vuzp1q_s16(vreinterpretq_s16_s32(a), vreinterpretq_s16_s32(b)));
     };
     const int8x16_t bytes = vuzp1q_s8(narrowed(v[0], v[1]), narrowed(v[2], v[3]));
-    vst1q_s8(to, bytes);
+    vst1_s8(to, vget_low_s8(bytes));
+    vst1_s8(to + (is_paired ? 16 : 8), vget_high_s8(bytes));
     return vaddlvq_s8(bytes);
 #else
     int32_t sum = 0;
@@ -131,9 +139,11 @@ INFINI_INLINE inline void round_group(const Activations& to, int64_t group, int6
                                       float inverse, float scale) {
     constexpr int kVectors = kSumLength / W;
     const int radix = to.radix, shift = radix == 16 ? 4 : 8;
+    const bool is_paired = to.has_pairs();
+    const int length = is_paired ? 2 * kSumLength : kSumLength, plane_stride = to.plane_stride();
     int8_t* q = to.q_at(group, row);
     int32_t *sums = to.sums_at(group, row), whole = 0;
-    for (int half = 0; half < kSums; ++half, x += kSumLength, q += kSumLength) {
+    for (int half = 0; half < kSums; ++half, x += kSumLength, q += length) {
         vi v[kVectors], low[kVectors];
         unrolled<kVectors>([&](auto i) INFINI_INLINE {
             v[i] = (vi)as_bits(load(x + i * W) * inverse + kShift) - kShiftBits;
@@ -141,9 +151,10 @@ INFINI_INLINE inline void round_group(const Activations& to, int64_t group, int6
             const vi high = (v[i] + radix / 2) >> shift, rest = v[i] - (high << shift);
             v[i] = high, low[i] = rest < -127 ? vi{} - 127 : rest;
         });
-        int32_t sum = sums[half << to.log_rows] = store_bytes(q, v);
+        int32_t sum = sums[half << to.log_rows] = store_bytes(q, v, is_paired);
         if constexpr (P == 2)
-            sum = radix * sum + (sums[(kSums + half) << to.log_rows] = store_bytes(q + to.span(), low));
+            sum = radix * sum +
+                  (sums[(kSums + half) << to.log_rows] = store_bytes(q + plane_stride, low, is_paired));
         *to.total_at(group, row, half, kSumLength) = scale * static_cast<float>(sum);
         whole += sum;
     }

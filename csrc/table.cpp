@@ -17,15 +17,17 @@ INFINI_PREPARATIONS(X)
 extern const Kernels kKernels;
 
 #if defined(INFINI_BASE)
-// A level with tile registers is another level but for its products and attention.
+// A level that multiplies matrices is another level but for its products, and attention where that has tiles.
 const Kernels kKernels = [] {
     Kernels kernels = INFINI_BASE::kKernels;
     kernels.linear = linear;
     kernels.quantized_linear = quantized_linear;
     kernels.packed_linear = packed_linear;
     kernels.experts = experts;
-    kernels.attention = attention;
     kernels.count_products = count_products;
+#if defined(__AMX_INT8__)
+    kernels.attention = attention;
+#endif
     return kernels;
 }();
 #else

@@ -38,6 +38,11 @@ constexpr int kPackedFewSums = 8;  // of theirs, in registers
 #else
 constexpr int kPackedFewSums = 16;
 #endif
+#if defined(INFINI_I8MM)
+constexpr bool kPairsRows = true;  // of x, two of which meet two of weight in one instruction
+#else
+constexpr bool kPairsRows = false;
+#endif
 constexpr int kRowBlock = W == 4 ? 2 : 16;       // of x at most, whose spans lie side by side
 constexpr int64_t kRoundedGrainElements = 1536;  // of x, worth a thread to round them
 #if defined(__AMX_INT8__)

@@ -20,6 +20,9 @@
 #elif defined(__aarch64__)
 #define INFINI_NEON
 #include <arm_neon.h>
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+#define INFINI_I8MM
+#endif
 #endif
 
 // For code built of small pieces, whose values stay in registers only if every piece is inlined

@@ -31,8 +31,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # What CMakeLists.txt compiles, from the plainest to the fastest; a CPU may lack the last ones.
 LEVELS = {
     "x86_64": ("portable", "avx2", "avx512", "amx"),
-    "aarch64": ("portable", "neon"),
-    "arm64": ("portable", "neon"),
+    "aarch64": ("portable", "neon", "i8mm"),
+    "arm64": ("portable", "neon", "i8mm"),
 }.get(platform.machine(), ("portable",))
 
 
