@@ -166,8 +166,8 @@ struct Dots {
     }
 };
 
-// What joins two planes whose sums began with kShiftBits: value * (high - kShift) + low - kShift, where the low
-// one's kShift goes with the high one's, exactly
+// What joins two planes whose sums began with kShiftBits: value * (high - kShift) + low - kShift, where the
+// low one's kShift goes with the high one's, exactly
 struct Radix {
     float value, shift;
     explicit Radix(int radix) : value(static_cast<float>(radix)), shift(kShift + kShift / value) {}

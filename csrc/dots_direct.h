@@ -58,6 +58,7 @@ INFINI_INLINE inline void add_blocks_to_rows(float* total, const uint8_t* packed
             unrolled<kParts / N>([&](auto piece) INFINI_INLINE {
                 const uint8_t* from = packed + piece * N * sizeof(vb);
                 tile.each([&](auto& r, int m) INFINI_INLINE {
+                    // Of blocks of one group GCC orders what it reads better without such a load.
                     if constexpr (kOffset<Block> == 0 && kGroups > 1)
                         r.dots.start();
                     else

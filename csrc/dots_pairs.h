@@ -1,6 +1,7 @@
 // Two rows of rounded activations at a time against a chunk of weight, whose rows lie by twos too: an
-// instruction multiplies 2 x 8 bytes with 8 x 2 (i8mm). A vector has sums of rows of weight n and n + 1 with rows
-// of x m and m + 1: [n m, n m+1, n+1 m, n+1 m+1]. The sums and their order are those of dots_chunk.h, bit by bit.
+// instruction multiplies 2 x 8 bytes with 8 x 2 (i8mm). A vector has sums of rows of weight n and n + 1 with
+// rows of x m and m + 1: [n m, n m+1, n+1 m, n+1 m+1]. The sums and their order are those of dots_chunk.h,
+// bit by bit.
 #pragma once
 #include "dots_chunk.h"
 
@@ -65,8 +66,8 @@ INFINI_INLINE inline vf twice(const float* p) {
     return vcombine_f32(two, two);
 }
 
-// total[0:2][0:16] += the products of two rows of x from `row` on with a chunk of weight, whose first group of K
-// is `first`
+// total[0:2][0:16] += the products of two rows of x from `row` on with a chunk of weight, whose first group
+// of K is `first`
 template <int P, int G, bool kHasMinimum>
 INFINI_NOT_SCHEDULED void add_pair(float* __restrict total, const PairedChunk& chunk, const Activations& x,
                                    int64_t first, int64_t num_groups, int64_t row) {

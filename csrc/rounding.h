@@ -2,8 +2,8 @@
 // q has 8 bits, or 8 and a few more that make a second plane of bytes: q = radix * high + low, the radix 16
 // (12 bits) or 256 (16 bits). Sums are those of groups of 32, or halves of them.
 //
-// Rows come in blocks: the spans of a block one after another, each with all rows of the block. Where rows are
-// multiplied by twos (kPairsRows), 8 bytes of a block's one row are followed by those of the other.
+// Rows come in blocks: the spans of a block one after another, each with all rows of the block. Where rows
+// are multiplied by twos (kPairsRows), 8 bytes of a block's one row are followed by those of the other.
 #pragma once
 #include "blocks.h"
 #include "rows.h"
@@ -122,8 +122,10 @@ INFINI_INLINE inline int32_t store_bytes(int8_t* to, const vi* v, [[maybe_unused
         return vreinterpretq_s8_s16(vuzp1q_s16(vreinterpretq_s16_s32(a), vreinterpretq_s16_s32(b)));
     };
     const int8x16_t bytes = vuzp1q_s8(narrowed(v[0], v[1]), narrowed(v[2], v[3]));
-    vst1_s8(to, vget_low_s8(bytes));
-    vst1_s8(to + (is_paired ? 16 : 8), vget_high_s8(bytes));
+    if (is_paired)
+        vst1_s8(to, vget_low_s8(bytes)), vst1_s8(to + 16, vget_high_s8(bytes));
+    else
+        vst1q_s8(to, bytes);
     return vaddlvq_s8(bytes);
 #else
     int32_t sum = 0;
