@@ -25,6 +25,7 @@ from infinicore.ops.triton.norm import are_rows
 from infinicore.ops.triton.rope import TILE, are_tables
 from infinicore.ops.triton.tensors import (
     FLOATS,
+    IN_TURN,
     INDICES,
     are_plain,
     fits,
@@ -39,6 +40,9 @@ from infinicore.tiles import RowTensor
 # N tokens, H query heads, K key/value heads, D head size, E hidden size, B streams, M blocks of a stream,
 # P blocks of a pool, S slots of a block. Heads are counted on: of the queries, of the keys, of the values.
 REGISTERS = 128  # of a thread that projects: with more, not all programs would be there at once
+# Programs that come early stand where the kernel before leaves room, all on a few processors, which attention
+# then has not: with more tokens than this it took a fifth longer.
+EARLY_TOKENS = 16
 
 
 @triton.jit
@@ -192,7 +196,7 @@ def launch_store(y: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> None
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], sin.stride(0), cos.stride(0), len(sin),
         *tables.shape, num_blocks, num_heads, num_kv_heads, size,
         IS_INTERLEAVED=is_interleaved, S=block_size, LANES=LANES, HEADS=heads, TILE=tile, num_warps=4,
-        **overlap(q.device),
+        **(overlap(q.device) if num_tokens <= EARLY_TOKENS else IN_TURN),
     )  # fmt: skip
     note_stored(values, tables, streams, slots)
 

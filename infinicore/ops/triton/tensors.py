@@ -14,6 +14,7 @@ from torch import Tensor
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 INDICES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 LARGEST_TILE = 1 << 14  # values of a row that one program holds
+IN_TURN = {"OVERLAPS": False}  # launch options of a kernel that begins when the one before has ended
 
 
 def are_plain(device: torch.device, dtypes: Sequence[torch.dtype], *tensors: Any) -> bool:
@@ -86,7 +87,7 @@ def num_processors(device: torch.device) -> int:
 def overlap(device: torch.device) -> dict[str, Any]:
     """Launch options that let a kernel come up while the one before it ends (Hopper and later)"""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
-        return {"OVERLAPS": False}
+        return IN_TURN
     return {"OVERLAPS": True, "launch_pdl": True}
 
 
