@@ -82,9 +82,9 @@ test-asan: setup
 
 # The pool and what runs on it, with every pair of accesses checked for an order. The sanitizer cannot live with every
 # randomised address, nor see the order in torch's own threads, nor the lock under which libc frees what a thread that
-# has ended called its own.
+# has ended called its own, and gives it to the next, whose part of torch's allocator begins there.
 test-tsan: setup
-	mkdir -p build/tsan && echo race:_dl_deallocate_tls >build/tsan/suppressions
+	mkdir -p build/tsan && printf 'race:%s\n' _dl_deallocate_tls mi_thread_init >build/tsan/suppressions
 	$(call pytest_with,thread,tsan,OMP_NUM_THREADS=1 TSAN_OPTIONS=suppressions=build/tsan/suppressions \
 	    setarch --addr-no-randomize) tests/test_graph.py \
 	    tests/test_ops.py tests/test_attention.py tests/test_matmul.py tests/test_threads.py \
