@@ -338,6 +338,8 @@ template <class Block>
 constexpr bool kHasLevels = Block::kBits == 4 && Block::kIsSigned;
 template <class Block>
 constexpr bool kIsFourBits = Block::kBits == 4 && !Block::kIsSigned;
+template <class Block>
+constexpr bool kHasRowsInBytes = kHalvesAreRows && kIsFourBits<Block> && !Block::kHasMinimum;
 
 #if defined(__AMX_INT8__)
 constexpr bool kHasTiles = true;

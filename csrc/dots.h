@@ -28,6 +28,10 @@ struct Quad {
         for (int i = 0; i < N; ++i) memcpy(&part[i], p + i * sizeof(vb), sizeof(vb));
     }
 
+    INFINI_INLINE Quad(const Quad<N / 2>& first, const Quad<N / 2>& last) {
+        for (int i = 0; i < N; ++i) part[i] = i < N / 2 ? first.part[i] : last.part[i - N / 2];
+    }
+
     // `bits` of each byte, from bit `shift` on
     template <int bits, int shift>
     INFINI_INLINE Quad field() const {
@@ -200,6 +204,13 @@ struct PlaneDots {
         if constexpr (P == 1) return low.value(i);
         return fma((vf)high.part[i] - radix.shift, splat(radix.value), (vf)low.part[i]);
     }
+
+    // Less that of the row 8 before
+    INFINI_INLINE vf difference(int i, Radix radix) const {
+        const vf of_low = (vf)low.part[i] - (vf)low.part[i - N / 2];
+        if constexpr (P == 1) return of_low;
+        return fma((vf)high.part[i] - (vf)high.part[i - N / 2], splat(radix.value), of_low);
+    }
 };
 
 // What 16 weight rows have come to for one row of x
@@ -223,6 +234,18 @@ struct Totals {
     }
     INFINI_INLINE void add_minimum(const float* minimum, float x_total) {
         for (int i = 0; i < kParts; ++i) part[i] = fma(load(minimum + i * W), splat(x_total), part[i]);
+    }
+
+    // Of dots with bytes that hold two rows (fields_at): what the last rows have come to is kept 16 times,
+    // which is as exact.
+    template <int P>
+    INFINI_INLINE void add_joined(const PlaneDots<P>& dots, const float* scale, float x_scale, Radix radix) {
+        for (int i = 0; i < kParts; ++i)
+            part[i] = fma(2 * i < kParts ? dots.value(i, radix) : dots.difference(i, radix),
+                          load(scale + i * W) * x_scale, part[i]);
+    }
+    INFINI_INLINE void scale_upper(float factor) {
+        for (int i = (kParts + 1) / 2; i < kParts; ++i) part[i] *= factor;
     }
 };
 

@@ -9,10 +9,16 @@ namespace {
 template <class Block, int moved>
 void read_fields(int8_t* q, const uint8_t* packed) {
     if constexpr (kIsFourBits<Block>) {
-        constexpr int kHalf = Block::kRun / 2 * kRows;
+        constexpr int kHalf = Block::kRun / 2 * kRows, kFour = 4 * kRows;
         packed += Block::kData * kRows;
-        for (int i = 0; i < Block::kElements / Block::kRun; ++i)
-            four_bits<kHalf, moved>(q + 2 * kHalf * i, packed + kHalf * i);
+        for (int i = 0; i < Block::kElements / Block::kRun; ++i, q += 2 * kHalf, packed += kHalf)
+            if constexpr (!kHasRowsInBytes<Block>)
+                four_bits<kHalf, moved>(q, packed);
+            else
+                for (int k = 0; k < kHalf; k += kFour) {
+                    halves_of_rows<kFour / 2, moved>(q + k, packed + k);
+                    halves_of_rows<kFour / 2, moved>(q + kHalf + k, packed + k + kFour / 2);
+                }
     } else {
         Block::template fields<kRows>(q, packed);
         if (moved)

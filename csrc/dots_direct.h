@@ -9,11 +9,18 @@ namespace {
 template <class Block>
 constexpr int kOffset = kBias && Block::kIsSigned ? kBias : Block::kOffset;
 
-// Four of the 16 elements `sixteenth` of a block
-template <class Block, int sixteenth, int quad, int N = kParts>
+// Four of the 16 elements `sixteenth` of a block, of the rows of N vectors from part `first` on. Where the
+// halves of bytes are rows, the first half of the vectors has the lower ones, and the others have the bytes
+// as they are, which stand for 16 times the upper ones and once the lower ones.
+template <class Block, int sixteenth, int quad, int N = kParts, int first = 0>
 INFINI_INLINE inline Quad<N> fields_at(const uint8_t* packed) {
     constexpr Place place = Block::place(sixteenth, quad);
     constexpr int kLow = Block::kLowBits;
+    packed += first * sizeof(vb);
+    if constexpr (kHasRowsInBytes<Block>) {
+        const Quad<N / 2> both(packed + place.bytes * kRows + (place.shift ? 2 * kRows : 0));
+        return {both.template field<4, 0>(), both};
+    }
     Quad<N> w = Quad<N>(packed + place.bytes * kRows).template field<kLow, place.shift>();
     if constexpr (Block::kBits > kLow) {
         const Quad<N> upper(packed + place.upper * kRows);
@@ -38,11 +45,15 @@ INFINI_INLINE inline void add_blocks_to_rows(float* total, const uint8_t* packed
                   kSplit = kGroup / G;  // groups to one of x
     constexpr int kSize = Block::kBytes * kRows, kLines = (kSize + 63) / 64,
                   kDistance = kPackedPrefetchBytes > kSize ? kPackedPrefetchBytes : kSize;
-    constexpr int N = kPartsAtOnce<P * M>;
+    constexpr bool is_joined = kHasRowsInBytes<Block>;
+    constexpr int N = is_joined ? kParts : kPartsAtOnce<P * M>;
     const int64_t step = 1 << x.log_rows;
     const Radix radix(x.radix);
     Tile<RowOfTile<P, N>, M> tile;
-    tile.each([&](auto& r, int m) INFINI_INLINE { r.totals.load_from(total + m * kRows); });
+    tile.each([&](auto& r, int m) INFINI_INLINE {
+        r.totals.load_from(total + m * kRows);
+        if constexpr (is_joined) r.totals.scale_upper(16.0f);
+    });
     for (int64_t first = 0; first < x.num_groups; first += kGroups / kSplit, packed += kSize) {
         alignas(64) float scale[kGroups * kRows], minimum[kGroups * kRows];
         Block::template scales<kRows>(scale, minimum, packed);
@@ -56,7 +67,7 @@ INFINI_INLINE inline void add_blocks_to_rows(float* total, const uint8_t* packed
             const int32_t* sums = x.sums_at(first + g / kSplit, row);
             const float* x_total = x.total_at(first + g / kSplit, row, g % kSplit, G);
             unrolled<kParts / N>([&](auto piece) INFINI_INLINE {
-                const uint8_t* from = packed + piece * N * sizeof(vb);
+                constexpr int kFirst = decltype(piece)::value * N;
                 tile.each([&](auto& r, int m) INFINI_INLINE {
                     // Of blocks of one group GCC orders what it reads better without such a load.
                     if constexpr (kOffset<Block> == 0 && kGroups > 1)
@@ -66,14 +77,18 @@ INFINI_INLINE inline void add_blocks_to_rows(float* total, const uint8_t* packed
                 });
                 unrolled<4>([&](auto quad) INFINI_INLINE {
                     unrolled<G / 16>([&](auto i) INFINI_INLINE {
-                        const Quad<N> fields = fields_at<Block, g * G / 16 + i, quad, N>(from);
+                        constexpr int kWhich = g * G / 16 + decltype(i)::value;
+                        const Quad<N> fields = fields_at<Block, kWhich, quad, N, kFirst>(packed);
                         tile.each([&](auto& r, int m) INFINI_INLINE {
                             r.dots.add(quad, fields, q + m * P * kGroup + 16 * i);
                         });
                     });
                 });
                 tile.each([&](auto& r, int m) INFINI_INLINE {
-                    r.totals.add(r.dots, scale + g * kRows, x.scale[at + m], radix, piece * N);
+                    if constexpr (is_joined)
+                        r.totals.add_joined(r.dots, scale + g * kRows, x.scale[at + m], radix);
+                    else
+                        r.totals.add(r.dots, scale + g * kRows, x.scale[at + m], radix, kFirst);
                 });
             });
             if constexpr (Block::kHasMinimum)
@@ -81,7 +96,10 @@ INFINI_INLINE inline void add_blocks_to_rows(float* total, const uint8_t* packed
                               INFINI_INLINE { r.totals.add_minimum(minimum + g * kRows, x_total[m]); });
         });
     }
-    tile.each([&](auto& r, int m) INFINI_INLINE { r.totals.store_to(total + m * kRows); });
+    tile.each([&](auto& r, int m) INFINI_INLINE {
+        if constexpr (is_joined) r.totals.scale_upper(1 / 16.0f);
+        r.totals.store_to(total + m * kRows);
+    });
 }
 
 // Of blocks of 256, too many loads would be moved up.

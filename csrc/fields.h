@@ -16,6 +16,16 @@ struct Field {
 // those, the bytes with the upper ones, and the lowest of these.
 struct Place { int bytes, shift = 0, upper = 0, bit = 0; };
 
+// Packed integers of four bits share a byte with another of their row. On Arm, whose vectors have four rows,
+// those of Q4_0 share it with that of row r + 8 at the same column, in the upper half and less 8: a byte as
+// it is then stands for 16 times the one and once the other, so that few rows of x need not have them apart
+// (dots_direct.h). Types with a minimum gain little by that.
+#if defined(__aarch64__)
+constexpr bool kHalvesAreRows = true;
+#else
+constexpr bool kHalvesAreRows = false;
+#endif
+
 inline float half(const uint8_t* p) {
     f16 lanes[W] = {};
     memcpy(lanes, p, sizeof(f16));
@@ -84,6 +94,15 @@ inline void four_bits(int8_t* __restrict q, const uint8_t* __restrict p) {
     for (int i = 0; i < N; ++i) {
         q[i] = static_cast<int8_t>((p[i] & 15) + moved);
         q[N + i] = static_cast<int8_t>((p[i] >> 4) + moved);
+    }
+}
+
+// Where the halves of bytes are rows: of 8 rows, moved up, then of the other 8
+template <int N, int moved>
+inline void halves_of_rows(int8_t* __restrict q, const uint8_t* __restrict p) {
+    for (int i = 0; i < N; ++i) {
+        q[i] = static_cast<int8_t>((p[i] & 15) + moved);
+        q[N + i] = static_cast<int8_t>(p[i]) >> 4;
     }
 }
 

@@ -58,6 +58,32 @@ INFINI_INLINE inline void for_fields(Body&& body) {
     });
 }
 
+// Of 16 rows, four bytes with integers of four bits at two columns: the lower ones of rows r and r + 8, and
+// the upper ones; and those of one row as they were
+constexpr uint32_t kLowerHalves = 0x0f0f0f0fu, kUpperSigns = 0x80808080u;
+
+void pair_rows(uint32_t* pieces) {
+    for (int r = 0; r < kRows / 2; ++r) {
+        const uint32_t first = pieces[r], second = pieces[r + kRows / 2];
+        pieces[r] = ((first & kLowerHalves) | (second & kLowerHalves) << 4) ^ kUpperSigns;
+        pieces[r + kRows / 2] = ((first >> 4 & kLowerHalves) | (second & ~kLowerHalves)) ^ kUpperSigns;
+    }
+}
+
+uint32_t unpaired_row(const uint8_t* pieces, int64_t r) {
+    uint32_t lower, upper;
+    const uint8_t* own = pieces + r % (kRows / 2) * sizeof lower;
+    memcpy(&lower, own, sizeof lower);
+    memcpy(&upper, own + kRows / 2 * sizeof upper, sizeof upper);
+    const int shift = r < kRows / 2 ? 0 : 4;
+    return ((lower ^ kUpperSigns) >> shift & kLowerHalves) | ((upper ^ kUpperSigns) >> shift & kLowerHalves)
+                                                                 << 4;
+}
+
+// Whether a field of pieces of this size has such integers
+template <class Block, class Piece>
+constexpr bool kIsPaired = kHasRowsInBytes<Block> && sizeof(Piece) == 4;
+
 // A block of each of 16 rows, side by side
 template <class Block>
 void pack_blocks(uint8_t* __restrict packed, const uint8_t* const* __restrict blocks) {
@@ -68,6 +94,7 @@ void pack_blocks(uint8_t* __restrict packed, const uint8_t* const* __restrict bl
             for (int r = 0; r < kRows; ++r) memcpy(&pieces[r], blocks[r] + first, sizeof piece);
             if constexpr (is_transposed)
                 for (auto& bits : pieces) bits = transposed_bits(bits);
+            if constexpr (kIsPaired<Block, decltype(piece)>) pair_rows(pieces);
             memcpy(to, pieces, sizeof pieces);
         }
     });
@@ -77,10 +104,11 @@ void pack_blocks(uint8_t* __restrict packed, const uint8_t* const* __restrict bl
 template <class Block>
 void unpack_block(uint8_t* __restrict block, const uint8_t* __restrict packed, int64_t r) {
     for_fields<Block>([&](auto piece, auto is_transposed, int first, int count) INFINI_INLINE {
-        const uint8_t* from = packed + first * kRows + r * sizeof piece;
+        const uint8_t* from = packed + first * kRows;
         for (int i = 0; i < count; ++i, first += sizeof piece, from += sizeof piece * kRows) {
-            memcpy(&piece, from, sizeof piece);
+            memcpy(&piece, from + r * sizeof piece, sizeof piece);
             if constexpr (is_transposed) piece = restored_bits(piece);
+            if constexpr (kIsPaired<Block, decltype(piece)>) piece = unpaired_row(from, r);
             memcpy(block + first, &piece, sizeof piece);
         }
     });

@@ -1,5 +1,7 @@
 // Blocks to floats and floats to blocks, with the bits that ggml gives them
 #pragma once
+#include <algorithm>
+
 #include "blocks.h"
 
 namespace infini::INFINI_LEVEL {
