@@ -6,7 +6,7 @@
 // Every type is also read R blocks at a time, from R rows packed side by side (pack_rows): a field of n bytes
 // then takes n * R, at R times its offset, in pieces of 1, 2 or 4 bytes (`Field::piece`), the first piece of
 // each row, then the second of each. q comes out likewise, 4 elements of each row, the next 4 of each; scales
-// one of each row.
+// one of each row. (On Arm the integers of Q4_0 lie otherwise: kHalvesAreRows.)
 #pragma once
 #include "fields.h"
 

@@ -205,11 +205,12 @@ struct PlaneDots {
         return fma((vf)high.part[i] - radix.shift, splat(radix.value), (vf)low.part[i]);
     }
 
-    // Less that of the row 8 before
-    INFINI_INLINE vf difference(int i, Radix radix) const {
-        const vf of_low = (vf)low.part[i] - (vf)low.part[i - N / 2];
-        if constexpr (P == 1) return of_low;
-        return fma((vf)high.part[i] - (vf)high.part[i - N / 2], splat(radix.value), of_low);
+    // Of 16 times a row's fields and those of the row 8 before: the former alone, exactly
+    INFINI_INLINE vf upper_value(int i, Radix radix) const {
+        vf sixteen = (vf)low.part[i] - (vf)low.part[i - N / 2];
+        if constexpr (P == 2)
+            sixteen = fma((vf)high.part[i] - (vf)high.part[i - N / 2], splat(radix.value), sixteen);
+        return sixteen * (1 / 16.0f);
     }
 };
 
@@ -232,20 +233,15 @@ struct Totals {
             part[first + i] =
                 fma(dots.value(i, radix), load(scale + (first + i) * W) * x_scale, part[first + i]);
     }
-    INFINI_INLINE void add_minimum(const float* minimum, float x_total) {
-        for (int i = 0; i < kParts; ++i) part[i] = fma(load(minimum + i * W), splat(x_total), part[i]);
-    }
-
-    // Of dots with bytes that hold two rows (fields_at): what the last rows have come to is kept 16 times,
-    // which is as exact.
+    // The same of dots with bytes that hold two rows (fields_at)
     template <int P>
     INFINI_INLINE void add_joined(const PlaneDots<P>& dots, const float* scale, float x_scale, Radix radix) {
         for (int i = 0; i < kParts; ++i)
-            part[i] = fma(2 * i < kParts ? dots.value(i, radix) : dots.difference(i, radix),
+            part[i] = fma(2 * i < kParts ? dots.value(i, radix) : dots.upper_value(i, radix),
                           load(scale + i * W) * x_scale, part[i]);
     }
-    INFINI_INLINE void scale_upper(float factor) {
-        for (int i = (kParts + 1) / 2; i < kParts; ++i) part[i] *= factor;
+    INFINI_INLINE void add_minimum(const float* minimum, float x_total) {
+        for (int i = 0; i < kParts; ++i) part[i] = fma(load(minimum + i * W), splat(x_total), part[i]);
     }
 };
 

@@ -50,10 +50,7 @@ INFINI_INLINE inline void add_blocks_to_rows(float* total, const uint8_t* packed
     const int64_t step = 1 << x.log_rows;
     const Radix radix(x.radix);
     Tile<RowOfTile<P, N>, M> tile;
-    tile.each([&](auto& r, int m) INFINI_INLINE {
-        r.totals.load_from(total + m * kRows);
-        if constexpr (is_joined) r.totals.scale_upper(16.0f);
-    });
+    tile.each([&](auto& r, int m) INFINI_INLINE { r.totals.load_from(total + m * kRows); });
     for (int64_t first = 0; first < x.num_groups; first += kGroups / kSplit, packed += kSize) {
         alignas(64) float scale[kGroups * kRows], minimum[kGroups * kRows];
         Block::template scales<kRows>(scale, minimum, packed);
@@ -96,10 +93,7 @@ INFINI_INLINE inline void add_blocks_to_rows(float* total, const uint8_t* packed
                               INFINI_INLINE { r.totals.add_minimum(minimum + g * kRows, x_total[m]); });
         });
     }
-    tile.each([&](auto& r, int m) INFINI_INLINE {
-        if constexpr (is_joined) r.totals.scale_upper(1 / 16.0f);
-        r.totals.store_to(total + m * kRows);
-    });
+    tile.each([&](auto& r, int m) INFINI_INLINE { r.totals.store_to(total + m * kRows); });
 }
 
 // Of blocks of 256, too many loads would be moved up.

@@ -76,8 +76,8 @@ uint32_t unpaired_row(const uint8_t* pieces, int64_t r) {
     memcpy(&lower, own, sizeof lower);
     memcpy(&upper, own + kRows / 2 * sizeof upper, sizeof upper);
     const int shift = r < kRows / 2 ? 0 : 4;
-    return ((lower ^ kUpperSigns) >> shift & kLowerHalves) | ((upper ^ kUpperSigns) >> shift & kLowerHalves)
-                                                                 << 4;
+    const auto own_half = [shift](uint32_t both) { return (both ^ kUpperSigns) >> shift & kLowerHalves; };
+    return own_half(lower) | own_half(upper) << 4;
 }
 
 // Whether a field of pieces of this size has such integers
@@ -106,9 +106,11 @@ void unpack_block(uint8_t* __restrict block, const uint8_t* __restrict packed, i
     for_fields<Block>([&](auto piece, auto is_transposed, int first, int count) INFINI_INLINE {
         const uint8_t* from = packed + first * kRows;
         for (int i = 0; i < count; ++i, first += sizeof piece, from += sizeof piece * kRows) {
-            memcpy(&piece, from + r * sizeof piece, sizeof piece);
+            if constexpr (kIsPaired<Block, decltype(piece)>)
+                piece = unpaired_row(from, r);
+            else
+                memcpy(&piece, from + r * sizeof piece, sizeof piece);
             if constexpr (is_transposed) piece = restored_bits(piece);
-            if constexpr (kIsPaired<Block, decltype(piece)>) piece = unpaired_row(from, r);
             memcpy(block + first, &piece, sizeof piece);
         }
     });
