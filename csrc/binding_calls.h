@@ -3,7 +3,7 @@
 #pragma once
 #include <atomic>
 #include <chrono>
-#include <functional>
+#include <memory>
 #include <vector>
 
 #include "binding_attention.h"
@@ -52,49 +52,75 @@ bool accepts_op(nb::handle out, P... given) {
     }
 }
 
-// An op with its tensors, checked. `run` takes their addresses and needs no Python; `report` throws for its
-// status.
-struct Call {
-    std::vector<nb::object> owners;  // null where an optional tensor is absent
-    std::vector<Tensor> layouts;
-    std::function<int64_t(const std::vector<void*>&)> run;
-    std::function<void(int64_t, const std::vector<void*>&)> report;
-
-    void operator()(const nb::args& given) const {
-        if (given.size() != 0 && given.size() != owners.size())
-            throw nb::type_error(("expected no tensors, or " + std::to_string(owners.size())).c_str());
-        std::vector<void*> data(owners.size());
-        for (size_t i = 0; i < owners.size(); ++i)
-            data[i] = address(i, given.size() ? nb::handle(given[i]) : nb::handle(owners[i]));
-        const int64_t status = without_gil([&] { return run(data); });
-        if (status != kOk) report(status, data);
-    }
-
-    // Where the tensor now is, which must be laid out as the one the call was made with
-    void* address(size_t i, nb::handle h) const {
-        if (!owners[i].is_valid()) return nullptr;
-        Tensor t = tensor(h);
-        void* data = t.data;
-        t.data = layouts[i].data;
-        if (!is_same_view(t, layouts[i]))
-            refuse("tensor " + std::to_string(i) +
-                   " differs in dtype, shape or strides from the one this call was made for");
-        return data;
-    }
+// An op with the tensors it runs on, which may be moved. `run` needs no Python; `report` throws for its status.
+struct Placed {
+    virtual ~Placed() = default;
+    virtual std::unique_ptr<Placed> copy() const = 0;
+    virtual void move(size_t i, void* data) = 0;
+    virtual int64_t run() const = 0;
+    virtual void report(int64_t status) const = 0;
 };
 
 constexpr int64_t kOverlap = -2;
 
 template <class Args>
-Args with_addresses(Args args, const std::vector<void*>& data) {
-    auto* tensors = reinterpret_cast<Tensor*>(&args);
-    for (size_t i = 0; i < data.size(); ++i) tensors[i].data = data[i];
-    return args;
+struct PlacedOp final : Placed {
+    PlacedOp(int64_t (*kernel)(const Args&), const Args& args) : kernel_(kernel), args_(args) {}
+
+    std::unique_ptr<Placed> copy() const override { return std::make_unique<PlacedOp>(*this); }
+
+    void move(size_t i, void* data) override {
+        reinterpret_cast<Tensor*>(&args_)[i].data = data;
+        broken_ = broken_overlap(args_);
+    }
+
+    int64_t run() const override { return broken_ ? kOverlap : kernel_(args_); }
+
+    void report(int64_t status) const override {
+        if (status == kOverlap) refuse(broken_);
+        infini::report(args_, status);
+    }
+
+private:
+    int64_t (*kernel_)(const Args&);
+    Args args_;
+    const char* broken_ = nullptr;
+};
+
+// Where tensor i of a call now is, which must be laid out as the one the call was made with
+void* address(size_t i, nb::handle h, const Tensor& layout) {
+    Tensor t = tensor(h);
+    void* data = t.data;
+    t.data = layout.data;
+    if (!is_same_view(t, layout))
+        refuse("tensor " + std::to_string(i) +
+               " differs in dtype, shape or strides from the one this call was made for");
+    return data;
 }
 
-// Checks the op now, for a call that can be repeated
+// An op, checked, that can be repeated on its tensors or on others like them
+struct Call {
+    std::vector<nb::object> owners;  // null where an optional tensor is absent
+    std::vector<Tensor> layouts;
+    std::shared_ptr<const Placed> op;
+
+    void operator()(const nb::args& given) const {
+        if (given.size() != 0 && given.size() != owners.size())
+            throw nb::type_error(("expected no tensors, or " + std::to_string(owners.size())).c_str());
+        const auto local = op->copy();  // two threads may run one call
+        for (size_t i = 0; i < owners.size(); ++i) {
+            if (!owners[i].is_valid()) continue;
+            const nb::handle h = given.size() ? nb::handle(given[i]) : nb::handle(owners[i]);
+            local->move(i, address(i, h, layouts[i]));
+        }
+        const int64_t status = without_gil([&] { return local->run(); });
+        if (status != kOk) local->report(status);
+    }
+};
+
+// Checks the op now
 template <class Args, class... P>
-Call bind_op(KernelOf<Args> member, nb::handle out, P... given) {
+Call bind_op(KernelOf<Args> kernel, nb::handle out, P... given) {
     Reading<Args> r;
     read_arguments(r, given...);
     take_outputs(r, out);
@@ -103,16 +129,7 @@ Call bind_op(KernelOf<Args> member, nb::handle out, P... given) {
         call.owners.push_back(nb::borrow(r.owners[i]));
         call.layouts.push_back(r.tensors()[i]);
     }
-    const auto kernel = active_level().kernels->*member;
-    call.run = [kernel, args = r.args](const std::vector<void*>& data) {
-        const Args local = with_addresses(args, data);  // a copy: two threads may run one call
-        return broken_overlap(local) ? kOverlap : kernel(local);
-    };
-    call.report = [args = r.args](int64_t status, const std::vector<void*>& data) {
-        const Args local = with_addresses(args, data);
-        if (status == kOverlap) refuse(broken_overlap(local));
-        infini::report(local, status);
-    };
+    call.op = std::make_shared<PlacedOp<Args>>(active_level().kernels->*kernel, r.args);
     return call;
 }
 
@@ -122,31 +139,25 @@ Call bind_op(KernelOf<Args> member, nb::handle out, P... given) {
 class Graph {
 public:
     explicit Graph(const Arena& arena) : recording_{arena.slabs, ++last_id} {}
+    Graph(const Graph&) = delete;
 
     const Recording& recording() const { return recording_; }
 
     void append(const Call& call) {
-        Step& step = steps_.emplace_back(Step{call, {}});
-        for (size_t i = 0; i < call.owners.size(); ++i) {
-            step.data.push_back(call.layouts[i].data);
-            if (!call.owners[i].is_valid()) continue;
-            if (recording_.made(call.layouts[i].data))
-                step.call.owners[i].reset();
-            else
-                places_of(call, i).push_back({steps_.size() - 1, i});
-        }
+        steps_.push_back(call.op->copy());
+        for (size_t i = 0; i < call.owners.size(); ++i)
+            if (call.owners[i].is_valid() && !recording_.made(call.layouts[i].data))
+                outside(call.owners[i], call.layouts[i]).places.push_back({steps_.size() - 1, i});
     }
 
     void replay() {
-        for (const auto& places : outside_) {
-            const auto& [first, index] = places.front();
-            void* data = steps_[first].call.address(index, steps_[first].call.owners[index]);
-            if (data == steps_[first].data[index]) continue;
-            for (const auto& [at, i] : places) steps_[at].data[i] = data;
+        for (size_t i = 0; i < outside_.size(); ++i) {
+            if (i + kAhead < outside_.size()) ask_for(outside_[i + kAhead].owner.ptr());
+            follow(outside_[i]);
         }
         for (size_t at = 0; at < steps_.size();) {
             const int64_t status = run_for_a_while(at);
-            if (status != kOk) return steps_[at].call.report(status, steps_[at].data);
+            if (status != kOk) return steps_[at]->report(status);
             if (PyErr_CheckSignals() != 0) throw nb::python_error();  // an interrupt
         }
     }
@@ -154,38 +165,43 @@ public:
     size_t size() const { return steps_.size(); }
 
 private:
-    struct Step {
-        Call call;
-        std::vector<void*> data;
+    static constexpr size_t kAhead = 8;  // a step of the model has left nothing of these in the caches
+
+    struct Place { size_t step, index; };
+
+    // A tensor that was there before the recording, and where calls are given it
+    struct Outside {
+        nb::object owner;
+        Tensor layout;
+        std::vector<Place> places;
     };
+
+    Outside& outside(const nb::object& owner, const Tensor& layout) {
+        for (Outside& known : outside_)
+            if (known.owner.is(owner) && is_same_view(known.layout, layout)) return known;
+        return outside_.emplace_back(Outside{owner, layout, {}});
+    }
+
+    void follow(Outside& tensor) {
+        void* data = address(tensor.places.front().index, tensor.owner, tensor.layout);
+        if (data == tensor.layout.data) return;
+        tensor.layout.data = data;
+        for (const auto& [step, index] : tensor.places) steps_[step]->move(index, data);
+    }
 
     // Steps from `at` on, until an interrupt should be heard, or up to one that finds something wrong
     int64_t run_for_a_while(size_t& at) {
         nb::gil_scoped_release release;
         const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(20);
         for (; at < steps_.size() && std::chrono::steady_clock::now() < end; ++at)
-            if (const int64_t status = steps_[at].call.run(steps_[at].data); status != kOk) return status;
+            if (const int64_t status = steps_[at]->run(); status != kOk) return status;
         return kOk;
-    }
-
-    struct Place { size_t step, index; };
-    using Places = std::vector<Place>;
-
-    // Of a call's tensor from outside, with those where it was given before, laid out as now
-    Places& places_of(const Call& call, size_t i) {
-        for (Places& places : outside_) {
-            const Call& known = steps_[places.front().step].call;
-            const size_t index = places.front().index;
-            if (known.owners[index].is(call.owners[i]) && is_same_view(known.layouts[index], call.layouts[i]))
-                return places;
-        }
-        return outside_.emplace_back();
     }
 
     inline static std::atomic<uint64_t> last_id{0};
     Recording recording_;
-    std::vector<Step> steps_;
-    std::vector<Places> outside_;  // of each tensor
+    std::vector<std::unique_ptr<Placed>> steps_;
+    std::vector<Outside> outside_;
 };
 
 }  // namespace

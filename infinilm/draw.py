@@ -85,6 +85,7 @@ def sampled(logits: Tensor, settings: Sequence[Tensor], out: Tensor | None = Non
     return ops.sample(logits, uniforms, numbers.view(-1, 3), top_k, out=out)
 
 
+@torch.inference_mode()
 def draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     """A token from each row [V]; -1 where the logits are no numbers"""
     streams = [row.stream for row in rows]
@@ -178,6 +179,7 @@ def banned_tokens(stream: Stream) -> list[int]:
 # ---- logprobs ----------------------------------------------------------------------------------------------
 
 
+@torch.inference_mode()
 def ranked(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[list[Ranked]]:
     """For each row [V] the given token, then the num_top likeliest ones, or all there are"""
     num_top = min(num_top, logits.shape[1])

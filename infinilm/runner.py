@@ -34,7 +34,7 @@ from infinilm.recording import (
     recorded_size,
 )
 from infinilm.tables import Tables
-from infinilm.work import Drawn, Work, collected, drawn_rows
+from infinilm.work import Drawn, Work, collected, drawn_rows, tokens_alone
 
 # N tokens of the step, B streams, M blocks of a stream, R rows of logits, V vocabulary
 
@@ -50,19 +50,22 @@ class Pending:
         tokens: list[int] | Readback | None,
         *,
         is_settled: bool,
+        is_plain: bool,
         may_be_followed: bool,
     ) -> None:
         self.work = work
         self.is_settled = is_settled  # whether it took what such steps will take from now on
         self.may_be_followed = may_be_followed  # by other work, before it is read
+        self._is_plain = is_plain  # nothing but tokens is wanted
         self._rows = rows
         self._outcome = outcome
         self._tokens = tokens
 
-    @torch.inference_mode()
     def read(self) -> list[Drawn]:
         """What came of it"""
         tokens = self._tokens.read() if isinstance(self._tokens, Readback) else self._tokens
+        if tokens is not None and self._is_plain:
+            return tokens_alone(self.work, tokens)
         return collected(self.work, *self._outcome, self._rows, tokens)
 
 
@@ -75,6 +78,7 @@ class Runner:
     stay there as well, in `latest`, and a token that is not known here is read from its row of that.
     """
 
+    @torch.inference_mode(mode=False)  # its buffers are written to outside of that mode too
     def __init__(
         self, model: Any, cache: PagedCache, max_streams: int, max_length: int, step_tokens: int = 0
     ) -> None:
@@ -108,7 +112,6 @@ class Runner:
         steps = (adapted or self.model).step_by_layers(*self._inputs(work, adapted))
         return Passage(work, steps, self._waiting)
 
-    @torch.inference_mode()
     def launch(self, work: Sequence[Work]) -> Pending:
         """Begin to compute the tokens of all work, which on a CPU ends it as well."""
         self.tables.show(work)
@@ -117,14 +120,15 @@ class Runner:
         is_common = may_come_again(work, len(rows), self.device, self.step_tokens)
         recording = self._replayed(work, rows) if is_common else None
         outcome = self._outcome(work) if recording is None else recording.outcome(len(rows))
-        is_plain = self.is_ahead and all(item.is_plain for item in work)
+        is_plain = all(item.is_plain for item in work)
+        is_followed = self.is_ahead and is_plain
         tokens: list[int] | Readback | None = None
         if recording is not None:
             tokens = self._latest.note(recording.drawn(len(rows)))
-        elif is_plain and rows:
+        elif is_followed and rows:
             tokens = self._latest.note(draw(outcome[1], rows))
-        settled = self._is_settled
-        return Pending(work, rows, outcome, tokens, is_settled=settled, may_be_followed=is_plain)
+        kind = {"is_settled": self._is_settled, "is_plain": is_plain, "may_be_followed": is_followed}
+        return Pending(work, rows, outcome, tokens, **kind)
 
     def _adapted_for(self, work: Sequence[Work]) -> AdaptedModel | None:
         """The model with the adapters of all streams among them; None where no stream has one"""
@@ -136,6 +140,7 @@ class Runner:
             self._adapted = AdaptedModel(self.model, [*known, *new])
         return self._adapted
 
+    @torch.inference_mode()
     def _outcome(self, work: Sequence[Work]) -> tuple[Tensor, Tensor]:
         """States [R, E] and logits [R, V]"""
         adapted = self._adapted_for(work)
@@ -199,6 +204,7 @@ class Runner:
             del recordings[next(iter(recordings))]
         return recording
 
+    @torch.inference_mode(mode=False)
     def _new_recording(self, size: tuple[int, int], is_adapted: bool) -> Recording | None:
         """To be filled, once a step of this size has come a few times"""
         self._is_settled = False
@@ -209,7 +215,9 @@ class Runner:
 
     def _fixed_rope(self, recording: Recording) -> Any:
         """Tables that serve other steps too, with their rows filled in; None where tokens need their own"""
-        rope = self.model.model.rope_reaching(max(recording.slots) + 1)
+        rope, end = recording.rope, max(recording.slots) + 1
+        if rope is None or rope.num_positions < end:
+            rope = self.model.model.rope_reaching(end)
         if rope.rope_parameters.is_fixed:
             recording.rope_rows[:] = recording.slots
             return rope

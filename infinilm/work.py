@@ -71,6 +71,12 @@ def drawn_rows(work: Sequence[Work]) -> list[Row]:
     ]
 
 
+def tokens_alone(work: Sequence[Work], tokens: Sequence[int]) -> list[Drawn]:
+    """What came of work of which nothing else is wanted"""
+    drawn = iter(tokens)
+    return [Drawn([next(drawn)] if item.num_drawn else []) for item in work]
+
+
 def collected(
     work: Sequence[Work],
     states: Tensor,

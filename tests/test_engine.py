@@ -159,6 +159,16 @@ def test_replayed_steps_draw_by_the_settings_of_each_stream(tiny: Tiny) -> None:
     check_outputs(tiny, jobs, requests)
 
 
+def test_an_engine_made_in_inference_mode_runs_in_and_out_of_it(tiny: Tiny) -> None:
+    rng = random.Random(12)
+    jobs = random_jobs(rng, 8, 60, 12, arrive_within=4)
+    with torch.inference_mode():
+        engine = tiny.engine(is_ahead=DEVICE != "cpu")
+        inside = run(engine, jobs, 3, rng)
+    check_outputs(tiny, jobs, inside)
+    check_outputs(tiny, jobs, run(engine, jobs, 3, rng))
+
+
 @pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU steps of any prompt are recorded")
 def test_full_steps_of_long_prompts_are_recorded_and_give_the_same_bits(tiny: Tiny) -> None:
     rng, params = random.Random(6), SamplingParams(temperature=0.0, max_tokens=2, logprobs=2)
