@@ -139,7 +139,8 @@ struct Draw {
 
     // Weights are defined for no other temperature.
     bool is_sound() const { return temperature >= 0 && temperature <= kLargest; }
-    bool is_greedy() const { return temperature == 0 || topk == 1 || random_val == 0; }
+    // What is less than a normal float32 may be 0 where there is a division by it.
+    bool is_greedy() const { return temperature < 0x1p-126 || topk == 1 || random_val == 0; }
 };
 
 template <class T>

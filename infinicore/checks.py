@@ -68,3 +68,14 @@ def check_device(function: str, device: torch.device | str | None) -> None:
     except (TypeError, ValueError, RuntimeError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"{function}: device must be a device or its name, but is {device!r}") from None
+
+
+def check_usable(device: torch.device | str | None) -> None:
+    """Whether tensors can be made there; None is the CPU."""
+    try:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, TypeError, ValueError, ImportError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"device {device!r} cannot be used here: {reason}; take 'cpu', or 'cuda' on a GPU"
+        ) from error

@@ -48,7 +48,8 @@ def from_blob(
 ) -> Tensor:
     """A copy of any bytes-like object as a tensor. Addresses are refused: their size cannot be checked."""
     try:
-        view = memoryview(data).cast("B")
+        view = memoryview(data)
+        view = view.cast("B") if view.nbytes else memoryview(b"")  # which no shape with a 0 can be cast to
     except TypeError as error:
         raise TypeError(
             f"from_blob: data must be contiguous bytes, but is {type(data).__name__}: {error}"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from infinicore import get_num_threads, ops
+from infinicore.checks import integer
 from infinicore.ops.attention_reference import unfold_keys
 from infinilm.batch import Batch
 
@@ -116,6 +117,8 @@ class DynamicCache:
     """
 
     def __init__(self, block_size: int = 64, dtype: torch.dtype | None = None) -> None:
+        if integer("DynamicCache", "block_size", block_size) < LANES or block_size % LANES:
+            raise ValueError(f"DynamicCache: block_size must be a multiple of {LANES}, but is {block_size}")
         self.block_size = block_size
         self.dtype = dtype
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from infinicore import _native
+from infinicore.checks import check_usable
 from infinilm.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from infinilm.config import EngineConfig
 from infinilm.engine.draft import SpeculativeConfig
@@ -69,18 +70,12 @@ def chosen_device(config: EngineConfig) -> torch.device | str:
 
 def check_arguments(config: EngineConfig) -> None:
     """What would only fail, and less clearly, when half a model has been read."""
-    model, device = config.model, config.device
+    model = config.model
     if not isinstance(model, str | Path | None) or model == "":
         raise ValueError(
             f"model must be a path, a Hugging Face id such as 'org/name', or None, not {model!r}"
         )
-    try:
-        torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError, TypeError, ValueError, ImportError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(
-            f"device {device!r} cannot be used here: {reason}; take 'cpu', or 'cuda' on a GPU"
-        ) from error
+    check_usable(config.device)
 
 
 def tokenizer_of(checkpoint: Checkpoint, chat_template: str | None = None) -> Tokenizer:

@@ -402,3 +402,35 @@ def test_gradients_flow_through_every_function_that_has_one() -> None:
         lambda x: F.rope(x.view(3, 1, 8), torch.arange(3), sin, cos, RopeAlgo.GPT_J),
     ):
         assert torch.autograd.gradcheck(function, (x,))
+
+
+def test_what_is_written_over_cannot_be_differentiated_through_unnoticed() -> None:
+    w = random(3, 8).requires_grad_()
+    kept = torch.exp(2 * w)  # which exp's gradient needs
+    with torch.no_grad():
+        F.silu(kept, inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.sum().backward()
+    kept, both = torch.exp(2 * w), torch.empty(3, 8)
+    F.add_rms_norm(random(3, 8), random(3, 8), [8], torch.ones(8), out=(kept.detach(), both))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.sum().backward()
+
+
+def test_silu_in_place_is_differentiated_as_torchs() -> None:
+    found, wanted = (random(3, 8).requires_grad_() for _ in range(2))
+    F.silu(found * 1, inplace=True).sum().backward()
+    torch.nn.functional.silu(wanted * 1, inplace=True).sum().backward()
+    torch.testing.assert_close(found.grad, wanted.grad)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.*is deprecated:DeprecationWarning")
+def test_what_torch_traces_or_carries_derivatives_through_is_what_torch_computes() -> None:
+    x, tangent = random(3, 8), random(3, 8, seed=1)
+    traced = torch.jit.trace(F.silu, x)
+    torch.testing.assert_close(traced(tangent), torch.nn.functional.silu(tangent))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, tangent)
+        found = torch.autograd.forward_ad.unpack_dual(F.silu(dual)).tangent
+        wanted = torch.autograd.forward_ad.unpack_dual(torch.nn.functional.silu(dual)).tangent
+    torch.testing.assert_close(found, wanted)

@@ -255,3 +255,19 @@ def test_blobs_are_copied_and_their_size_is_checked() -> None:
     for bad_data in (1234, "text", None):
         with pytest.raises(TypeError):
             infinicore.from_blob(bad_data, (1,))
+
+
+def test_the_padding_row_of_an_embedding_does_not_learn() -> None:
+    table = nn.Embedding(5, 3, padding_idx=1).requires_grad_()
+    table(torch.tensor([1, 2, 1])).sum().backward()
+    assert table.weight.grad is not None
+    assert table.weight.grad.sum(1).tolist() == [0, 0, 3, 0, 0]
+
+
+def test_positions_that_were_looked_up_are_the_callers_own() -> None:
+    table = nn.PositionalEmbedding.sinusoidal(6, 4)
+    before = table.weight.clone()
+    rows = table(3)
+    rows += 1
+    torch.testing.assert_close(table.weight.data, before)
+    assert nn.PositionalEmbedding.sinusoidal(6, 4, device="meta").weight.is_meta

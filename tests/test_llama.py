@@ -586,3 +586,72 @@ def test_cache_refuses_what_does_not_belong() -> None:
     ):
         with pytest.raises(error):
             cache.update(keys, keys, layer)
+
+
+def tiny_model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error", "message"),
+    [
+        ({"input_ids": [[1, 2]]}, TypeError, "input_ids must be a tensor, but is list"),
+        ({"position_ids": [[0, 1]]}, TypeError, "position_ids must be a tensor"),
+        ({"position_ids": torch.tensor([[0.0, 1.0]])}, TypeError, "position_ids must be whole numbers"),
+        ({"position_ids": torch.tensor([[0, 1, 2]])}, ValueError, r"shape \(1, 3\).*\(1, 2\) tokens"),
+        (
+            {"position_ids": torch.tensor([[0, 10**12]])},
+            IndexError,
+            r"position 1000000000000 is outside \[0, ",
+        ),
+        ({"attention_mask": [[1, 1]]}, TypeError, "attention_mask must be a tensor"),
+        ({"logits_to_keep": -1}, ValueError, "logits_to_keep must be 0 or more, but is -1"),
+    ],
+)
+def test_inputs_that_are_none_are_refused_by_name(
+    inputs: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        tiny_model()(**{"input_ids": torch.tensor([[1, 2]]), **inputs})
+
+
+def test_a_decoder_layer_takes_its_arguments_by_place_and_by_name() -> None:
+    model = tiny_model().model
+    layer, x = model.layers[0], torch.randn(1, 5, model.config.hidden_size)
+    rope = model.rope_reaching(8)
+    by_place = layer(x, DynamicCache(), True, rope)
+    by_name = layer(x, past_key_values=DynamicCache(), use_cache=True, rope_instance=rope)
+    assert torch.equal(by_place, by_name)
+    unrotated = layer(x, DynamicCache(), True)
+    assert not torch.equal(by_place, unrotated)
+    attention = layer.self_attn
+    assert torch.equal(attention(x, DynamicCache(), rope, use_cache=True), attention(x, DynamicCache(), rope))
+
+
+def test_generate_stops_at_the_ends_that_generation_config_names(make: Callable[..., Any]) -> None:
+    _, folder = make("Llama", eos_token_id=5)
+    ids = prompt(1, 6)
+    said = AutoLlamaModel.from_pretrained(folder).generate(ids, max_new_tokens=8)[0].tolist()
+    end = said[8]
+    assert end != 5 and len(said) == 14
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [end]}))
+    stopped = AutoLlamaModel.from_pretrained(folder).generate(ids, max_new_tokens=8)[0].tolist()
+    assert stopped == said[: said.index(end, 6) + 1]
+
+
+def test_a_device_that_is_not_there_is_refused_by_name(known: Callable[..., Any]) -> None:
+    _, folder = known("Llama")
+    with pytest.raises(ValueError, match="device 'foo' cannot be used here"):
+        AutoLlamaModel.from_pretrained(folder, device="foo")
+
+
+@pytest.mark.parametrize("size", [0, 1, 15, 17])
+def test_a_cache_of_blocks_that_kernels_cannot_read_is_refused(size: int) -> None:
+    with pytest.raises(ValueError, match=f"multiple of 16, but is {size}"):
+        DynamicCache(block_size=size)
+
+
+def test_no_key_value_heads_are_refused() -> None:
+    with pytest.raises(ValueError, match="4 query heads cannot share 0"):
+        grouped_query_attention(torch.zeros(1, 4, 8), torch.zeros(1, 0, 8), torch.zeros(1, 0, 8), 1.0)

@@ -280,6 +280,18 @@ def test_device_is_that_of_the_first_tensor_or_the_cpu():
     assert table.device == torch.device("meta")
 
 
+def test_a_module_may_note_a_device_and_still_tells_where_its_tensors_are():
+    class Noting(Leaf):
+        def __init__(self) -> None:
+            super().__init__()
+            self.device = torch.device("meta")
+
+    assert Noting().device == torch.device("cpu")
+    empty = Module()
+    empty.device = torch.device("meta")
+    assert empty.device == torch.device("meta")
+
+
 # Loading a state
 
 
@@ -407,5 +419,27 @@ def test_parameter_is_loaded_from_bytes_by_its_dotted_name():
 
 
 def test_unknown_parameter_name_is_refused_with_the_closest_ones():
-    with pytest.raises(KeyError, match="leaf.wieght.*leaf.weight"):
+    with pytest.raises(LoadError, match="leaf.wieght.*leaf.weight"):
         Tree().load_parameter_from_blob("leaf.wieght", b"")
+
+
+class Counting(Leaf):
+    """What it counts is saved beside its tensors."""
+
+    count = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_what_a_module_saves_beside_its_tensors_comes_back(assign):
+    saved, loaded = ModuleList([Counting(), Counting()]), ModuleList([Counting(), Counting()])
+    saved[1].count = 7
+    result = loaded.load_state_dict(saved.state_dict(), strict=True, assign=assign)
+    assert [one.count for one in loaded] == [0, 7] and result == ([], [])
+    missing = Counting().load_state_dict({"weight": torch.zeros(4, 4)}).missing_keys
+    assert missing == ["_extra_state"]

@@ -85,7 +85,7 @@ METHODS = {
     nn.PositionalEmbedding.sinusoidal: f"max_len, embed_dim, {PLACE}",
     nn.PositionalEmbedding.forward: "self, seq_len, offset=0",
     nn.RBELinear.from_dense_weights: "weight, bias=None, block_size=64, num_coefficients=256, "
-    "transform='dct'",
+    f"transform='dct', {PLACE}",
     nn.RBELinear.dense_weight: "self",
     ops.RopeDescriptor.create: "y, x, pos, sin, cos, algo=RopeAlgo.GPT_NEOX",
     ops.RopeDescriptor.calculate: "self, y, x, pos, sin, cos",

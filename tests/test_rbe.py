@@ -1,6 +1,7 @@
 """RBELinear against a slow decoder written from the definition, and what it is worth on random weights."""
 
 import math
+import pickle
 
 import pytest
 import torch
@@ -193,3 +194,21 @@ def test_mlp_block_starts_within_a_tenth_of_zero():
     torch.manual_seed(0)
     weight = MLPBlock(64, 64).linear1.dense_weight()
     assert 0.01 < weight.std() < 0.1 / math.sqrt(3)
+
+
+def test_a_layer_is_encoded_in_the_dtype_and_on_the_device_asked_for():
+    weight, bias = torch.randn(70, 64, dtype=torch.float64), torch.randn(70)
+    layer = RBELinear.from_dense_weights(weight, bias, dtype=torch.float16, device="cpu")
+    assert layer.bias.dtype == torch.float16 and layer.device == torch.device("cpu")
+    torch.testing.assert_close(layer.bias.data, bias.half())
+    plain = RBELinear.from_dense_weights(weight, bias)
+    torch.testing.assert_close(layer.dense_weight().float(), plain.dense_weight(), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("made", [lambda: RBELinear(70, 65), lambda: MLPBlock(32, 64)])
+def test_a_pickled_layer_is_the_same(made):
+    layer = made()
+    copied = pickle.loads(pickle.dumps(layer))
+    for name, tensor in layer.state_dict().items():
+        assert copied.state_dict()[name].dtype == tensor.dtype
+        assert torch.equal(copied.state_dict()[name].view(torch.uint8), tensor.view(torch.uint8))

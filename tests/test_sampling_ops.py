@@ -11,6 +11,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 import infinicore
 from infinicore import ops
+from infinicore.nn import functional as F
 from infinicore.ops.samples import not_finite
 from infinicore.ops.sampling_reference import largest
 
@@ -233,3 +234,18 @@ def test_the_largest_logits_are_what_a_temperature_of_zero_draws() -> None:
         rows = len(logits)
         greedy = torch.zeros(rows).double(), torch.tensor([[0.0, 1.0, 0.0]] * rows), torch.zeros(rows).long()
         assert torch.equal(largest(logits), ops.sample.reference(logits, *greedy))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("temperature", [1e-308, 1e-50, 1e-45, 1e-40, 1e-38])
+def test_a_temperature_too_low_to_divide_by_takes_the_largest_logit(
+    temperature: float, dtype: torch.dtype, level: str
+) -> None:
+    logits = torch.linspace(1, 3, 100).to(dtype)
+    for flushes in (False, True):
+        torch.set_flush_denormal(flushes)
+        try:
+            drawn = [int(F.random_sample(logits, u, 1.0, 0, temperature)) for u in (0.0, 0.5, 0.99)]
+        finally:
+            torch.set_flush_denormal(False)
+        assert drawn == [99, 99, 99]

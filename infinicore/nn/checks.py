@@ -109,7 +109,7 @@ def check_weight(input: Tensor, weight: Tensor | QuantizedTensor) -> None:
 def check_lookup(ids: Tensor, weight: Tensor, out: Tensor | None) -> None:
     check_float("embedding", "weight", weight)
     check_ids(ids, weight)
-    is_widened = out is not None and out.dtype == torch.float32 and weight.dtype in HALVES
+    is_widened = getattr(out, "dtype", None) == torch.float32 and weight.dtype in HALVES
     row = torch.empty(0, device=weight.device) if is_widened else weight
     check_out("embedding", out, row, (*ids.shape, weight.shape[1]))
 

@@ -49,7 +49,8 @@ class Embedding(WeightLayer):
         if dtype is torch.float32 and isinstance(weight, Tensor) and weight.dtype in HALVES:
             shape = (*ids.shape, self.embedding_dim)
             return F.embedding(ids, weight, out=torch.empty(shape, dtype=dtype, device=weight.device))
-        rows = F.embedding(ids, weight)
+        is_learning = isinstance(weight, Tensor) and weight.requires_grad  # the padding row is not
+        rows = F.embedding(ids, weight, self.padding_idx if is_learning else None)
         return rows if dtype is None else rows.to(dtype)
 
     def extra_repr(self) -> str:
@@ -117,7 +118,8 @@ class PositionalEmbedding(Module):
         column = torch.arange(embed_dim, dtype=torch.float64)
         frequency = 10000.0 ** (-2.0 * (column // 2) / embed_dim)
         angle = torch.arange(max_len, dtype=torch.float64)[:, None] * frequency  # [max_len, embed_dim]
-        module.weight.load(torch.where(column % 2 == 0, angle.sin(), angle.cos()))
+        if not module.weight.is_meta:
+            module.weight.load(torch.where(column % 2 == 0, angle.sin(), angle.cos()))
         return module
 
     def forward(self, seq_len: int, offset: int = 0) -> Tensor:
@@ -127,7 +129,7 @@ class PositionalEmbedding(Module):
             raise ValueError(
                 f"PositionalEmbedding: {seq_len} positions from {offset} do not fit max_len {self.max_len}"
             )
-        return self.weight[offset : offset + seq_len]
+        return self.weight[offset : offset + seq_len].clone()
 
     def extra_repr(self) -> str:
         return f"max_len={self.max_len}, embed_dim={self.embed_dim}"

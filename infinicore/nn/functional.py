@@ -250,6 +250,9 @@ def silu(input: Tensor, inplace: bool = False, *, out: Tensor | None = None) -> 
     """input * sigmoid(input); inplace writes over the input."""
     if inplace and out is not None:
         raise ValueError("silu: inplace=True and out= exclude each other; pass one of them")
+    if inplace and isinstance(input, Tensor) and input.requires_grad and torch.is_grad_enabled():
+        check_float("silu", "input", input)
+        return torch.nn.functional.silu(input, inplace=True)
     out = input if inplace else out
     if (y := ops.silu.attempt(out, input)) is not None:
         return y

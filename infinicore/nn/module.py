@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 
+EXTRA = (
+    torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
+)  # of what get_extra_state returns, which may be anything
 Split = tuple[int, int, int]  # tp_dim, tp_rank, tp_size
 
 
@@ -165,7 +168,13 @@ class Module(torch.nn.Module):
     def device(self) -> torch.device:
         """Where the first parameter or buffer lives; the CPU for a module that holds none."""
         tensor = next(chain(self.parameters(), self.buffers()), None)
-        return torch.device("cpu") if tensor is None else tensor.device
+        return self.__dict__.get("device", torch.device("cpu")) if tensor is None else tensor.device
+
+    @device.setter
+    def device(self, value: Any) -> None:
+        """Modules often note where they were made. What is answered is where the tensors are, if there are
+        any."""
+        self.__dict__["device"] = value
 
     def register_module(  # type: ignore[override]  # torch's takes an instance only and returns nothing
         self, name: str, module: torch.nn.Module | type[torch.nn.Module], *args: Any, **kwargs: Any
@@ -213,17 +222,20 @@ class Module(torch.nn.Module):
         reported, and refused when `strict`; a wrong shape (ValueError) or dtype (TypeError) always is.
         """
         check_state(state_dict)
-        own = self.state_dict(keep_vars=True)
+        held = self.state_dict(keep_vars=True)
+        own = {key: value for key, value in held.items() if not key.endswith(EXTRA)}
+        given = {key: state_dict[key] for key in held if key not in own and key in state_dict}
         tensors = {key: fit(own[key], value, key) for key, value in state_dict.items() if key in own}
         if assign:
             tensors = {key: adopt(own[key], tensor) for key, tensor in tensors.items()}
         else:
             check_has_memory(own, tensors)
         share_between_tied(own, tensors)
-        result = LoadResult([k for k in own if k not in tensors], [k for k in state_dict if k not in own])
+        given |= tensors
+        result = LoadResult([k for k in held if k not in given], [k for k in state_dict if k not in held])
         if strict and any(result):
             raise LoadError(f"{type(self).__name__}: {describe(result)}; strict=False skips them")
-        super().load_state_dict(tensors, strict=False, assign=assign)
+        super().load_state_dict(given, strict=False, assign=assign)
         return result
 
     def load_parameter_from_blob(self, name: str, data: "Buffer") -> None:
@@ -231,7 +243,7 @@ class Module(torch.nn.Module):
         parameters = dict(self.named_parameters(remove_duplicate=False))
         if name not in parameters:
             close = difflib.get_close_matches(name, parameters)
-            raise KeyError(f"no parameter {name!r} in {type(self).__name__}; the closest names are {close}")
+            raise LoadError(f"no parameter {name!r} in {type(self).__name__}; the closest names are {close}")
         as_ours(parameters[name]).load_blob(data)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -260,7 +272,7 @@ def check_state(state: Mapping[str, Any]) -> None:
     for key, value in state.items():
         if not isinstance(key, str):
             raise TypeError(f"load_state_dict: the key {key!r} must be a string, found {type(key).__name__}")
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) and not key.endswith(EXTRA):
             raise TypeError(f"load_state_dict: {key!r} must be a tensor, found {type(value).__name__}")
 
 

@@ -5,7 +5,7 @@ least-squares weights and T a two-dimensional DCT-II or Bior3.1 transform. docs/
 """
 
 import math
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -71,16 +71,29 @@ class RBELinear(Module):
         block_size: int = 64,
         num_coefficients: int = 256,
         transform: str = "dct",
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
     ) -> Self:
         """Encode weight [O, I], keeping `num_coefficients` of each block of `block_size`²."""
         check_dense(weight)
         out_features, in_features = weight.shape
-        layer = cls(in_features, out_features, bias is not None, block_size, num_coefficients, transform)
-        layer.to(weight.device)
+        device = weight.device if device is None else device
+        layout = block_size, num_coefficients, transform
+        layer = cls(in_features, out_features, bias is not None, *layout, dtype=dtype, device=device)
+        weight = weight.to(layer.surface.device)
         if layer.bias is not None and bias is not None:
             layer.bias.load(layer.bias.shard_of(bias, "RBELinear: bias"))
         layer.encode(weight)
         return layer
+
+    def __getstate__(self) -> dict[str, Any]:
+        """pickle cannot read torch's uint16 back: places go as int16."""
+        places = {"rows": self.rows.view(torch.int16), "columns": self.columns.view(torch.int16)}
+        return {**self.__dict__, "_buffers": {**self._buffers, **places}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.rows, self.columns = self.rows.view(torch.uint16), self.columns.view(torch.uint16)
 
     @torch.no_grad()
     def encode(self, weight: Tensor) -> None:

@@ -87,6 +87,10 @@ class RoPE(Module):
         return self
 
     def forward(self, x: Tensor, pos: Tensor, in_place: bool = False, *, out: Tensor | None = None) -> Tensor:
+        if not isinstance(in_place, bool):
+            raise TypeError(
+                f"RoPE: in_place must be a bool, but is {type(in_place).__name__}; out= takes a tensor"
+            )
         if in_place and out is not None:
             raise ValueError("RoPE: in_place=True and out= exclude each other; pass one of them")
         check_float("RoPE", "x", x)

@@ -90,9 +90,13 @@ class Op(Generic[Result]):
             return self._record(out, *args)
 
     def _run(self, out: Any, *args: Any) -> Result | None:
+        if is_watched():
+            return None
         for kernel in self.kernels:
             result: Result | None = kernel.run(out, *args)
             if result is not None:
+                if out is not None:
+                    note_write(out)
                 return result
         return None
 
@@ -123,6 +127,19 @@ class Op(Generic[Result]):
             kernel = if_accelerated(kernel)
         self.kernels.append(kernel)
         self.kernels.sort(key=lambda k: PREFERENCE.index(k.name))
+
+
+def is_watched() -> bool:
+    """Whether torch traces what is computed, or carries derivatives along: a kernel it would not see"""
+    is_traced = torch._C._get_tracing_state() is not None
+    return is_traced or torch.autograd.forward_ad._current_level >= 0
+
+
+def note_write(out: Any) -> None:
+    """Tell autograd, which may have kept the tensor for a gradient."""
+    for tensor in out if isinstance(out, tuple | list) else (out,):
+        if not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
 
 
 def op(

@@ -8,6 +8,8 @@ from torch import Tensor
 from infinicore.ops.registry import DEFAULT_TOLERANCES, RECORDING, Kernel, Tolerance, op
 from infinicore.ops.samples import EXACT, NOT_FINITE, ODD_SIZES, Samples, not_finite, random
 
+SMALLEST_TEMPERATURE = 2.0**-126  # what is less may be 0 as a float32, and is greedy
+
 
 def random_sample_samples(dtype: torch.dtype) -> Samples:
     logits = random(1000, dtype=dtype, scale=2.0)
@@ -18,6 +20,7 @@ def random_sample_samples(dtype: torch.dtype) -> Samples:
             (0.3, 0, 2.0),
             (1.0, 7, 0.5),
             (1.0, 0, 0.0),
+            (0.5, 0, 1e-50),
         ):
             yield logits, random_val, topp, topk, temperature
     yield torch.zeros(8, dtype=dtype), 0.5, 0.5, 0, 1.0  # exact ties: four kept, the third taken
@@ -31,8 +34,9 @@ def random_sample(logits: Tensor, random_val: float, topp: float, topk: int, tem
 
     Tokens stand in falling order of weight, equal ones by id; the smallest set that reaches topp is kept.
     """
-    weights, order = falling_weights(logits, temperature or 1.0)
-    if temperature == 0:
+    is_greedy = temperature < SMALLEST_TEMPERATURE
+    weights, order = falling_weights(logits, 1.0 if is_greedy else temperature)
+    if is_greedy:
         return order[0].clone()
     num_kept = topk if 0 < topk < len(weights) else len(weights)
     weights = weights[:num_kept]
@@ -47,8 +51,8 @@ def random_sample(logits: Tensor, random_val: float, topp: float, topk: int, tem
 
 def falling_weights(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Unnormalised probabilities in float64, largest first, and the token of each."""
-    scaled = logits.double() / temperature
-    return torch.sort((scaled - scaled.max()).exp(), descending=True, stable=True)
+    wide = logits.double()
+    return torch.sort(((wide - wide.max()) / temperature).exp(), descending=True, stable=True)
 
 
 def sample_samples(dtype: torch.dtype) -> Samples:
@@ -60,13 +64,14 @@ def sample_samples(dtype: torch.dtype) -> Samples:
             [0.5, 1.0, 0.3],
             [0.0, 1.0, 0.0],
             [1.0, 0.7, 1.0],
+            [1e-40, 1.0, 0.5],
         ]
     )
-    top_k = torch.tensor([0, 50, -1, 7, 3, 1])
+    top_k = torch.tensor([0, 50, -1, 7, 3, 1, 0])
     for size in (1, 7, 33, 1023, 5003):
         for uniform in (0.0, 0.3, 0.999):
-            uniforms = torch.full((6,), uniform, dtype=torch.float64)
-            yield random(6, size, dtype=dtype, scale=2.0), uniforms, settings, top_k
+            uniforms = torch.full((7,), uniform, dtype=torch.float64)
+            yield random(7, size, dtype=dtype, scale=2.0), uniforms, settings, top_k
     size = 133
     spoilt = torch.cat([not_finite(size, dtype), torch.full((1, size), -torch.inf, dtype=dtype)])
     rows = torch.arange(14) % 6
@@ -114,7 +119,7 @@ def drawn(logits: Tensor, uniform: float, settings: list[float], top_k: int) -> 
     temperature, top_p, min_p = settings
     if is_spoilt(logits) or not 0 <= temperature < torch.inf:
         return -1
-    if temperature > 0:
+    if temperature >= SMALLEST_TEMPERATURE:
         weights = ((logits.double() - logits.max()) / temperature).exp()
         logits = logits.masked_fill(weights < min(min_p, 1.0), -torch.inf)
     return int(random_sample.reference(logits, uniform, top_p, top_k, temperature))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from infinicore import nn, ops
+from infinicore.checks import check_usable, integer
 from infinicore.nn import functional as F
 from infinicore.nn.linear import lay_together, project, project_gated, project_heads
 from infinilm.batch import Batch, Pausing, finished
@@ -48,6 +49,7 @@ __all__ = [
 ]
 
 LlamaRMSNorm = nn.RMSNorm
+MOST_POSITIONS = 1 << 20  # that a caller may name beyond what a model was made for: tables have them all
 Cache = PagedCache | DynamicCache
 Pools = tuple[Tensor, Tensor]
 
@@ -67,7 +69,7 @@ def multi_head_attention(querys: Tensor, keys: Tensor, values: Tensor, scaling: 
 def grouped_query_attention(querys: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
     """multi_head_attention where H / K query heads share a head: [S, H, D], [T, K, D] -> [S, H, D]"""
     num_heads, num_kv_heads = querys.shape[1], keys.shape[1]
-    if num_heads % num_kv_heads:
+    if num_kv_heads == 0 or num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} query heads cannot share {num_kv_heads} key/value heads evenly")
     if num_heads != num_kv_heads:
         keys, values = repeat_kv(keys, values, num_heads // num_kv_heads)
@@ -128,6 +130,7 @@ class LlamaAttention(nn.Module):
         position_ids: Tensor | None = None,
         norm: nn.RMSNorm | None = None,
         residual: Tensor | None = None,
+        use_cache: bool = True,
     ) -> Tensor:
         """Tokens [N, E] of a batch -> [N, E]: attention(x), or of norm(x), with a residual added. Without a
         batch, see `of_streams`."""
@@ -213,6 +216,7 @@ class LlamaDecoderLayer(nn.Module):
         self,
         hidden_states: Tensor,
         past_key_values: Cache | None = None,
+        use_cache: bool = True,
         rope_instance: nn.RoPE | None = None,
         **kwargs: Any,
     ) -> Tensor:
@@ -251,7 +255,7 @@ class LlamaModel(nn.Module):
         attention_mask [B, S] is 0 at padding among the new tokens, on either side. Padding is left out on the
         way in, and comes back as zeros.
         """
-        check_inputs(input_ids, attention_mask, past_key_values)
+        check_inputs(input_ids, position_ids, attention_mask, past_key_values, logits_to_keep)
         cache = past_key_values if past_key_values is not None else DynamicCache()
         is_real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         is_real = is_real.to(input_ids.device).bool()  # [B, S]
@@ -269,8 +273,11 @@ class LlamaModel(nn.Module):
 
     def placed(self, positions: Tensor, streams: Tensor) -> tuple[LlamaRoPE, Tensor]:
         """What rotates these tokens [N], and their rows; a stream is a sequence that ends with them"""
+        end, most = int(positions.max()) + 1, max(self.config.max_position_embeddings, MOST_POSITIONS)
+        if end > most:
+            raise IndexError(f"position_ids: position {end - 1} is outside [0, {most})")
         spans = torch.zeros_like(positions).scatter_reduce(0, streams, positions + 1, "amax")[streams]
-        return self.rope_reaching(int(positions.max()) + 1).placed(positions, spans)
+        return self.rope_reaching(end).placed(positions, spans)
 
     def rope_reaching(self, num_positions: int) -> LlamaRoPE:
         """Angles of positions below num_positions, for the caller to keep: another thread may want others."""
@@ -287,7 +294,7 @@ class LlamaModel(nn.Module):
         """The same, with a pause after each layer. Ops and views alone: it can be recorded."""
         hidden_states = self.embed(batch.token_ids)  # [N, E]
         for layer in self.layers:
-            hidden_states = layer(hidden_states, cache, rope, batch=batch)
+            hidden_states = layer(hidden_states, cache, rope_instance=rope, batch=batch)
             yield
         if batch.logit_rows is not None:
             hidden_states = ops.embedding(batch.logit_rows, hidden_states)
@@ -298,11 +305,22 @@ class LlamaModel(nn.Module):
         return self.embed_tokens(token_ids, self.norm.weight.dtype)
 
 
-def check_inputs(input_ids: Tensor, attention_mask: Tensor | None, cache: DynamicCache | None) -> None:
+def check_inputs(
+    input_ids: Tensor,
+    position_ids: Tensor | None,
+    attention_mask: Tensor | None,
+    cache: DynamicCache | None,
+    logits_to_keep: int,
+) -> None:
+    given = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": attention_mask}
+    for name, tensor in given.items():
+        if not isinstance(tensor, Tensor | None) or (tensor is None and name == "input_ids"):
+            raise TypeError(f"{name} must be a tensor, but is {type(tensor).__name__}")
     if input_ids.dim() != 2 or input_ids.numel() == 0:
         raise ValueError(
             f"input_ids must be [batch, seq] and not empty, but have shape {tuple(input_ids.shape)}"
         )
+    check_positions(position_ids, input_ids.shape)
     if attention_mask is not None and attention_mask.shape != input_ids.shape:
         shapes = f"{tuple(attention_mask.shape)}, but input_ids have {tuple(input_ids.shape)}"
         raise ValueError(f"attention_mask has shape {shapes}; it covers the new tokens alone")
@@ -310,6 +328,19 @@ def check_inputs(input_ids: Tensor, attention_mask: Tensor | None, cache: Dynami
         raise ValueError("attention_mask leaves a stream without any token")
     if cache is not None and not isinstance(cache, DynamicCache):
         raise TypeError(f"past_key_values must be a DynamicCache, but is {type(cache).__name__}")
+    if integer("model", "logits_to_keep", logits_to_keep) < 0:
+        raise ValueError(f"logits_to_keep must be 0 or more, but is {logits_to_keep}")
+
+
+def check_positions(position_ids: Tensor | None, shape: torch.Size) -> None:
+    if position_ids is None:
+        return
+    if position_ids.is_floating_point() or position_ids.is_complex() or position_ids.dtype == torch.bool:
+        raise TypeError(f"position_ids must be whole numbers, but are {position_ids.dtype}")
+    if tuple(position_ids.shape) not in ((shape[1],), (1, shape[1]), tuple(shape)):
+        raise ValueError(
+            f"position_ids have shape {tuple(position_ids.shape)}, but there are {tuple(shape)} tokens"
+        )
 
 
 @register(GGUF("llama", has_paired_rows=True, has_windows=True))
@@ -389,6 +420,7 @@ class LlamaForCausalLM(nn.Module, GenerationMixin):
         is faster and less exact, "float32" slower and exact. quantize "q8_0" or "q4_0" makes a quantised
         model of a checkpoint of floats while it is loaded.
         """
+        check_usable(device)
         config = EngineConfig(device=device, dtype=dtype, activations=activations, quantize=quantize)
         with open_checkpoint(model_path) as checkpoint:
             return cls.from_checkpoint(checkpoint, config)

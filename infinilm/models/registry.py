@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from reprlib import repr as short
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from infinilm.checkpoint import Checkpoint, CheckpointError
 from infinilm.checkpoint.gguf_fields import Fields
 from infinilm.config import LlamaConfig
+from infinilm.folder import Folder
 from infinilm.models.gguf import GGUF, read_gguf_config
 
 if TYPE_CHECKING:
@@ -90,11 +91,20 @@ def class_of(checkpoint: Checkpoint) -> type[LlamaForCausalLM]:
     return entry_of(checkpoint).model_class
 
 
+def generation_ends(checkpoint: Checkpoint) -> Any:
+    """Which tokens end a text, where generation_config.json says so: not config.json then, as with Hugging
+    Face"""
+    found = Folder(checkpoint.path, CheckpointError).read_object("generation_config.json") or {}
+    return found.get("eos_token_id")
+
+
 def read_config(checkpoint: Checkpoint) -> LlamaConfig:
     """The config of a checkpoint's model; whatever it says is checked."""
     entry, content = entry_of(checkpoint), checkpoint.config
     if entry.gguf is not None and checkpoint.is_gguf:
         content = read_gguf_config(checkpoint, entry.gguf)
+    elif (ends := generation_ends(checkpoint)) is not None:
+        content = {**content, "eos_token_id": ends}
     try:
         return entry.model_class.config_class.from_dict(content)
     except (ValueError, TypeError) as error:

@@ -43,6 +43,7 @@ KEPT = tl.constexpr(6)  # the level of which weights are put together
 FIRST = 5  # that of those which come first, where there are few rows: to tell them apart takes time, too
 FEW_ROWS = 8
 LEAST = tl.constexpr(2.0**-120)  # a smaller weight is none
+COLDEST = tl.constexpr(2.0**-126)  # a lower temperature may be 0 where there is a division by it
 LOG2E = tl.constexpr(1.4426950408889634)
 LARGEST = tl.constexpr(3.0e38)
 
@@ -77,7 +78,7 @@ def kind_of(top, row, uniform_ptr, setting_ptr, top_k_ptr):
     """(whether a token can be drawn from a row, whether it is another than that of the largest logit)"""
     temperature = tl.load(setting_ptr + row * 3)
     is_sound = (temperature >= 0) & (temperature < float("inf")) & (tl.abs(top) < float("inf"))
-    is_greedy = (temperature == 0) | (tl.load(top_k_ptr + row) == 1) | (tl.load(uniform_ptr + row) == 0)
+    is_greedy = (temperature < COLDEST) | (tl.load(top_k_ptr + row) == 1) | (tl.load(uniform_ptr + row) == 0)
     return is_sound, is_sound & (is_greedy == 0)
 
 
