@@ -443,3 +443,15 @@ def test_what_a_module_saves_beside_its_tensors_comes_back(assign):
     assert [one.count for one in loaded] == [0, 7] and result == ([], [])
     missing = Counting().load_state_dict({"weight": torch.zeros(4, 4)}).missing_keys
     assert missing == ["_extra_state"]
+
+
+def test_a_hook_before_the_load_may_rename_what_it_is_given():
+    def renamed(module, state, prefix, *others):
+        if prefix + "kernel" in state:
+            state[prefix + "weight"] = state.pop(prefix + "kernel")
+
+    tree, given = ModuleList([Leaf(), Leaf()]), {"0.kernel": torch.ones(4, 4), "1.weight": torch.ones(4, 4)}
+    for leaf in tree:
+        leaf.register_load_state_dict_pre_hook(renamed)
+    assert tree.load_state_dict(given, strict=True) == ([], [])
+    assert all(leaf.weight.data.sum() == 16 for leaf in tree) and set(given) == {"0.kernel", "1.weight"}

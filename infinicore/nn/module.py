@@ -222,6 +222,7 @@ class Module(torch.nn.Module):
         reported, and refused when `strict`; a wrong shape (ValueError) or dtype (TypeError) always is.
         """
         check_state(state_dict)
+        state_dict = hooked(self, state_dict)
         held = self.state_dict(keep_vars=True)
         own = {key: value for key, value in held.items() if not key.endswith(EXTRA)}
         given = {key: state_dict[key] for key in held if key not in own and key in state_dict}
@@ -274,6 +275,16 @@ def check_state(state: Mapping[str, Any]) -> None:
             raise TypeError(f"load_state_dict: the key {key!r} must be a string, found {type(key).__name__}")
         if not isinstance(value, Tensor) and not key.endswith(EXTRA):
             raise TypeError(f"load_state_dict: {key!r} must be a tensor, found {type(value).__name__}")
+
+
+def hooked(module: torch.nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the hooks before a load make of a state, which may give names their present form: torch runs them
+    when tensors are copied, and what fits is to be known before"""
+    state = dict(state)
+    for name, child in module.named_modules():
+        for hook in child._load_state_dict_pre_hooks.values():
+            hook(state, f"{name}." if name else "", {}, False, [], [], [])
+    return state
 
 
 def fit(own: Tensor, value: Tensor, key: str) -> Tensor:
