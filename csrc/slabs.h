@@ -26,6 +26,7 @@ public:
         const auto [begin, room] = *hole;
         holes_.erase(hole);
         if (room > size) holes_[begin + size] = room - size;
+        reach(begin + size);
         regions_[begin] = {size, recording, ++last_serial_};
         return {begin, last_serial_};
     }
@@ -54,6 +55,7 @@ public:
         return p < begin + found.size && found.recording == recording;
     }
 
+    // How much of them has been in use at some time: of the rest the system has given no page
     int64_t num_bytes() {
         std::lock_guard lock(mutex_);
         return num_bytes_;
@@ -66,6 +68,10 @@ private:
     };
     struct Free {
         void operator()(char* slab) const { ::operator delete(slab, std::align_val_t{kAlignment}); }
+    };
+    struct Slab {
+        std::unique_ptr<char, Free> memory;
+        int64_t room, num_reached;
     };
     using Holes = std::map<char*, int64_t>;
 
@@ -86,9 +92,17 @@ private:
     Holes::iterator add_slab(int64_t size) {
         const int64_t room = size > kSlabBytes ? size : kSlabBytes;
         auto* memory = static_cast<char*>(::operator new(room, std::align_val_t{kAlignment}));
-        slabs_.emplace_back(memory);
-        num_bytes_ += room;
+        slabs_.push_back({std::unique_ptr<char, Free>(memory), room, 0});
         return holes_.emplace(memory, room).first;
+    }
+
+    void reach(const char* end) {
+        for (Slab& slab : slabs_) {
+            const int64_t reached = end - slab.memory.get();
+            if (reached <= slab.num_reached || reached > slab.room) continue;
+            num_bytes_ += reached - slab.num_reached;
+            slab.num_reached = reached;
+        }
     }
 
     void join(Holes::iterator hole, Holes::iterator next) {
@@ -97,9 +111,10 @@ private:
         holes_.erase(next);
     }
 
-    static constexpr int64_t kAlignment = 64, kSlabBytes = 1 << 20;
+    // Holes of one slab join, those of several do not; pages that nothing lies in take no memory.
+    static constexpr int64_t kAlignment = 64, kSlabBytes = 64 << 20;
     std::mutex mutex_;
-    std::vector<std::unique_ptr<char, Free>> slabs_;
+    std::vector<Slab> slabs_;
     Holes holes_;
     std::map<char*, Region> regions_;
     int64_t num_bytes_ = 0;
