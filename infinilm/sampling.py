@@ -58,7 +58,7 @@ class StructuredOutputsParams:
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How tokens are chosen and when they end, under vLLM's names. temperature 0 is greedy; top_k 0 (or -1)
-    keeps all; max_tokens None goes as far as the model does; a seed makes the choice repeatable.
+    keeps all; max_tokens None goes as far as the model does; a seed, but not -1, makes the choice repeatable.
 
     Where a tuple is kept any list will do, for stop one string too; a dict of logit_bias is kept as pairs.
     """
@@ -147,6 +147,12 @@ def flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise refused(name, "True or False", value)
     return value
+
+
+def seed(name: str, value: Any) -> int | None:
+    """-1 is none, as vLLM has it."""
+    found = -1 if value is None else whole(-(1 << 63), (1 << 63) - 1, name, value)
+    return None if found == -1 else found
 
 
 def top_k(name: str, value: Any) -> int:
@@ -251,7 +257,7 @@ CHECKS: dict[str, Check] = {
     "top_p": share,
     "top_k": top_k,
     "min_p": partial(number, 0.0, 1.0),
-    "seed": partial(optional, partial(whole, -(1 << 63), (1 << 63) - 1)),
+    "seed": seed,
     "stop": stop,
     "stop_token_ids": partial(items, token_id, MAX_STOP_TOKEN_IDS),
     "ignore_eos": flag,

@@ -31,6 +31,7 @@ from servers import (
 
 from infinilm import LLM
 from infinilm.server.calls import Settings
+from infinilm.server.tools import MAX_CALLS
 
 if TYPE_CHECKING:
     import anthropic
@@ -82,7 +83,7 @@ def test_anthropics_client_reads_a_message(idle: Running, llm: LLM) -> None:
     (block,) = found.content
     assert block.type == "text" and block.text == texts(llm, max_tokens=8)[0]
     assert (found.stop_reason, found.stop_sequence, found.role) == ("max_tokens", None, "assistant")
-    assert found.id.startswith("msg_") and found.model == NAME
+    assert found.id.startswith("msg_") and found.model == NAME and found._request_id
     assert found.usage.input_tokens + (found.usage.cache_read_input_tokens or 0) == 11
     assert found.usage.output_tokens == 8
 
@@ -311,6 +312,8 @@ TOOLS: list[Any] = [
     {"name": "ring", "input_schema": {"type": "object", "properties": {}}, "type": "custom"},
     {"type": "web_search_20250305", "name": "web_search", "max_uses": 5},
 ]
+# The model finds no end by itself.
+WITHOUT_END: Any = {"logit_bias": {"0": -100}, "max_tokens": 8000}
 ONE_DIAL: Any = {"type": "tool", "name": "dial", "disable_parallel_tool_use": True}
 
 
@@ -329,11 +332,20 @@ def test_a_tool_that_is_chosen_is_called(idle: Running) -> None:
 
 
 def test_any_tool_is_called_and_none_is_not(idle: Running) -> None:
-    found = answer(idle, tools=TOOLS, tool_choice={"type": "any"}, max_tokens=4000)
-    assert {block["type"] for block in found["content"]} == {"tool_use"}
+    choice = {"type": "any", "disable_parallel_tool_use": False}
+    found = answer(idle, tools=TOOLS, tool_choice=choice, **WITHOUT_END)
+    assert [block["type"] for block in found["content"]] == ["tool_use"] * MAX_CALLS
     assert {block["name"] for block in found["content"]} <= {"dial", "ring"}
     assert len({block["id"] for block in found["content"]}) == len(found["content"])
     assert "dial" not in prompt_of(idle, tools=TOOLS, tool_choice={"type": "none"})
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "dial"}])
+def test_a_forced_call_is_one_which_no_stop_sequence_ends(choice: Any, idle: Running) -> None:
+    asked = {"tools": TOOLS, "tool_choice": choice, "stop_sequences": ['"', "\n"]}
+    found = answer(idle, **asked, **WITHOUT_END)
+    assert [block["type"] for block in found["content"]] == ["tool_use"]
+    assert found["stop_reason"] == "tool_use"
 
 
 def test_a_call_that_is_cut_off_has_what_is_whole_of_its_arguments(idle: Running) -> None:
@@ -473,6 +485,7 @@ WRONG: list[tuple[str, Any]] = [
     ("messages", [{"role": "user"}]),
     ("messages", [{"role": "user", "content": [IMAGE]}]),
     ("messages", [{"role": "user", "content": [5]}]),
+    ("messages", [*HELLO, {"role": "assistant", "content": "I"}, {"role": "user", "content": []}]),
     ("messages", [{"role": "user", "content": [{"text": "x"}]}]),
     (
         "messages",

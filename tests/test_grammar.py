@@ -291,6 +291,23 @@ def test_a_text_matches_all_of_its_regular_expression(case: Case, regex: str) ->
         assert re.fullmatch(regex, case.walk(matcher.copy(), seed))
 
 
+@pytest.mark.parametrize(
+    "regex, good, bad",
+    [
+        (r"\d+", "12", "1٢"),
+        (r"\w+", "a_1", "aé"),
+        (r"[^\W\d]", "_", "é"),
+        (r"[\d.-]+", "1.-2", "١"),
+        (r"\D\W", "é٣", "1é"),
+        (r"\\d", r"\d", "1"),
+    ],
+)
+def test_digits_and_letters_of_a_regular_expression_are_those_of_ascii(
+    tiny: Case, regex: str, good: str, bad: str
+) -> None:
+    assert tiny.accepts(good, regex=regex) and not tiny.accepts(bad, regex=regex)
+
+
 CHOICES = ["a", "ab", "ab12", "é 😀", 'q"\\', "l1\nl2", "\x01", "<|im_end|>", "start: x"]
 
 

@@ -191,6 +191,9 @@ def test_the_best_few_may_be_asked_for_without_their_texts(idle: Running) -> Non
     [
         ({"documents": ["a"]}, "query"),
         ({"query": "a"}, "documents"),
+        ({"query": "\ud800", "documents": ["a"]}, "query"),
+        ({"query": "a", "documents": ["a"], "instruction": "\ud800"}, "instruction"),
+        ({"query": "a", "documents": ["\ud800"]}, "documents"),
         ({"query": "a", "documents": []}, "documents"),
         ({"query": "a", "documents": [1]}, "documents"),
         ({"query": "a", "documents": [{"text": "a", "title": "b"}]}, "documents"),
@@ -203,7 +206,21 @@ def test_the_best_few_may_be_asked_for_without_their_texts(idle: Running) -> Non
     ids=lambda value: json.dumps(value)[:40],
 )
 def test_a_wrong_ranking_is_refused_by_its_field(idle: Running, body: dict[str, Any], param: str) -> None:
-    assert refusal(idle.post("/v1/rerank", **body))["param"] == param
+    assert refusal(idle.http.post("/v1/rerank", content=json.dumps(body)))["param"] == param
+
+
+def test_a_wrong_query_of_a_score_is_refused_by_its_field(idle: Running) -> None:
+    body = json.dumps({"text_1": ["a", "\ud800"], "text_2": ["a", "b"]})
+    assert refusal(idle.http.post("/score", content=body))["param"] == "text_1"
+
+
+@pytest.mark.parametrize(("query", "document"), [("a" * MAX_LENGTH, "b"), ("a", "b" * MAX_LENGTH)])
+def test_a_query_and_a_document_beyond_the_context_are_told_together(
+    idle: Running, query: str, document: str
+) -> None:
+    told = refusal(idle.post("/v1/rerank", query=query, documents=[document]))
+    assert "a query with one of documents has" in told["message"]
+    assert told["code"] == "context_length_exceeded"
 
 
 def test_a_model_without_a_template_is_asked_in_plain_text(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from infinilm.engine.request import CompletionOutput
 from infinilm.server.calls import Settings
 from infinilm.server.parts import CallStart, Text
 from infinilm.server.reader import Reader
-from infinilm.server.tools import OURS, Tool
+from infinilm.server.tools import MAX_CALLS, OURS, Tool
 from infinilm.server.turn import Reading
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -96,6 +96,13 @@ YES: dict[str, Any] = {
     "max_output_tokens": 20,
     "metadata": {"a": "b"},
 }
+
+
+def test_the_schema_of_a_json_object_is_kept(idle: Running) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"]}
+    wanted = {"type": "json_object", "schema": {**schema, "additionalProperties": False}}
+    found = answer(idle, text={"format": wanted}, max_output_tokens=100)
+    assert json.loads(found["output"][0]["content"][0]["text"])["a"] in (1, 22)
 
 
 def head_of(response: dict[str, Any]) -> dict[str, Any]:
@@ -255,6 +262,8 @@ TOOLS: list[Any] = [
     {"type": "namespace", "name": "mcp__phone", "description": "A phone", "tools": [DIAL]},
     {"type": "web_search"},
 ]
+# The model finds no end by itself.
+WITHOUT_END: Any = {"logit_bias": {"0": -100}, "max_output_tokens": 8000}
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -308,11 +317,19 @@ def test_a_call_into_a_namespace_says_so(idle: Running) -> None:
 
 
 def test_several_calls_are_items_in_their_order(idle: Running) -> None:
-    told = events(idle, tools=TOOLS, tool_choice="required", max_output_tokens=8000)
+    asked = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": True, **WITHOUT_END}
+    told = events(idle, **asked)
     done = [one["item"] for one in told if one["type"] == "response.output_item.done"]
     added = [one["output_index"] for one in told if one["type"] == "response.output_item.added"]
     assert told[-1]["response"]["output"] == done and added == list(range(len(done)))
-    assert {item["type"] for item in done} <= {"function_call", "custom_tool_call"}
+    assert len(done) == MAX_CALLS and {item["type"] for item in done} <= {"function_call", "custom_tool_call"}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "dial"}])
+def test_a_forced_call_is_one_where_nothing_else_is_said(choice: Any, idle: Running) -> None:
+    found = answer(idle, tools=TOOLS, tool_choice=choice, **WITHOUT_END)
+    assert len(found["output"]) == 1 and found["status"] == "completed"
+    assert found["parallel_tool_calls"] is True
 
 
 def test_a_second_call_is_not_told_where_one_alone_was_asked_for() -> None:
@@ -482,6 +499,9 @@ WRONG: list[tuple[str, Any]] = [
     ("background", True),
     ("truncation", "auto"),
     ("top_logprobs", 3),
+    ("logprobs", True),
+    ("include", ["reasoning.encrypted_content", "message.output_text.logprobs"]),
+    ("include", "message.output_text.logprobs"),
     ("n", 2),
     ("max_tokens", 5),
     ("instructions", 5),

@@ -105,6 +105,7 @@ GOOD: list[tuple[str, object, object]] = [
     ("top_k", 0, 0),
     ("min_p", 1, 1.0),
     ("seed", None, None),
+    ("seed", -1, None),
     ("seed", -(2**63), -(2**63)),
     ("seed", 2**63 - 1, 2**63 - 1),
     ("stop", None, ()),

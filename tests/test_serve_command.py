@@ -110,6 +110,8 @@ def test_without_its_libraries_it_says_how_to_get_them() -> None:
         (["--api-key", ""], "the API key is empty"),
         (["--api-key-file", os.devnull], "has no key"),
         (["--host", "nowhere.invalid"], "cannot listen on"),
+        (["--port", "65536"], "--port must be from 0 to 65535, but is 65536"),
+        (["--port", "-1"], "--port must be from 0 to 65535, but is -1"),
     ],
 )
 def test_a_wrong_option_is_told_at_once(

@@ -102,6 +102,17 @@ def test_usage_comes_last_where_it_is_asked_for_and_tells_cached_tokens(idle: Ru
         assert num_cached == last["timings"]["cache_n"] and (num_cached >= 64) == is_second
 
 
+@pytest.mark.parametrize("asked", [{}, {"path": "/v1/completions", "prompt": "hello"}], ids=["chat", "text"])
+def test_usage_so_far_is_in_every_chunk_where_it_is_asked_for(asked: Any, idle: Running) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = idle.stream(**asked, max_tokens=5, stream_options=options, return_progress=True, **GREEDY)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[0] < counts[-1] == 5
+    assert chunks[-1]["usage"] == last["usage"] and last["choices"] == []
+    alone = idle.stream(**asked, max_tokens=5, stream_options={"continuous_usage_stats": True})
+    assert not any("usage" in chunk for chunk in alone)
+
+
 def test_timings_stand_in_the_last_chunk_alone(idle: Running) -> None:
     *chunks, last = idle.stream(max_tokens=5, n=2, **GREEDY)
     assert not any("timings" in chunk for chunk in chunks)
@@ -149,6 +160,33 @@ def test_a_schema_is_kept(strict: bool, idle: Running) -> None:
     wanted = {"type": "json_schema", "json_schema": {"name": "two", "schema": schema, "strict": strict}}
     answer = idle.chat(response_format=wanted, max_tokens=40).json()["choices"][0]
     assert set(json.loads(answer["message"]["content"])) <= {1, 22} and answer["finish_reason"] == "stop"
+
+
+def test_the_schema_of_a_json_object_is_kept(idle: Running) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"]}
+    wanted = {"type": "json_object", "schema": {**schema, "additionalProperties": False}}
+    answer = idle.chat(response_format=wanted, max_tokens=100).json()["choices"][0]
+    assert json.loads(answer["message"]["content"])["a"] in (1, 22) and answer["finish_reason"] == "stop"
+
+
+def test_keys_of_a_structure_that_ask_for_nothing_are_not_missed(idle: Running) -> None:
+    unasked = {"json": None, "json_object": False, "disable_any_whitespace": False, "structural_tag": None}
+    answer = idle.chat(structured_outputs={"regex": "ab", **unasked}, max_tokens=9).json()["choices"][0]
+    assert answer["message"]["content"] == "ab"
+
+
+DIGIT = {"type": "object", "properties": {"digit": {"enum": [1, 2]}}, "required": ["digit"]}
+DIAL = {"type": "function", "function": {"name": "dial", "parameters": DIGIT}}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "dial"}}])
+def test_a_forced_call_is_one_which_no_stop_string_ends(choice: Any, idle: Running) -> None:
+    without_end = {"logit_bias": {"0": -100}, "max_tokens": 4000}
+    asked = {"tools": [DIAL], "tool_choice": choice, "stop": ['"', "dial", "\n"], **without_end}
+    answer = idle.chat(**asked).json()["choices"][0]
+    (call,) = answer["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"])["digit"] in (1, 2)
+    assert answer["finish_reason"] == "tool_calls"
 
 
 def note_calls(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, calls: list[str]) -> None:
@@ -232,6 +270,21 @@ def test_echo_has_the_logprobs_of_the_prompt_as_lm_eval_reads_them(idle: Running
             assert tokens in top and len(top) <= 2
 
 
+def test_a_text_that_tokens_share_is_told_with_the_token_itself_or_the_likeliest(
+    idle: Running, llm: LLM
+) -> None:
+    asked = {"logprobs": 20, "max_tokens": 30, "seed": 5, "ignore_eos": True}
+    found = idle.post("/v1/completions", prompt=[66, 67], **asked).json()["choices"][0]["logprobs"]
+    (output,) = llm.generate([[66, 67]], SamplingParams(**asked))
+    (drawn,) = output.outputs
+    assert drawn.logprobs is not None and len({len(top) for top in found["top_logprobs"]}) > 1
+    told = zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True)
+    for (token, logprob, top), known in zip(told, drawn.logprobs, strict=True):
+        assert known is not None and top[token] == logprob
+        for text in top.keys() - {token}:
+            assert top[text] == max(one.logprob for one in known.values() if one.decoded_token == text)
+
+
 def test_the_prompt_alone_can_be_wanted_back(idle: Running) -> None:
     answer = idle.post("/v1/completions", prompt="abc", echo=True, max_tokens=0, logprobs=0).json()
     (choice,) = answer["choices"]
@@ -295,6 +348,35 @@ def test_special_tokens_written_by_a_user_are_plain_text(idle: Running) -> None:
     assert 0 not in idle.post("/tokenize", messages=said).json()["tokens"]
 
 
+# ---- what asks for nothing ---------------------------------------------------------------------------------
+
+UNASKED = {
+    "best_of": 1,
+    "length_penalty": 1.0,
+    "seed": -1,
+    "spaces_between_special_tokens": True,
+    "use_beam_search": False,
+}
+UNASKED_OF_CHATS = {
+    "add_generation_prompt": True,
+    "add_special_tokens": False,
+    "continue_final_message": False,
+    "echo": False,
+    "include_reasoning": True,
+    "logprobs": False,
+    "top_logprobs": 0,
+}
+
+
+def test_fields_of_vllm_with_its_own_values_are_no_matter(idle: Running) -> None:
+    plain = idle.chat(max_tokens=5, **GREEDY).json()["choices"]
+    assert idle.chat(max_tokens=5, **GREEDY, **UNASKED, **UNASKED_OF_CHATS).json()["choices"] == plain
+    asked = {"prompt": "hello", "max_tokens": 5, **GREEDY}
+    plain = idle.post("/v1/completions", **asked).json()["choices"]
+    asked |= {**UNASKED, "add_special_tokens": True, "suffix": ""}
+    assert idle.post("/v1/completions", **asked).json()["choices"] == plain
+
+
 # ---- what is refused ---------------------------------------------------------------------------------------
 
 WRONG: list[tuple[str, Any]] = [
@@ -326,6 +408,7 @@ WRONG: list[tuple[str, Any]] = [
     ("logit_bias", {str(i): 1 for i in range(10_000)}),
     ("bad_words", ["x"] * 2000),
     ("top_logprobs", 21),
+    ("top_logprobs", 2),
     ("logprobs", 3),
     ("stream", "yes"),
     ("stream_options", {"other": True}),
@@ -338,6 +421,7 @@ WRONG: list[tuple[str, Any]] = [
     ("messages", [{"role": "user", "content": "\ud800"}]),
     ("messages", [{"content": "x"}]),
     ("messages", [1] * 100_000),
+    ("messages", [{"role": "assistant", "function_call": {"name": "x"}}]),
     ("model", 5),
     ("chat_template", "{{ 1 }}"),
     ("chat_template_kwargs", {"chat_template": "{{ 1 }}"}),
@@ -346,13 +430,20 @@ WRONG: list[tuple[str, Any]] = [
     ("chat_template_kwargs", {"tools": []}),
     ("chat_template_kwargs", []),
     ("suffix", "x"),
+    ("add_special_tokens", True),
+    ("continue_final_message", True),
+    ("length_penalty", 2.0),
+    ("use_beam_search", True),
     ("wings", 2),
     ("best_of", 1_000_000),
     ("response_format", {"type": "xml"}),
+    ("response_format", {"type": "json_object", "schema": "x"}),
     ("response_format", {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": 5}}}),
     ("structured_outputs", {"regex": "(a"}),
     ("structured_outputs", {"json": {"$ref": "#/a"}}),
     ("structured_outputs", {"choice": []}),
+    ("structured_outputs", {"regex": "a", "whitespace_pattern": " "}),
+    ("structured_outputs", {"json_object": False, "structural_tag": None}),
     ("tool_choice", "required"),
     ("tool_choice", {"type": "function", "function": {"name": "x"}}),
     ("tools", [{"type": "function"}]),
@@ -368,6 +459,11 @@ def test_a_wrong_field_is_told_by_its_name(name: str, value: Any, idle: Running)
     response = idle.http.post("/v1/chat/completions", content=json.dumps(body))
     assert response.status_code == 400, response.text
     assert error_of(response)["param"] == name and name in error_of(response)["message"]
+
+
+def test_an_object_that_may_be_a_word_too_is_told_what_it_lacks(idle: Running) -> None:
+    told = error_of(idle.chat(tools=[DIAL], tool_choice={"type": "function", "name": "dial"}))["message"]
+    assert told.startswith("tool_choice must be 'none', 'auto' or 'required' or an object whose function is")
 
 
 @pytest.mark.parametrize(
@@ -852,6 +948,12 @@ def test_a_request_id_is_the_callers_or_a_new_one(idle: Running) -> None:
     assert idle.http.get("/health", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
     made = idle.http.get("/health", headers={"x-request-id": "a b"}).headers["x-request-id"]
     assert made.startswith("req_")
+
+
+def test_a_request_id_is_told_under_the_name_that_each_client_reads(idle: Running) -> None:
+    for path in ("/v1/messages", "/v1/models", "/nowhere"):
+        headers = idle.http.get(path).headers
+        assert headers["x-request-id"] == headers["request-id"]
 
 
 def test_the_access_log_has_no_prompt(idle: Running, caplog: pytest.LogCaptureFixture) -> None:

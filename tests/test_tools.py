@@ -20,6 +20,8 @@ from test_grammar import Tiny as Vocabulary
 
 from infinilm import LLM, RequestError, SamplingParams
 from infinilm.engine.grammar import Matcher
+from infinilm.engine.request import CompletionOutput
+from infinilm.server.answers import finish_reason
 from infinilm.server.parts import CallArguments, CallEnd, CallStart, Part, Reasoning, Text
 from infinilm.server.reader import Reader, has_reasoning, starts_in_reasoning
 from infinilm.server.tools import (
@@ -34,6 +36,7 @@ from infinilm.server.tools import (
     Tool,
     family_of,
 )
+from infinilm.server.turn import Reading, Turn
 from infinilm.tokenizer import Tokenizer
 from infinilm.tokenizer.chat import Renderer
 
@@ -285,6 +288,25 @@ def test_a_call_that_is_cut_off_after_its_arguments_leaves_no_text():
         assert parts_of(replace(HERMES, markers=("<tool_call>", "<function=")), text) == call(
             0, "clock", "{}"
         )
+
+
+@pytest.mark.parametrize(
+    "text, stop, is_parallel, reason",
+    [
+        ('<tool_call>{"name": "clock", "arguments": {"at', '"', True, "stop"),
+        ('<tool_call>{"name": "clock", "arguments": {}}\n', "</tool_call>", True, "tool_calls"),
+        ('<tool_call>{"name": "clock", "arguments": {}', None, True, "tool_calls"),  # the model's own end
+        (f"<tool_call>{CALL}<tool_call>{CALL[:-20]}", "[", True, "stop"),
+        (f"<tool_call>{CALL}<tool_call>{CALL[:-20]}", "[", False, "tool_calls"),  # the second is not told
+    ],
+)
+def test_a_call_that_a_stop_string_cuts_off_is_not_to_be_made(text, stop, is_parallel, reason):
+    for size in (1, len(text)):
+        reading = Reading(0, Reader(HERMES, TOOLS), is_parallel)
+        for end in range(size, len(text), size):
+            reading.piece(CompletionOutput(0, text[:end], [1]))
+        piece = reading.piece(CompletionOutput(0, text, [1], finish_reason="stop", stop_reason=stop))
+        assert piece is not None and finish_reason(piece) == reason
 
 
 def test_escapes_and_markers_are_never_emitted_in_part():
@@ -595,6 +617,21 @@ def test_llama_loses_neither_what_is_said_beside_a_call_nor_a_result_of_none():
     assert [message["content"] for message in found] == ["Well.", "", "?"]
 
 
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_call_from_before_there_were_tools_is_shown_as_one(name):
+    call = {"name": "clock", "arguments": '{"zone": "UTC"}'}
+    old = [
+        {"role": "assistant", "content": None, "function_call": call},
+        {"role": "function", "name": "clock", "content": "noon"},
+    ]
+    new = [
+        {"role": "assistant", "tool_calls": [{"id": None, "type": "function", "function": call}]},
+        {"role": "tool", "name": "clock", "content": "noon"},
+    ]
+    text = rendered(FAMILIES[name], old, [CLOCK])
+    assert text == rendered(FAMILIES[name], new, [CLOCK]) and '{"zone": "UTC"}' in text
+
+
 def test_mistrals_ids_have_9_letters_and_still_belong_together():
     found, _ = MISTRAL.conversation(HISTORY)
     ids = [call["id"] for call in found[2]["tool_calls"]]
@@ -768,6 +805,21 @@ def test_calls_may_be_several_where_they_are_parallel(case, family):
         params, _ = family.grammar([CLOCK], "required", is_parallel)
         assert case.accepts(text + family.end, grammar=params.grammar) == is_parallel
     assert len(calls_in(family, text + family.end)) == 3
+
+
+@pytest.mark.parametrize(
+    "choice, parallel, found",
+    [
+        ("auto", None, True),
+        ("auto", False, False),
+        ("required", None, False),
+        ("required", True, True),
+        (Named("clock"), None, False),
+        (Named("clock"), True, False),
+    ],
+)
+def test_forced_calls_are_several_only_where_that_is_asked_for(choice, parallel, found):
+    assert Turn(params=SamplingParams(), choice=choice, parallel=parallel).is_parallel == found
 
 
 def test_a_schema_without_all_its_keywords_still_makes_objects(case):

@@ -132,11 +132,18 @@ def text_logprobs(
             None if top is None else as_json(top[token]) for token, top in zip(token_ids, found, strict=True)
         ],
         "top_logprobs": [
-            None if top is None else {one.decoded_token: as_json(one) for one in top.values()}
-            for top in found
+            None if top is None else by_text(token, top) for token, top in zip(token_ids, found, strict=True)
         ],
         "text_offset": list(accumulate(map(len, tokens[:-1]), initial=offset)) if tokens else [],
     }
+
+
+def by_text(token_id: int, top: Logprobs) -> Json:
+    """Parts of characters share one text, under which the token itself is told, or else the likeliest."""
+    found: Json = {}
+    for other in sorted(top, key=lambda other: (other != token_id, top[other].rank or 0)):
+        found.setdefault(top[other].decoded_token or "", as_json(top[other]))
+    return found
 
 
 def with_prompt(piece: Piece, output: RequestOutput, prompt: str) -> Piece:

@@ -46,7 +46,7 @@ Event = dict[str, Any]
 
 def turn_of(body: CountBody, params: SamplingParams) -> Turn:
     """The turn that a body asks for; BodyError if that cannot be done."""
-    choice = body.tool_choice
+    is_single = None if body.tool_choice is None else body.tool_choice.disable_parallel_tool_use
     return Turn(
         params=params,
         messages=conversation(body),
@@ -54,7 +54,7 @@ def turn_of(body: CountBody, params: SamplingParams) -> Turn:
             Tool(tool.name, tool.description, tool.input_schema, is_strict=tool.strict) for tool in body.tools
         ),
         choice=choice_of(body),
-        is_parallel=choice is None or not choice.disable_parallel_tool_use,
+        parallel=None if is_single is None else not is_single,
         variables=variables_of(body),
         salt=body.cache_salt,
         priority=body.priority,

@@ -70,6 +70,8 @@ class BlockMessage(Inner):
 
     @model_validator(mode="after")
     def is_said(self) -> BlockMessage:
+        if self.role == "user" and not self.content:
+            raise ValueError("content must not be empty where the role is 'user'")
         for block in self.content:
             if not isinstance(block, SAID[self.role]):
                 raise ValueError(f"content must not have a {block.type!r} where the role is {self.role!r}")
@@ -105,7 +107,7 @@ ClientTools = Annotated[
 class ToolChoice(Inner):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
-    disable_parallel_tool_use: bool = False
+    disable_parallel_tool_use: bool | None = None
 
 
 class Thinking(Inner):

@@ -123,14 +123,15 @@ class Front:
             return
         headers = dict(scope["headers"])
         scope["infinilm.request_id"] = request_id = id_of(headers)
-        start, status, named = time.monotonic(), 0, (b"x-request-id", request_id.encode())
+        start, status, told = time.monotonic(), 0, request_id.encode()
+        named = (b"x-request-id", told), (b"request-id", told)  # as OpenAI's clients read it, and Anthropic's
 
         async def send_on(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 self.count(scope, status)
-                message = {**message, "headers": [*message["headers"], named]}
+                message = {**message, "headers": [*message["headers"], *named]}
             await send(message)
 
         try:

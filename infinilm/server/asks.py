@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from reprlib import repr as short
 from typing import Any
 
-from infinilm.sampling import SamplingParams, StructuredOutputsParams
+from infinilm.sampling import STRUCTURED_CHECKS, SamplingParams, StructuredOutputsParams
 from infinilm.server.bodies import BodyError, Sampled, read
 from infinilm.server.openai_bodies import ChatBody, CompletionBody, Generation, Message, NamedTool
 from infinilm.server.tools import Choice, Named, Tool, family_of
@@ -51,15 +51,14 @@ SAMPLING_FIELDS = (
 def chat_turn(body: ChatBody, defaults: Mapping[str, Any]) -> Turn:
     """The turn that a chat asks for; BodyError if that cannot be done."""
     effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
-    choice = choice_of(body)
     with as_body_errors({}, "tools"):
         tools = tuple(tool_of(given.function.model_dump()) for given in body.tools)
     return Turn(
         params=sampling_params(body, defaults, chat_max_tokens(body), chat_logprobs(body)),
         messages=[message_dict(message) for message in body.messages],
         tools=tools,
-        choice=choice,
-        is_parallel=is_parallel(body, choice),
+        choice=choice_of(body),
+        parallel=body.parallel_tool_calls,
         variables={**effort, **body.chat_template_kwargs},
         salt=body.cache_salt,
         priority=body.priority,
@@ -137,7 +136,7 @@ def chat_max_tokens(body: ChatBody) -> int | None:
 
 def chat_logprobs(body: ChatBody) -> int | None:
     """How many of the likeliest tokens are told with each"""
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise BodyError("top_logprobs needs logprobs to be true", "top_logprobs")
     return (body.top_logprobs or 0) if body.logprobs else None
 
@@ -149,7 +148,15 @@ def structure(body: Generation) -> StructuredOutputsParams | None:
     if wanted is not None:
         raise BodyError("response_format and structured_outputs exclude each other", "structured_outputs")
     with as_body_errors({}, "structured_outputs"):
-        return StructuredOutputsParams(**own)
+        return own_structure(own)
+
+
+def own_structure(given: Mapping[str, Any]) -> StructuredOutputsParams:
+    """Of vLLM's object, whose further keys ask for nothing where they are null or false."""
+    for name, value in given.items():
+        if name not in STRUCTURED_CHECKS and value not in (None, False):
+            raise ValueError(f"{name[:64]!r} is not supported; leave it out")
+    return StructuredOutputsParams(**{name: given[name] for name in STRUCTURED_CHECKS if name in given})
 
 
 def structure_field(body: Generation) -> str:
@@ -161,8 +168,10 @@ def response_format(wanted: Mapping[str, Any] | None) -> StructuredOutputsParams
     if wanted is None or kind == "text":
         return None
     with as_body_errors({}, "response_format"):
-        if kind == "json_object":
+        if kind == "json_object" and wanted.get("schema") in (None, {}):
             return StructuredOutputsParams(json_object=True)
+        if kind == "json_object":  # as llama.cpp has it
+            return StructuredOutputsParams(json=schema_of(wanted))
         if kind == "json_schema" and isinstance(wanted.get("json_schema"), Mapping):
             return StructuredOutputsParams(json=schema_of(wanted["json_schema"]))
     raise BodyError(
@@ -174,7 +183,7 @@ def response_format(wanted: Mapping[str, Any] | None) -> StructuredOutputsParams
 
 def schema_of(given: Mapping[str, Any]) -> Any:
     if not isinstance(given.get("schema"), dict):
-        raise ValueError(f"response_format: json_schema has no schema that is an object: {short(given)}")
+        raise ValueError(f"response_format has no schema that is an object: {short(given)}")
     return given["schema"]
 
 
@@ -197,12 +206,6 @@ def choice_of(body: ChatBody) -> Choice:
     if choice == "required" and not names:
         raise BodyError("tool_choice is 'required', but there are no tools", "tool_choice")
     return choice or "auto"
-
-
-def is_parallel(body: ChatBody, choice: Choice) -> bool:
-    """Whether one answer may call several tools. A small model that is forced to call does not find an end by
-    itself, so then it is one call, unless several are asked for."""
-    return choice == "auto" if body.parallel_tool_calls is None else body.parallel_tool_calls
 
 
 # ---- a whole request, for those who run the engine themselves ----------------------------------------------

@@ -208,7 +208,7 @@ def body_error(error: ValidationError, kind: type[Body], asked: Mapping[str, Any
     """Of the first field that is wrong; where it may be of several kinds, all of them."""
     first, *others = error.errors(include_url=False)
     name = str(first["loc"][0])
-    wanted = [wanted_of(first), *(wanted_of(one) for one in others if one["loc"][0] == first["loc"][0])]
+    wanted = [kind_wanted(one) for one in (first, *others) if one["loc"][0] == first["loc"][0]]
     if len(wanted) > 1 and name in asked and has_kinds(kind, name):
         return BodyError(
             f"{name} must be {' or '.join(dict.fromkeys(wanted))}, but is {short(asked[name])}", name
@@ -219,7 +219,7 @@ def body_error(error: ValidationError, kind: type[Body], asked: Mapping[str, Any
         found = "" if "but is" in reason else f", but is {short(first['input'])}"
         return BodyError(f"{name}{place}{'' if reason.startswith('must') else ':'} {reason}{found}", name)
     value = None if first["type"] == "missing" else first["input"]
-    return BodyError(f"{name}{place} must be {wanted[0]}, but is {short(value)}", name)
+    return BodyError(f"{name}{place} must be {wanted_of(first)}, but is {short(value)}", name)
 
 
 def has_kinds(kind: type[Body], name: str) -> bool:
@@ -242,6 +242,12 @@ def place_of(location: Sequence[int | str], value: Any) -> str:
 def item_of(value: Any, at: int | str) -> Any:
     is_item = isinstance(value, list) and isinstance(at, int) and at < len(value)
     return value[at] if is_item else None
+
+
+def kind_wanted(error: Any) -> str:
+    """Of one kind among several: the place after the field's name and the kind's is inside an object."""
+    inside = ".".join(part for part in error["loc"][2:] if isinstance(part, str))
+    return f"an object whose {inside} is {wanted_of(error)}" if inside else wanted_of(error)
 
 
 def wanted_of(error: Any) -> str:

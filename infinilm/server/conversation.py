@@ -25,7 +25,7 @@ def plain_message(index: int, message: Mapping[str, Any]) -> Message:
     if role == "assistant":
         reasoning = message.get("reasoning_content") or message.get("reasoning")
         found |= {"reasoning_content": reasoning} if isinstance(reasoning, str) else {}
-        calls = [plain_call(index, call) for call in list_of_calls(index, message.get("tool_calls"))]
+        calls = [plain_call(index, call) for call in list_of_calls(index, message)]
         found |= {"tool_calls": calls} if calls else {}
     return found
 
@@ -60,10 +60,12 @@ def part_text(part: Any) -> str | None:
 TEXT_KINDS = {"text", "input_text", "output_text", "refusal"}
 
 
-def list_of_calls(index: int, calls: Any) -> list[Any]:
+def list_of_calls(index: int, message: Mapping[str, Any]) -> list[Any]:
+    """Before there were tools, a call stood alone."""
+    calls, alone = message.get("tool_calls"), message.get("function_call")
     if not isinstance(calls, list | None):
         raise RequestError(f"messages[{index}].tool_calls must be a list, but is {short(calls)}")
-    return calls or []
+    return calls or ([] if alone is None else [{"function": alone}])
 
 
 def plain_call(index: int, call: Any) -> dict[str, Any]:

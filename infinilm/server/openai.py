@@ -50,15 +50,17 @@ def whole_answer(url: str, choices: list[Chunk], run: Run, is_empty: bool = Fals
 
 
 class Stream:
-    """The chunks of one answer: all with one id, the last with timings and, where asked for, the usage."""
+    """The chunks of one answer: all with one id, the last with timings and, where asked for, the usage, which
+    the others may tell so far."""
 
     def __init__(self, url: str, run: Run, body: ChatBody | CompletionBody, service: Service) -> None:
         self.run, self.body, self.service = run, body, service
         self.num_choices = len(run.prepared) * body.n
         self.num_done = 0
         self.has_usage = body.stream_options.include_usage
+        self.is_continuous = self.has_usage and body.stream_options.continuous_usage_stats
         self.head = answers.head_of(url, run.model, is_chunk=True)
-        if self.has_usage:
+        if self.has_usage and not self.is_continuous:
             self.head["usage"] = None
         self.opening = event(self.head).removesuffix(b"}\n\n")  # of a chunk, written once for all
 
@@ -76,6 +78,8 @@ class Stream:
         raise NotImplementedError
 
     def chunk(self, choice: Chunk, **more: Any) -> bytes:
+        if self.is_continuous:
+            more["usage"] = answers.usage_body(self.usage())
         return b"%b,%b\n\n" % (self.opening, dumps({"choices": [choice], **more}).encode()[1:])
 
     def finished(self, choice: Chunk) -> bytes:
@@ -94,7 +98,7 @@ class Stream:
         return self.run.usage
 
     def progress(self, progress: Progress) -> bytes:
-        return event({**self.head, "choices": [self.empty()], **answers.progress_body(progress)})
+        return self.chunk(self.empty(), **answers.progress_body(progress))
 
     def empty(self) -> Chunk:
         raise NotImplementedError

@@ -31,6 +31,7 @@ class Message(Inner):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Content = None
     tool_calls: Annotated[list[ToolCall], FailFast()] = []
+    function_call: CalledFunction | None = None  # as it was before tool_calls
 
 
 class FunctionTool(Inner):
@@ -47,10 +48,20 @@ class NamedTool(Inner):
     function: FunctionName
 
 
+# vLLM's fields that ask for nothing where they have the value that vLLM gives them.
+UNASKED: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "length_penalty": (1.0, 1),
+    "spaces_between_special_tokens": (True,),
+    "use_beam_search": (False,),
+}
+
+
 class StreamOptions(Inner):
     model_config = ConfigDict(extra="forbid")
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # vLLM's: in each chunk
     include_obfuscation: bool = False  # which pads chunks; ours have their own lengths
 
 
@@ -80,8 +91,14 @@ class ChatBody(Generation):
     """POST /v1/chat/completions"""
 
     idle = {
+        **UNASKED,
+        "add_generation_prompt": (True,),
+        "add_special_tokens": (False,),
+        "continue_final_message": (False,),
+        "echo": (False,),
         "functions": ([],),
         "function_call": ("none", "auto"),
+        "include_reasoning": (True,),
         "modalities": (["text"],),
         "verbosity": ("medium",),
     }
@@ -101,7 +118,7 @@ class ChatBody(Generation):
 class CompletionBody(Generation):
     """POST /v1/completions"""
 
-    idle = {"best_of": (1,)}
+    idle = {**UNASKED, "add_special_tokens": (True,), "suffix": ("",)}
 
     prompt: Prompts
     echo: bool = False

@@ -43,7 +43,7 @@ async def embeddings(call: Call) -> Reply:
     service = call.service
     served = service.served(body.model)
     size = embedding_size(body, service)
-    encoding = Encoding(call, "input", body.priority, body.cache_salt, served)
+    encoding = Encoding(call, body, served, "input")
     prompts = await encoding.begin(body.input, lambda: [input_ids(one, body, service) for one in body.input])
     states = await encoding.each(encoding.state, prompts)
 
@@ -132,7 +132,7 @@ async def judged(
     service = call.service
     served = service.served(body.model)
     judge = Judge(service.llm.model, service.tokenizer)
-    encoding = Encoding(call, name, body.priority, body.cache_salt, served)
+    encoding = Encoding(call, body, served, name, "a query with ")
     prompts = await encoding.begin(pairs, lambda: [judge.prompt(*pair, body.instruction) for pair in pairs])
 
     async def score(prompt: list[int]) -> float:
@@ -146,11 +146,14 @@ async def judged(
 
 
 class Encoding:
-    """The prompts of one request, of the field `name`, read by the engine for their last states."""
+    """The prompts of one request, each of an item of the field `name` and what is `beside` it, read by the
+    engine for their last states."""
 
-    def __init__(self, call: Call, name: str, priority: int, salt: str | None, served: Served) -> None:
-        self.lora = served.lora
-        self.call, self.name, self.priority, self.salt = call, name, priority, salt
+    def __init__(
+        self, call: Call, body: EmbeddingBody | Judged, served: Served, name: str, beside: str = ""
+    ) -> None:
+        self.call, self.name, self.beside = call, name, beside
+        self.priority, self.salt, self.lora = body.priority, body.cache_salt, served.lora
         self.service = call.service
         self.ids = call.new_ids()
 
@@ -181,8 +184,8 @@ class Encoding:
     def _check(self, prompt: list[int]) -> None:
         if len(prompt) > self.service.max_model_len:
             raise BodyError(
-                f"This model's maximum context length is {self.service.max_model_len} tokens, but one of "
-                f"{self.name} has {len(prompt)}; shorten it",
+                f"This model's maximum context length is {self.service.max_model_len} tokens, but "
+                f"{self.beside}one of {self.name} has {len(prompt)}; shorten it",
                 self.name,
                 "context_length_exceeded",
             )

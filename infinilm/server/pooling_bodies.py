@@ -5,7 +5,7 @@ from __future__ import annotations
 from reprlib import repr as short
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator, WithJsonSchema
+from pydantic import AfterValidator, Field, PlainValidator, WithJsonSchema
 
 from infinilm.server.bodies import TEXT, Body, Count, Prompts
 
@@ -29,7 +29,16 @@ def several_texts(given: Any) -> list[str]:
     texts = [given] if isinstance(given, str) else given
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
         raise ValueError("must be a text or a list of texts")
-    return texts
+    return [whole_text(text) for text in texts]
+
+
+def whole_text(given: str) -> str:
+    """Where the tokenizer refuses one, it does not know which field that was of."""
+    try:
+        given.encode()
+    except UnicodeEncodeError:
+        raise ValueError("must be text, without halves of surrogate pairs") from None
+    return given
 
 
 DOCUMENT = {
@@ -41,6 +50,7 @@ DOCUMENT = {
 TEXTS = {"anyOf": [TEXT, {"type": "array", "items": TEXT, "minItems": 1}]}
 DOCUMENTS = {"type": "array", "items": {"anyOf": [TEXT, DOCUMENT]}, "minItems": 1}
 
+Text = Annotated[str, AfterValidator(whole_text)]
 Texts = Annotated[Any, PlainValidator(several_texts), WithJsonSchema(TEXTS)]
 Documents = Annotated[Any, PlainValidator(several_documents), WithJsonSchema(DOCUMENTS)]
 
@@ -60,7 +70,7 @@ class EmbeddingBody(Body):
 class Judged(Body):
     """What rankings and scores have in common"""
 
-    instruction: str | None = None  # for rerankers that take one
+    instruction: Text | None = None  # for rerankers that take one
     priority: int = 0
     cache_salt: str | None = None
     user: Any = None  # changes nothing here
@@ -69,7 +79,7 @@ class Judged(Body):
 class RerankBody(Judged):
     """POST /v1/rerank: documents as texts, or as objects with one"""
 
-    query: str
+    query: Text
     documents: Documents
     top_n: Count = 0  # 0 is all
     return_documents: bool = True

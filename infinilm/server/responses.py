@@ -49,7 +49,7 @@ def turn_of(body: ResponsesBody, defaults: Mapping[str, Any]) -> Turn:
         messages=led_by(body.instructions, conversation(body.input)),
         tools=tools,
         choice=choice_of(body.tool_choice, tools),
-        is_parallel=body.parallel_tool_calls,
+        parallel=body.parallel_tool_calls,
         variables={**effort, **body.chat_template_kwargs},
         salt=body.cache_salt,
         priority=body.priority,
@@ -70,7 +70,7 @@ def structure_of(body: ResponsesBody) -> StructuredOutputsParams | None:
     if wanted.type == "json_schema" and wanted.schema_ is None:
         raise BodyError("text.format.schema must be given where its type is 'json_schema'", "text")
     with asks.as_body_errors({}, "text"):
-        if wanted.type == "json_object":
+        if wanted.type == "json_object" and not wanted.schema_:
             return StructuredOutputsParams(json_object=True)
         return StructuredOutputsParams(json=wanted.schema_)
 
@@ -329,7 +329,7 @@ def head_of(run: Run, body: ResponsesBody, service: Service) -> Event:
         "instructions": None,  # long, and the caller's own
         "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata,
-        "parallel_tool_calls": body.parallel_tool_calls,
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": None,
         "prompt_cache_key": body.prompt_cache_key,
         "reasoning": body.reasoning.model_dump(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, FailFast, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, FailFast, Field
 
 from infinilm.server.bodies import MAX_AGENT_TOOLS, Content, Function, Inner, Limit, Sampled, Variables
 
@@ -145,6 +145,16 @@ class ReasoningConfig(Inner):
     effort: str | None = None
 
 
+def without_logprobs(given: list[Any]) -> list[Any]:
+    """What else may be included is not in our answers either way."""
+    if "message.output_text.logprobs" in given:
+        raise ValueError("must be without 'message.output_text.logprobs', which /v1/chat/completions tells")
+    return given
+
+
+Includes = Annotated[list[Any], AfterValidator(without_logprobs)]
+
+
 class ResponsesBody(Sampled):
     """POST /v1/responses"""
 
@@ -152,6 +162,7 @@ class ResponsesBody(Sampled):
     idle = {
         "background": (False,),
         "context_management": ([],),
+        "logprobs": (False,),
         "n": (1,),
         "top_logprobs": (0,),
         "truncation": ("disabled",),
@@ -161,6 +172,7 @@ class ResponsesBody(Sampled):
         "chat_template": "the model's own is rendered",
         "context_management": "send what the model is to read",
         "conversation": "send all of it as input",
+        "logprobs": "ask /v1/chat/completions for them",
         "max_completion_tokens": "use max_output_tokens",
         "max_tokens": "use max_output_tokens",
         "messages": "use input",
@@ -179,10 +191,11 @@ class ResponsesBody(Sampled):
     instructions: str = ""
     tools: AgentTools = []
     tool_choice: Literal["none", "auto", "required"] | ChosenTool = "auto"
-    parallel_tool_calls: bool = True
+    parallel_tool_calls: bool | None = None
     text: TextConfig = TextConfig()
     max_output_tokens: Limit | None = None
     reasoning: ReasoningConfig = ReasoningConfig()
     chat_template_kwargs: Variables = {}
     metadata: dict[str, Any] = {}
     prompt_cache_key: str | None = None
+    include: Includes = []

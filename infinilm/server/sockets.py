@@ -25,6 +25,8 @@ def listening(host: str, port: int, uds: str | None) -> Iterator[socket.socket]:
 
 
 def inet_socket(host: str, port: int) -> socket.socket:
+    if not 0 <= port <= 65535:  # getaddrinfo takes others modulo 65536
+        raise ValueError(f"--port must be from 0 to 65535, but is {port}")
     try:
         ((family, *_, place), *_) = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         sock = socket.create_server(place[:2], family=family, backlog=2048)

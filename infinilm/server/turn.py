@@ -16,9 +16,9 @@ from infinilm.engine.request import Aborted, CompletionOutput, Logprobs, Request
 from infinilm.engine.stats import Progress
 from infinilm.sampling import SamplingParams
 from infinilm.server.bodies import BodyError
-from infinilm.server.parts import CallStart, Part
+from infinilm.server.parts import CallEnd, CallStart, Part
 from infinilm.server.reader import Reader
-from infinilm.server.tools import Choice, Family, Tool
+from infinilm.server.tools import Choice, Family, Named, Tool
 from infinilm.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Turn:
     prompt: str | Sequence[int] = ""
     tools: tuple[Tool, ...] = ()
     choice: Choice = "auto"
-    is_parallel: bool = True  # several calls in one answer
+    parallel: bool | None = None  # several calls in one answer; None where nothing is said of it
     variables: Mapping[str, Any] = field(default_factory=dict)  # that the template sees
     salt: str | None = None  # prefixes are shared with turns of the same alone
     priority: int = 0
@@ -53,6 +53,14 @@ class Turn:
     def called(self) -> tuple[Tool, ...]:
         """The tools that the answer may call"""
         return () if self.choice == "none" else self.tools
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether one answer may have several calls. The choice of one tool is one. A small model that is
+        forced to call does not find an end by itself, so that is one too, unless several are asked for."""
+        if isinstance(self.choice, Named):
+            return False
+        return self.choice == "auto" if self.parallel is None else self.parallel
 
 
 @dataclass(frozen=True)
@@ -104,6 +112,8 @@ def enforced(turn: Turn, family: Family, starts_in_reasoning: bool) -> SamplingP
         raise BodyError("tools that are forced or strict exclude other structures", "response_format")
     if grammar is not None:
         params = replace(params, structured_outputs=grammar)
+    if turn.choice != "auto":  # a stop string would be found in what callers never see, and cut the call off
+        params = replace(params, stop=())
     if family.keeps_special_tokens:
         params = replace(params, skip_special_tokens=False)
     for warning in warnings:
@@ -128,7 +138,7 @@ class Piece:
     logprobs: Sequence[Logprobs | None] | None = None
     finish_reason: str | None = None  # "stop" or "length"
     stop_reason: int | str | None = None
-    has_calls: bool = False  # the choice has called a tool by now
+    has_calls: bool = False  # the choice has called a tool by now, and no stop string has cut a call off
 
 
 @dataclass(frozen=True)
@@ -159,7 +169,7 @@ class Reading:
         self.reader = reader
         self.is_parallel = is_parallel  # if not, calls after the first are not told
         self.num_text = self.num_tokens = 0
-        self.has_calls = self.is_done = False
+        self.has_calls = self.is_in_call = self.is_done = False
 
     def piece(self, found: CompletionOutput) -> Piece | None:
         """None where nothing can be told."""
@@ -171,16 +181,20 @@ class Reading:
         self.num_text, self.num_tokens = len(found.text), len(found.token_ids)
         self.is_done = found.finish_reason is not None
         parts = [] if self.reader is None else self.parts(self.reader, text)
+        has_calls = self.has_calls and not (self.is_in_call and isinstance(found.stop_reason, str))
         return Piece(
-            self.index, text, parts, tokens, logprobs, found.finish_reason, found.stop_reason, self.has_calls
+            self.index, text, parts, tokens, logprobs, found.finish_reason, found.stop_reason, has_calls
         )
 
     def parts(self, reader: Reader, text: str) -> list[Part]:
-        parts = [*reader.add(text), *(reader.finish() if self.is_done else ())]
-        if not self.is_parallel:
-            parts = [part for part in parts if getattr(part, "index", 0) == 0]
-        self.has_calls |= any(isinstance(part, CallStart) for part in parts)
-        return parts
+        parts = self.told(reader.add(text))
+        for part in parts:
+            if isinstance(part, CallStart | CallEnd):
+                self.has_calls, self.is_in_call = True, isinstance(part, CallStart)
+        return [*parts, *(self.told(reader.finish()) if self.is_done else ())]
+
+    def told(self, parts: list[Part]) -> list[Part]:
+        return parts if self.is_parallel else [part for part in parts if getattr(part, "index", 0) == 0]
 
 
 class Run:
