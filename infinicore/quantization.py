@@ -65,7 +65,7 @@ SCALE_BYTES = {
     BlockType.IQ4_XS: (0, 2),
     BlockType.MXFP4: (0, 1),  # which is an exponent
 }
-NO_EXPONENT = 255  # stands for NaN
+INFINITE_EXPONENT = 253  # of which the largest code, 6, makes infinity, as of 254; 255 stands for NaN
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -238,9 +238,9 @@ class PackedTensor(QuantizedTensor):
 
 
 def _has_exponents(blocks: Tensor, num_rows: int) -> bool:
-    """Whether all scales of MXFP4 are numbers, in blocks of so many rows side by side"""
+    """Whether all values of MXFP4 can be numbers, in blocks of so many rows side by side"""
     exponents = blocks.reshape(-1, num_rows * BlockType.MXFP4.bytes_per_block)[:, :num_rows]
-    return not bool((exponents == NO_EXPONENT).any())
+    return not bool((exponents >= INFINITE_EXPONENT).any())
 
 
 NATIVE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)

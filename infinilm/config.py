@@ -49,7 +49,6 @@ ONE = (None, 1)
 NONE = (None, 0)
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
-    "pretraining_tp": ONE,
     # rotation
     "partial_rotary_factor": ONE,
     "rotary_pct": ONE,

@@ -102,6 +102,14 @@ class Folder:
         return found
 
 
+def expanded(path: str | Path, error: type[ValueError]) -> Path:
+    """With the home folder that ~ stands for"""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as reason:  # there is no user of this name
+        raise error(f"{path}: {reason}") from reason
+
+
 def parse_object(raw: bytes, source: object, error: type[ValueError]) -> dict[str, Any]:
     """The object that JSON from a stranger describes; `source` is what errors call it."""
     value = parse_json(raw, source, error)

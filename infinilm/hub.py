@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
 
-from infinilm.folder import PartName, is_later_part
+from infinilm.folder import PartName, expanded, is_later_part
 
 CHUNK_SIZE = 1 << 20
 
@@ -71,7 +71,7 @@ def resolve(model: str | None = None) -> Path:
     """The folder or .gguf file of a model, fetched first where it has to be; None is the built-in default."""
     if model is None:
         return _resolve_packaged(DEFAULT_MODEL)
-    path = Path(model).expanduser()
+    path = expanded(model, ModelNotFoundError)
     if path.exists():
         return _check_local(path)
     if match := HUGGING_FACE_ID.fullmatch(model):
@@ -88,8 +88,8 @@ def _check_local(path: Path) -> Path:
 def cache_folder() -> Path:
     """Where fetched models are kept: INFINILM_CACHE, or infinilm in the user's cache folder."""
     if folder := os.environ.get("INFINILM_CACHE"):
-        return Path(folder).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "infinilm"
+        return expanded(folder, ModelNotFoundError)
+    return expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache", ModelNotFoundError) / "infinilm"
 
 
 # --- A model in a wheel -------------------------------------------------------------------------------------

@@ -16,7 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from engines import write_model
+import torch
+from engines import HIDDEN, write_model
+from safetensors.torch import load_file, save_file
 
 from infinilm import hub
 from infinilm.cli import main
@@ -111,6 +113,8 @@ def test_info_tells_architecture_sizes_and_memory(here: Here, default_model_path
     [
         (("generate", "x", "--model", "./no/such/model.gguf"), "no/such/model.gguf"),
         (("info", "/nonexistent"), "/nonexistent"),
+        (("generate", "x", "--model", "~no.such.user/model"), "~no.such.user/model"),
+        (("generate", "x", "--packed-cache", "~no.such.user"), "~no.such.user"),
         (("generate", "x", "--temperature", "-1"), "temperature"),
         (("generate", "x", "--top-p", "2"), "top_p"),
         (("generate", "x", "--max-tokens", "0"), "max_tokens"),
@@ -132,6 +136,17 @@ def test_a_users_error_is_one_line_and_a_failing_exit(
     assert result.returncode == 1
     (line,) = (line for line in result.stderr.splitlines() if "keys and values" not in line)
     assert line.startswith("infinilm: error:") and expected in line
+
+
+def test_logits_that_are_no_numbers_are_one_line_and_a_chat_goes_on(here: Here, tmp_path: Path) -> None:
+    folder = write_model(tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"model.norm.weight": torch.full((HIDDEN,), 3e38)}, folder / "model.safetensors")
+    result = here("generate", "Hello", "--model", str(folder))
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert "the model's logits are NaN or infinite" in result.stderr.splitlines()[-1]
+    result = here("chat", "--model", str(folder), stdin="Hello\nAgain")
+    assert result.returncode == 0 and result.stderr.count("logits are NaN or infinite") == 2
 
 
 def test_bench_latency_prints_every_quantity_with_its_spread(here: Here, tiny_folder: Path) -> None:

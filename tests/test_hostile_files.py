@@ -440,6 +440,10 @@ ROWS |= {
         ),
         "the tokenizer has token ids up to 40, but the model 40 rows",
     ),
+    "settings that add a token beyond the rows": Row(
+        write("added_tokens.json", '{"<pad>": 40}'),
+        "the tokenizer has token ids up to 40, but the model 40 rows",
+    ),
     "a frame of ids that are no tokens": Row(
         tokenizer(
             post_processor={

@@ -122,6 +122,16 @@ def test_a_name_that_is_neither_path_nor_id_is_refused(name):
         resolve(name)
 
 
+def test_the_home_of_nobody_is_refused_by_its_path(monkeypatch):
+    with pytest.raises(ModelNotFoundError, match=r"~no.such.user/model: Could not determine home"):
+        resolve("~no.such.user/model")
+    for variable in ("XDG_CACHE_HOME", "INFINILM_CACHE"):
+        monkeypatch.setenv(variable, "~no.such.user")
+        with pytest.raises(ModelNotFoundError, match=r"~no.such.user: Could not determine home"):
+            hub.cache_folder()
+        monkeypatch.delenv(variable)
+
+
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.safetensors"])
 def test_a_single_weight_file_is_refused_with_the_way_out(tmp_path, name):
     (tmp_path / name).touch()

@@ -328,6 +328,20 @@ def test_tied_weights_are_one_tensor(make: Any) -> None:
         assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
+def test_a_head_of_its_own_counts_where_the_config_says_that_it_is_tied(make: Any) -> None:
+    theirs, folder = make("Llama")
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(content | {"tie_word_embeddings": True}))
+    check_parity(theirs, folder, torch.float32, FLOAT32_BAR)
+    rewrite(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    model = LlamaForCausalLM.from_pretrained(folder)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_on_how_many_machines_a_model_was_trained_changes_nothing(make: Any) -> None:
+    check_parity(*make("Llama", pretraining_tp=2), torch.float32, FLOAT32_BAR)
+
+
 def test_stored_half_precision_weights_stay_as_they_are_without_a_dtype(make: Any, level: str) -> None:
     theirs, folder = make("Llama", torch.bfloat16)
     ours = LlamaForCausalLM.from_pretrained(folder)

@@ -133,6 +133,7 @@ def test_what_is_missing_is_said_by_name(
     tmp_path: Path, model: LlamaForCausalLM, tensors: dict[str, Tensor]
 ) -> None:
     assert "no such folder" in refusal(tmp_path / "nowhere", model)
+    assert "~no.such.user/x: Could not determine home" in refusal(Path("~no.such.user/x"), model)
     folder = write_adapter(tmp_path / "adapter", tensors)
     (folder / "adapter_model.safetensors").unlink()
     assert "holds no adapter_model.safetensors" in refusal(folder, model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 import torch
 from parity import BFLOAT16_BAR, FLOAT32_BAR, check_greedy, check_parity, known, make, nmse, prompt
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from infinicore.quantization import QuantizedTensor
-from infinilm.checkpoint import open_checkpoint
+from infinilm.checkpoint import CheckpointError, open_checkpoint
 from infinilm.models.llama import LlamaForCausalLM
 from infinilm.models.weights import describe
 
@@ -125,6 +127,39 @@ def test_64_greedy_tokens_equal_those_of_transformers(name: str, known: Any) -> 
     check_greedy(*known(kind, **options))
 
 
+def change_config(folder: Path, remove: tuple[str, ...] = (), **changes: Any) -> None:
+    content = json.loads((folder / "config.json").read_text())
+    kept = {key: value for key, value in content.items() if key not in remove}
+    (folder / "config.json").write_text(json.dumps(kept | changes))
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+def test_a_gemma_whose_config_has_no_scale_has_that_of_transformers(name: str, make: Any) -> None:
+    kind, options = MODELS[name]
+    theirs, folder = make(kind, **options)
+    change_config(folder, remove=("query_pre_attn_scalar",))
+    check_parity(type(theirs).from_pretrained(folder), folder, torch.float32, FLOAT32_BAR)
+
+
+YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize("changes", [{}, {"rope_scaling": YARN}], ids=["no rope", "no truncate"])
+def test_gpt_oss_is_rotated_as_by_transformers_where_its_config_says_little(changes: Any, make: Any) -> None:
+    kind, options = MODELS["gptoss"]
+    theirs, folder = make(kind, **options)
+    change_config(folder, remove=("rope_parameters",), **changes)
+    check_parity(type(theirs).from_pretrained(folder), folder, torch.float32, FLOAT32_BAR)
+
+
+@pytest.mark.parametrize("key", ["swiglu_alpha", "swiglu_limit"])
+def test_gpt_oss_with_another_gate_is_refused_by_key(key: str, make: Any) -> None:
+    kind, options = MODELS["gptoss"]
+    _, folder = make(kind, **options, **{key: 2.0})
+    with pytest.raises(CheckpointError, match=f"{key} = 2.0 is not supported; expected"):
+        LlamaForCausalLM.from_pretrained(folder)
+
+
 def test_gpt_oss_in_mxfp4_has_the_logits_of_the_same_weights_as_floats(make: Any) -> None:
     kind, options = MODELS["gptoss"]
     theirs, folder = make(kind, **options, intermediate_size=64)
@@ -145,13 +180,87 @@ def write_mxfp4(theirs: Any, folder: Path) -> None:
         dense = (values * 2.0 ** (scales.float() - 127).unsqueeze(-1)).flatten(2)
         theirs.get_parameter(name).data.copy_(dense.transpose(1, 2))
     save_file(weights, folder / "model.safetensors")
-    content = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(
-        json.dumps(content | {"quantization_config": {"quant_method": "mxfp4"}})
-    )
+    change_config(folder, quantization_config={"quant_method": "mxfp4"})
 
 
 MXFP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
+
+
+GATE = "model.layers.0.mlp.experts.gate_up_proj"
+BROKEN_BLOCKS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "a block less": ("blocks", lambda codes: codes[:, :, :-1]),
+    "blocks of 8 bytes": ("blocks", lambda codes: codes[..., :8]),
+    "no groups": ("blocks", lambda codes: codes.flatten(2)),
+    "floats": ("blocks", lambda codes: codes.float()),
+    "one exponent": ("scales", lambda scales: scales[0, 0, 0]),
+    "signed exponents": ("scales", lambda scales: scales.to(torch.int8)),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_BLOCKS)
+def test_mxfp4_of_another_shape_or_type_is_refused_by_name(name: str, make: Any) -> None:
+    kind, options = MODELS["gptoss"]
+    theirs, folder = make(kind, **options, intermediate_size=64)
+    write_mxfp4(theirs, folder)
+    part, change = BROKEN_BLOCKS[name]
+    change_weights(folder, {f"{GATE}_{part}": change})
+    with pytest.raises(CheckpointError, match=f"'{GATE}_blocks': MXFP4 needs torch.uint8 .* but has"):
+        LlamaForCausalLM.from_pretrained(folder)
+
+
+def change_weights(folder: Path, changes: Mapping[str, Any]) -> None:
+    """Put a tensor, what a function makes of the one that is there, or None in its place"""
+    weights = load_file(folder / "model.safetensors")
+    for name, change in changes.items():
+        weights[name] = change(weights[name]).contiguous() if callable(change) else change
+    save_file({n: w for n, w in weights.items() if w is not None}, folder / "model.safetensors")
+
+
+QUERIES, EXPERTS = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.experts"
+ZEROS = torch.zeros(6, 240, 2, 16, dtype=torch.uint8)
+NEW_WEIGHTS: dict[str, tuple[str, dict[str, Tensor | None], str]] = {
+    "in blocks too": (
+        "gptoss",
+        {f"{GATE}_blocks": ZEROS, f"{GATE}_scales": ZEROS[..., 0].clone()},
+        f"'{GATE}' and '{GATE}_blocks' are both",
+    ),
+    "under two names": (
+        "gemma3",
+        {"language_model.model.norm.weight": torch.ones(64)},
+        "'model.norm.weight'",
+    ),
+    "parts of a whole": (
+        "phi3",
+        {QUERIES: torch.ones(64, 64)},
+        f"'{QUERIES}' and '.*qkv_proj.weight' are both",
+    ),
+    "stacked too": ("olmoe", {f"{EXPERTS}.up_proj.weight": torch.ones(720, 64)}, "up_proj.weight' are both"),
+    "one number for heads": (
+        "phi3",
+        {QUERIES.replace("q_", "qkv_"): None, QUERIES: torch.tensor(1.0)},
+        f"'{QUERIES}' is a single number",
+    ),
+    "one number for experts": (
+        "olmoe",
+        {f"{EXPERTS}.{i}.up_proj.weight": torch.tensor(1.0) for i in range(6)},
+        "the 6 weights like .* are not all rows",
+    ),
+    "one number for a score": (
+        "olmo2",
+        {"score.weight": torch.tensor(1.0)},
+        r"'score.weight' has shape \(\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NEW_WEIGHTS)
+def test_a_weight_that_is_there_twice_or_has_no_rows_is_refused_by_name(name: str, make: Any) -> None:
+    model, weights, error = NEW_WEIGHTS[name]
+    kind, options = MODELS[model]
+    _, folder = make(kind, **options)
+    change_weights(folder, weights)
+    with pytest.raises(CheckpointError, match=error):
+        LlamaForCausalLM.from_pretrained(folder)
 
 
 def test_a_router_stays_as_it_is_where_matrices_are_rounded(make: Any) -> None:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from test_models import LONGROPE, MODELS
 from torch import Tensor
 
+from infinilm.checkpoint import CheckpointError
 from infinilm.models.llama import LlamaForCausalLM
 
 __all__ = ["make"]
@@ -184,6 +185,15 @@ def test_a_gguf_file_has_the_logits_of_the_folder_it_was_made_from(
     )
     found, wanted = other(prompt(), logits_to_keep=0), one(prompt(), logits_to_keep=0)
     assert torch.equal(found, wanted)
+
+
+def test_two_tensors_of_a_gguf_file_for_one_weight_are_refused(make: Any, tmp_path: Path) -> None:
+    theirs, folder = make("Olmo2")
+    weights = load_file(folder / "model.safetensors") | {"blk.0.ffn_norm.weight": torch.ones(64)}
+    write(tmp_path / "model.gguf", "olmo2", theirs.config, weights)
+    named = r"'blk.0.post_attention_norm.weight' and 'blk.0.ffn_norm.weight' are both"
+    with pytest.raises(CheckpointError, match=named):
+        LlamaForCausalLM.from_pretrained(tmp_path / "model.gguf")
 
 
 def test_every_model_has_its_gguf_test() -> None:

@@ -143,9 +143,13 @@ def test_block_sizes_are_those_of_the_native_core() -> None:
     assert found == _native.block_sizes() and PACKED_ROWS == _native.PACKED_ROWS
 
 
-def test_an_exponent_that_stands_for_nan_is_found_in_mxfp4() -> None:
-    blocks = torch.full((20, 34), 254, dtype=torch.uint8)
+@pytest.mark.parametrize("exponent", [253, 254, 255])
+def test_an_exponent_that_makes_infinity_or_nan_is_found_in_mxfp4(exponent: int) -> None:
+    blocks = torch.full((20, 34), 0x77, dtype=torch.uint8)  # codes of 6, the largest
+    blocks[:, ::17] = 252
     weight = QuantizedTensor(blocks, BlockType.MXFP4, (20, 64))
     assert weight.has_finite_scales() and weight.pack().has_finite_scales()
-    blocks[17, 17] = 255
+    assert torch.isfinite(weight.dequantize()).all()
+    blocks[17, 17] = exponent
+    assert not torch.isfinite(weight.dequantize()).all()
     assert not weight.has_finite_scales() and not weight.pack().has_finite_scales()

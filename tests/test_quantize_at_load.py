@@ -105,7 +105,7 @@ def test_what_is_quantised_already_is_refused(default_model_path: Path) -> None:
     [
         ({"quantize": "q5_k"}, r"quantize must be one of \['fp8', 'q4_0', 'q8_0'\], but is 'q5_k'"),
         ({"quantize": "q8_0", "dtype": "bfloat16"}, "quantize needs a GPU, or a CPU and no dtype or float32"),
-        ({"quantize": "q8_0", "device": "meta"}, "quantize needs a GPU, or a CPU and no dtype or float32"),
+        ({"quantize": "q8_0", "device": "meta"}, "device 'meta' cannot be used here"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, str], message: str, tmp_path: Path) -> None:

@@ -246,6 +246,14 @@ def with_added_tokens_behind() -> tokenizers.Tokenizer:
     return library
 
 
+def added(token_id: int, content: str, **flags: bool) -> dict[str, Any]:
+    """As added_tokens_decoder has a token"""
+    return {str(token_id): {"content": content, "special": False, "normalized": False, **flags}}
+
+
+BEHIND = added(320, "<|x|>", special=True) | added(321, "<think>") | added(322, "<|y|>", special=True)
+
+
 def with_bos_template() -> tokenizers.Tokenizer:
     library = byte_level_library()
     bos = ("<s>", library.token_to_id("<s>"))
@@ -304,6 +312,16 @@ def load_with_transformers():
 FOLDERS = {
     "plain": (byte_level_library, {}),
     "added tokens": (with_added_tokens_behind, {}),
+    "added by the settings": (byte_level_library, {"added_tokens_decoder": BEHIND}),
+    "special by the settings": (
+        with_added_tokens_behind,
+        {"added_tokens_decoder": added(321, "<think>", special=True, lstrip=True) | added(2, "<|user|>")},
+    ),
+    "special by its role": (
+        byte_level_library,
+        {"added_tokens_decoder": added(320, "<|x|>"), "pad_token": "<|x|>"},
+    ),
+    "special by its name": (byte_level_library, {"additional_special_tokens": ["the", "q"]}),
     "BOS by template": (with_bos_template, {}),
     "template over config": (with_bos_template, {"add_bos_token": False, "add_eos_token": True}),
     "an ordinary token in a role": (byte_level_library, {"pad_token": "q"}),
@@ -341,6 +359,20 @@ def test_vocabulary_reaches_to_the_highest_id(both):
     ours, theirs = both
     assert ours.vocab_size == len(theirs)
     assert (ours.bos_token_id, ours.eos_token_ids) == (theirs.bos_token_id, (theirs.eos_token_id,))
+
+
+def test_a_file_adds_tokens_in_an_older_folder_as_with_transformers(tmp_path, load_with_transformers):
+    folder = write_folder(tmp_path, byte_level_library(), additional_special_tokens=["<|x|>"])
+    (folder / "added_tokens.json").write_text('{"<think>": 321, "<|x|>": 320, "<|user|>": 2}')
+    ours, theirs = Tokenizer.from_folder(folder), load_with_transformers(folder)
+    text = "<|x|>a <think>b<|user|>"
+    assert (ids := ours.encode(text)) == theirs.encode(text)
+    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == "a <think>b"
+
+
+def test_a_special_token_that_nothing_gives_an_id_is_passed_over(tmp_path):
+    folder = write_folder(tmp_path, byte_level_library(), additional_special_tokens=["<|x|>"])
+    assert Tokenizer.from_folder(folder).vocab_size == 320
 
 
 @pytest.mark.parametrize("ids", [{"a": 0, "b": 7}, {"b": 3, "a": 9}, {"b": 3}])
@@ -507,6 +539,22 @@ def test_truncation_and_padding_in_the_file_do_not_reach_encode(tmp_path):
         ("tokenizer_config.json", '{"chat_template": 1}', "'chat_template': must be a string, but is a int"),
         ("tokenizer_config.json", '{"chat_template": [1]}', "'chat_template'"),
         ("tokenizer_config.json", '{"eos_token": "</end>"}', "'eos_token' '</end>' is not in tokenizer.json"),
+        (
+            "tokenizer_config.json",
+            '{"added_tokens_decoder": {"999": {"content": "<|x|>"}}}',
+            r"added token 999 is '<\|x\|>', but that is token 320 of tokenizer.json",
+        ),
+        (
+            "tokenizer_config.json",
+            json.dumps({"added_tokens_decoder": {"0": 1}}),
+            "has 1 for 0, but must have",
+        ),
+        ("added_tokens.json", '{"a": "x"}', "has 'x', which is no token id"),
+        (
+            "added_tokens.json",
+            json.dumps({f"<{i}>": 320 + i for i in range(20_000)}),
+            "20000 tokens are special or whole, but 16384 is the limit",
+        ),
         (
             "generation_config.json",
             '{"eos_token_id": ["x"]}',

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from infinilm.checkpoint import Checkpoint, CheckpointError, TensorInfo
-from infinilm.folder import MAX_NAME_LENGTH, Folder, parse_object, quoted
+from infinilm.folder import MAX_NAME_LENGTH, Folder, expanded, parse_object, quoted
 
 MAX_HEADER_BYTES = 1 << 24  # of a file or an index: twice what as many tensors as these take
 MAX_TENSORS = 65_536
@@ -50,7 +50,7 @@ def open_folder(folder: Folder) -> "HuggingFaceCheckpoint":
 
 def open_adapter(path: str | Path) -> "HuggingFaceCheckpoint":
     """What PEFT saves: adapter_config.json and adapter_model.safetensors"""
-    folder = Folder(Path(path).expanduser(), CheckpointError)
+    folder = Folder(expanded(path, CheckpointError), CheckpointError)
     try:
         if not folder.path.is_dir():
             raise CheckpointError(f"{path}: no such folder; an adapter is a folder that PEFT has saved")

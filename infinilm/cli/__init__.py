@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return 141
-    except (ValueError, OSError, IndexError, TypeError, MemoryError, ImportError) as error:
+    except (ValueError, OSError, IndexError, TypeError, MemoryError, ImportError, ArithmeticError) as error:
         print(f"infinilm: error: {one_line(error)}", file=sys.stderr)
         return 1
     return 0

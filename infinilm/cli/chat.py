@@ -101,7 +101,7 @@ class Chat:
         except KeyboardInterrupt:
             print("\n(stopped; the turn is forgotten)", file=sys.stderr)
             return
-        except ValueError as error:
+        except (ValueError, ArithmeticError) as error:  # logits that are no numbers too
             print(f"infinilm: {one_line(error)}; /reset begins anew", file=sys.stderr)
             return
         self.messages = [*asked, {"role": "assistant", "content": reply}]

@@ -21,6 +21,7 @@ from infinilm.rope import check_number
 NORMS = [f"{at}_layernorm" for at in ("input", "post_attention", "pre_feedforward", "post_feedforward")]
 GGUF_NORMS = dict(zip(("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"), NORMS, strict=True))
 CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+GGUF_SCALE = {"query_pre_attn_scalar": None}  # which files do not say: that of the size of the model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +49,10 @@ class Gemma2Config(LlamaConfig):
 
     @classmethod
     def adapted(cls, content: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Files have two names for the activation, of which this one counts."""
+        """Files have two names for the activation, of which this one counts. They may leave out a scale."""
         activation = content.get("hidden_activation") or "gelu_pytorch_tanh"
-        return {**content, "hidden_act": activation, "hidden_activation": None}
+        named = {"hidden_act": activation, "hidden_activation": None}
+        return {"query_pre_attn_scalar": 256, **content, **named}
 
     def _fill_in(self) -> None:
         super()._fill_in()
@@ -107,7 +109,7 @@ class Gemma2Model(llama.LlamaModel):
         return ops.scale(embedded, self.roots[embedded.dtype])
 
 
-@register(GGUF("gemma2", {cap: cap for cap in CAPS}, GGUF_NORMS, has_windows=True))
+@register(GGUF("gemma2", {cap: cap for cap in CAPS}, GGUF_NORMS, GGUF_SCALE, has_windows=True))
 class Gemma2ForCausalLM(llama.LlamaForCausalLM):
     config_class: type[Gemma2Config] = Gemma2Config
     layer_class: type[Gemma2DecoderLayer] = Gemma2DecoderLayer

@@ -102,7 +102,15 @@ class Gemma3Model(gemma2.Gemma2Model):
         self.rope_instance = Gemma3RoPE(config.rope, config.local_rope)
 
 
-@register(GGUF("gemma3", {"rope.freq_base_swa": "rope_local_base_freq"}, gemma2.GGUF_NORMS, has_windows=True))
+@register(
+    GGUF(
+        "gemma3",
+        {"rope.freq_base_swa": "rope_local_base_freq"},
+        gemma2.GGUF_NORMS,
+        gemma2.GGUF_SCALE,
+        has_windows=True,
+    )
+)
 class Gemma3ForCausalLM(gemma2.Gemma2ForCausalLM):
     config_class = Gemma3Config
     layer_class = Gemma3DecoderLayer

@@ -109,6 +109,8 @@ def tensor_names(checkpoint: Checkpoint, kind: GGUF) -> dict[str, str]:
         if (ours := kind.name_of(name)) is None:
             fields = ModelFields(checkpoint, kind)
             raise fields.error(f"tensor {name!r} has no place in a {kind.architecture} model")
+        if ours in found:
+            raise ModelFields(checkpoint, kind).error(f"{found[ours]!r} and {name!r} are both {ours!r}")
         found[ours] = name
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from reprlib import repr as short
 from typing import Any
 
 import torch
@@ -23,6 +24,16 @@ MODULES = {
     "ffn_gate_inp": "mlp.router",
     "post_attention_norm": "post_attention_layernorm",
     "attn_sinks": "self_attn.sinks",
+}
+SWIGLU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # what ops.experts computes
+# Where config.json says nothing of rotation
+YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
 }
 
 
@@ -49,20 +60,27 @@ class GptOssConfig(MixtureConfig):
 
     @classmethod
     def adapted(cls, content: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Its quantisation is known; its frequencies are blended without rounding."""
-        content, scaling = dict(super().adapted(content)), scaling_of(content)
+        """Its quantisation is known, and its rotation where nothing is said of it."""
+        content = dict(super().adapted(content))
         method = content.get("quantization_config")
         if isinstance(method, Mapping) and method.get("quant_method") == "mxfp4":
             content["quantization_config"] = None
-        if scaling:
-            content |= {"rope_scaling": {"truncate": False, **scaling}, "rope_parameters": None}
-        if content.get("swiglu_limit") not in (None, 7.0):
-            raise ValueError(f"swiglu_limit = {content['swiglu_limit']} is not supported; expected 7.0")
-        return content
+        for key, wanted in SWIGLU.items():
+            if content.get(key) not in (None, wanted):
+                raise ValueError(f"{key} = {short(content[key])} is not supported; expected {wanted}")
+        return {**content, "rope_scaling": rotation(content), "rope_parameters": None}
 
     def _fill_in(self) -> None:
         super()._fill_in()
         self._fill_in_windows(lambda layer: layer % 2 == 0)
+
+
+def rotation(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """GGUF files, which have no model_type, do not say that frequencies are blended without rounding."""
+    scaling = scaling_of(content)
+    if "model_type" in content:
+        return scaling or YARN
+    return {"truncate": False, **scaling} if scaling else scaling
 
 
 class GptOssAttention(LlamaAttention):

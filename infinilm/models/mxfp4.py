@@ -11,7 +11,11 @@ from infinilm.models.stored import Weight
 
 def joined_blocks(codes: Weight, scales: Weight) -> Weight:
     """uint8 [X, R, G, 16], two values a byte, and exponents [X, R, G] -> a matrix of X R rows"""
-    num_experts, num_rows, num_groups, _ = codes.shape
+    is_whole = len(scales.shape) == 3 and codes.shape == (*scales.shape, 16)
+    if not is_whole or {codes.dtype, scales.dtype} != {torch.uint8}:
+        found = f"{codes.dtype} {codes.shape} and {scales.dtype} {scales.shape}"
+        raise ValueError(f"MXFP4 needs torch.uint8 [X, R, G, 16] and [X, R, G], but has {found}")
+    num_experts, num_rows, num_groups = scales.shape
     shape = (num_experts * num_rows, 32 * num_groups)
 
     def read() -> QuantizedTensor:

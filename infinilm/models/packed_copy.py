@@ -24,6 +24,7 @@ from infinicore import _native
 from infinicore.quantization import PACKED_ROWS, BlockType, PackedTensor
 from infinilm.checkpoint import Checkpoint
 from infinilm.checkpoint.gguf_parts import MAP_FLAGS
+from infinilm.folder import expanded
 from infinilm.models.stored import Weight
 
 FORMAT = "infinilm packed 1"
@@ -41,7 +42,7 @@ class PackedCopy:
         if self.weights:
             source = checkpoint.path.resolve()
             digest = hashlib.sha256(os.fsencode(source)).hexdigest()
-            self.path = Path(folder or "").expanduser() / f"{source.name}.{digest[:16]}.packed"
+            self.path = expanded(folder or "", ValueError) / f"{source.name}.{digest[:16]}.packed"
             self.label = label_of(checkpoint, weights)
 
     def read(self) -> dict[str, PackedTensor]:

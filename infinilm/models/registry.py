@@ -103,9 +103,9 @@ def read_config(checkpoint: Checkpoint) -> LlamaConfig:
     entry, content = entry_of(checkpoint), checkpoint.config
     if entry.gguf is not None and checkpoint.is_gguf:
         content = read_gguf_config(checkpoint, entry.gguf)
-    elif (ends := generation_ends(checkpoint)) is not None:
-        content = {**content, "eos_token_id": ends}
+    read = entry.model_class.config_class.from_dict
     try:
-        return entry.model_class.config_class.from_dict(content)
+        config, ends = read(content), None if checkpoint.is_gguf else generation_ends(checkpoint)
+        return config if ends is None else read({**content, "eos_token_id": ends})
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{checkpoint.path}: config: {error}") from error

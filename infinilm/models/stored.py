@@ -58,14 +58,20 @@ class Stored(dict[str, Weight]):
             if match := pattern.fullmatch(name):
                 yield name, match[1], match[2]
 
+    def put(self, name: str, weight: Weight) -> None:
+        """Under a name that no other weight may have"""
+        if name in self:
+            raise self.error(f"{self[name].sources[0]!r} and {weight.sources[0]!r} are both {name!r}")
+        self[name] = weight
+
     def rename(self, module: str, other: str) -> None:
         for name, before, after in self.named(module):
-            self[before + other + after] = self.pop(name)
+            self.put(before + other + after, self.pop(name))
 
     def move(self, prefix: str, other: str) -> None:
         """What stands under one name, under another"""
         for name in [name for name in self if name.startswith(prefix)]:
-            self[other + name.removeprefix(prefix)] = self.pop(name)
+            self.put(other + name.removeprefix(prefix), self.pop(name))
 
     def drop(self, prefix: str) -> None:
         """Leave out what the model has no use for"""
@@ -82,6 +88,8 @@ class Stored(dict[str, Weight]):
     def reorder(self, module: str, order: Callable[[int], Tensor]) -> None:
         """Put rows into another order, which is found for their number"""
         for name, _, _ in self.named(module):
+            if not self[name].shape:
+                raise self.error(f"{name!r} is a single number, but should have rows")
             self[name] = changed(self[name], rows_of, order(self[name].shape[0]))
 
     def split(self, module: str, others: Sequence[str], sizes: Sequence[int]) -> None:
@@ -92,7 +100,7 @@ class Stored(dict[str, Weight]):
                 raise self.error(f"{name!r} has shape {whole.shape}, but should have {sum(sizes)} rows")
             start = 0
             for other, size in zip(others, sizes, strict=True):
-                self[before + other + after] = part_of(whole, start, start + size)
+                self.put(before + other + after, part_of(whole, start, start + size))
                 start += size
 
     def stack(self, module: str, other: str, count: int) -> None:
@@ -102,9 +110,9 @@ class Stored(dict[str, Weight]):
             if missing := [each for each in names if each not in self]:
                 raise self.error(f"{missing[0]!r} is missing")
             parts = [self.pop(each) for each in names]
-            if len({(part.shape, part.dtype) for part in parts}) > 1:
-                raise self.error(f"the {count} weights like {name!r} are not all of one shape and type")
-            self[before + other + after] = stacked(parts)
+            if not parts[0].shape or len({(part.shape, part.dtype) for part in parts}) > 1:
+                raise self.error(f"the {count} weights like {name!r} are not all rows of one shape and type")
+            self.put(before + other + after, stacked(parts))
 
     def flatten(self, module: str) -> None:
         """All but the last dimension as rows: of experts [X, rows, columns] one matrix, and one bias"""
@@ -120,7 +128,7 @@ class Stored(dict[str, Weight]):
             for start, other in enumerate(others):
                 rows = torch.arange(start, whole.shape[0], len(others))
                 shape = (len(rows), *whole.shape[1:])
-                self[before + other + after] = replace(changed(whole, rows_of, rows), shape=shape)
+                self.put(before + other + after, replace(changed(whole, rows_of, rows), shape=shape))
 
     def transpose(self, name: str, other: str) -> None:
         """Experts [X, columns, rows] as [X, rows, columns]"""
@@ -128,7 +136,7 @@ class Stored(dict[str, Weight]):
             if not after:
                 shape = self[each].shape
                 turned = changed(self.pop(each), swapped)
-                self[before + other] = replace(turned, shape=(*shape[:-2], *shape[:-3:-1]))
+                self.put(before + other, replace(turned, shape=(*shape[:-2], *shape[:-3:-1])))
 
     def join(self, modules: Sequence[str], other: str, make: Callable[..., Weight]) -> None:
         """One weight of several that stand side by side"""
@@ -136,7 +144,11 @@ class Stored(dict[str, Weight]):
             parts = [self.pop(before + module + after, None) for module in modules]
             if None in parts:
                 raise self.error(f"{before + modules[parts.index(None)] + after!r} is missing")
-            self[before + other] = make(*parts)
+            try:
+                made = make(*parts)
+            except ValueError as error:
+                raise self.error(f"{before + modules[0] + after!r}: {error}") from error
+            self.put(before + other, made)
 
 
 def weight_of(checkpoint: Checkpoint, name: str) -> Weight:

@@ -44,6 +44,8 @@ def load_weights(
     """Build the model without memory, then give it the checkpoint's weights one by one."""
     config = read_config(checkpoint)
     stored = stored_weights(checkpoint, config)
+    if config.tie_word_embeddings and has_own_head(stored):
+        config = replace(config, tie_word_embeddings=False)
     placement = Placement(engine_config, config.dtype)
     if placement.rounds_to is not None:
         check_dense(stored)
@@ -90,9 +92,20 @@ def name_within(names: list[str]) -> Callable[[str], str]:
     return lambda name: f"model.{name}" if is_bare and not name.startswith(HEADS) else name
 
 
+def has_own_head(stored: Stored) -> bool:
+    """Whether there is a head that is not the embeddings: then it counts, whatever the config says."""
+    head, embedding = stored.get("lm_head.weight"), stored.get("model.embed_tokens.weight")
+    if head is None or embedding is None:
+        return False
+    is_alike = (head.shape, head.dtype) == (embedding.shape, embedding.dtype)
+    return not is_alike or not torch.equal(head.read(), embedding.read())  # type: ignore[arg-type]
+
+
 def fit_heads(model: LlamaForCausalLM, stored: Stored, config: LlamaConfig) -> None:
     """Files of embedders have no head, those of rerankers one that scores a text."""
     if (score := stored.get("score.weight")) is not None:
+        if len(score.shape) != 2:
+            raise stored.error(f"'score.weight' has shape {score.shape}, but should be a matrix")
         model.score = nn.Linear(config.hidden_size, score.shape[0], bias=False)
     has_logits = config.tie_word_embeddings or "lm_head.weight" in stored
     if model.score is not None or not has_logits:

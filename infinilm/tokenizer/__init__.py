@@ -15,6 +15,7 @@ from typing import Any, Self
 import tokenizers
 
 from infinilm.folder import Folder
+from infinilm.tokenizer.added_tokens import names_given
 from infinilm.tokenizer.chat import Renderer, break_up, check_messages, unused_character, with_content
 from infinilm.tokenizer.error import TokenizerError, errors_of
 from infinilm.tokenizer.gguf import GgufVocabulary
@@ -58,7 +59,7 @@ class Tokenizer:
         with errors_of(str(path)):
             config = read_names(folder)
             found = read_vocabulary(folder, config)
-            mark_special(found.library, found.roles.values())
+            mark_special(found.library, {*found.roles.values(), *names_given(config)})
             try_out(found.library, str(found.path))
             eos_ids, template = eos_ids_in(folder, found), template_in(folder, config)
             return cls(found.library, found.roles, eos_ids, template, found.normalizer)

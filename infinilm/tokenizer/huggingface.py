@@ -8,8 +8,10 @@ from reprlib import repr as short
 from typing import Any
 
 import tokenizers
+from tokenizers import AddedToken
 
 from infinilm.folder import Folder
+from infinilm.tokenizer.added_tokens import FLAGS, add_tokens, check_count, names_given, tokens_given
 from infinilm.tokenizer.bounds import check_bounds
 from infinilm.tokenizer.error import TokenizerError, errors_of
 from infinilm.tokenizer.library import MAX_VOCAB_SIZE
@@ -46,20 +48,40 @@ def read_names(folder: Folder) -> dict[str, Any]:
 
 def read_vocabulary(folder: Folder, config: Mapping[str, Any]) -> Vocabulary:
     roles = _roles_in(config)
+    settings = _with_added_tokens(folder, config, roles)
     if folder.find("tokenizer.json") is None and folder.find("tokenizer.model") is not None:
-        return _read_sentencepiece(folder, config, roles)
-    return Vocabulary(folder.path / "tokenizer.json", _read_json(folder), roles)
+        return _read_sentencepiece(folder, settings, roles)
+    library = _read_json(folder)
+    given, own = tokens_given(settings), library.get_added_tokens_decoder()
+    if settings is not config:  # what tokenizer.json says of a token counts more than an older folder's file
+        given = {token_id: token for token_id, token in given.items() if token_id not in own}
+    check_count(len(given))
+    special = {*roles.values(), *(token.content for token in own.values() if token.special)}
+    add_tokens(library, {i: _added_token(given[i], special) for i in sorted(given)}, "tokenizer.json")
+    return Vocabulary(folder.path / "tokenizer.json", library, roles)
+
+
+def _with_added_tokens(
+    folder: Folder, config: Mapping[str, Any], roles: Mapping[str, str]
+) -> Mapping[str, Any]:
+    """The settings, with what older folders have in a file beside them"""
+    if "added_tokens_decoder" in config:
+        return config
+    special = {*roles.values(), *names_given(config)}
+    added = folder.read_object("added_tokens.json", MAX_NAMES_BYTES) or {}
+    given = {str(token_id): {"content": text, "special": text in special} for text, token_id in added.items()}
+    return {**config, "added_tokens_decoder": given}
+
+
+def _added_token(given: Mapping[str, Any], special: set[str]) -> AddedToken:
+    """With the flags that it is given; what is special elsewhere stays so"""
+    flags = {name: given[name] for name in FLAGS if name in given}
+    flags["special"] = flags.get("special", False) or given["content"] in special
+    return AddedToken(given["content"], **flags)
 
 
 def _read_sentencepiece(folder: Folder, config: Mapping[str, Any], roles: Mapping[str, str]) -> Vocabulary:
     path, raw = folder.path / "tokenizer.model", folder.read("tokenizer.model", MAX_SENTENCEPIECE_BYTES)
-    if "added_tokens_decoder" not in config:  # older folders have a file for it
-        added = folder.read_object("added_tokens.json", MAX_NAMES_BYTES) or {}
-        given = {
-            str(token_id): {"content": text, "special": text in roles.values()}
-            for text, token_id in added.items()
-        }
-        config = {**config, "added_tokens_decoder": given}
     with errors_of(str(path)):
         pieces = SentencePieceVocabulary(SentencePieceFile.parse(raw or b""), config, roles)
         return Vocabulary(path, pieces.build_library(), pieces.roles, pieces.build_normalizer())

@@ -13,17 +13,15 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
+from infinilm.tokenizer.added_tokens import FLAGS, add_tokens, check_count, names_given, tokens_given
 from infinilm.tokenizer.error import TokenizerError
 from infinilm.tokenizer.normalizer import SPACE, CharacterTable, Normalizer, any_of
 from infinilm.tokenizer.pieces import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, merges_by_score
 from infinilm.tokenizer.sentencepiece_format import SentencePieceFile
 
-FLAGS = ("lstrip", "rstrip", "single_word", "special")
 # Gemma's, which are pieces like any for sentencepiece; nobody may write them inside a message.
 TURNS = {"<start_of_turn>", "<end_of_turn>"}
 
-# Gemma 3 has six thousand.
-MAX_ADDED_TOKENS = 1 << 14
 # Each is tried wherever a text has its first letter.
 MAX_RESERVED = 1024
 # The largest vocabularies have one million.
@@ -36,8 +34,8 @@ class SentencePieceVocabulary:
     def __init__(self, file: SentencePieceFile, config: Mapping[str, Any], roles: Mapping[str, str]) -> None:
         self._file = file
         self._config = config
-        self._given = _tokens_given(config)
-        self._named_special = TURNS | _names_given(config)
+        self._given = tokens_given(config)
+        self._named_special = TURNS | names_given(config)
         self._tokens = [
             self._given.get(i, {"content": token})["content"] for i, token in enumerate(file.tokens)
         ]
@@ -52,7 +50,7 @@ class SentencePieceVocabulary:
         if self._file.is_unigram:
             library.pre_tokenizer = pre_tokenizers.Split(Regex(self._cuts()), "merged_with_previous")
         library.decoder = self._decoder()
-        _add_tokens(library, added)
+        add_tokens(library, added, "tokenizer.model")
         library.post_processor = self._frame(library)
         return library
 
@@ -132,8 +130,7 @@ class SentencePieceVocabulary:
         """By id, in order"""
         kinds = (UNKNOWN, CONTROL) if self._file.is_unigram else (UNKNOWN, CONTROL, USER_DEFINED)
         ids = {*self._given, *(index for kind in kinds for index in self._ids_of_kind(kind))}
-        if len(ids) > MAX_ADDED_TOKENS:
-            raise ValueError(f"{len(ids)} tokens are special or whole, but {MAX_ADDED_TOKENS} is the limit")
+        check_count(len(ids))
         return {token_id: self._added_token(token_id) for token_id in sorted(ids)}
 
     def _added_token(self, token_id: int) -> AddedToken:
@@ -143,22 +140,14 @@ class SentencePieceVocabulary:
         is_named = given["content"] in self._named_special
         flags["special"] = flags.get("special", False) or is_named or kind in (UNKNOWN, CONTROL)
         # Sentencepiece finds its own symbols after the spaces have become signs; "▁▁" is one.
-        is_symbol = kind == USER_DEFINED and not flags["special"]
-        return AddedToken(given["content"], normalized=is_symbol, **flags)
+        flags["normalized"] = kind == USER_DEFINED and not flags["special"]
+        return AddedToken(given["content"], **flags)
 
     def _of_kind(self, kind: int) -> Iterable[str]:
         return [self._tokens[index] for index in self._ids_of_kind(kind)]
 
     def _ids_of_kind(self, kind: int) -> list[int]:
         return [index for index, found in enumerate(self._file.kinds) if found == kind]
-
-
-def _add_tokens(library: tokenizers.Tokenizer, tokens: Mapping[int, AddedToken]) -> None:
-    library.add_tokens(list(tokens.values()))
-    for token_id, token in tokens.items():
-        if (found := library.token_to_id(token.content)) != token_id:  # the library numbers them itself
-            rule = f"is token {found} of tokenizer.model; added ids follow on without a gap"
-            raise TokenizerError(f"added token {token_id} is {short(token.content)}, but that {rule}")
 
 
 def _check_trie(tokens: Iterable[str]) -> None:
@@ -169,44 +158,3 @@ def _check_trie(tokens: Iterable[str]) -> None:
         before = token
     if size > MAX_BEGINNINGS:
         raise ValueError(f"its pieces have {size} beginnings, but at most {MAX_BEGINNINGS} are supported")
-
-
-def _tokens_given(config: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-    """By id, what `added_tokens_decoder` says of tokens: those behind the model's own, and of its own."""
-    given = config.get("added_tokens_decoder") or {}
-    if not isinstance(given, dict):
-        raise TokenizerError(
-            f"tokenizer_config.json: 'added_tokens_decoder' must be an object, but is {short(given)}"
-        )
-    return {_id_given(key): _token_given(key, value) for key, value in given.items()}
-
-
-def _names_given(config: Mapping[str, Any]) -> set[str]:
-    """Tokens that have no role but are special."""
-    given = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
-    entries = given.values() if isinstance(given, dict) else given
-    if not isinstance(given, dict | list):
-        found = f"is a {type(given).__name__}"
-        raise TokenizerError(
-            f"tokenizer_config.json: 'additional_special_tokens' must be a list, but {found}"
-        )
-    texts = (entry.get("content") if isinstance(entry, dict) else entry for entry in entries)
-    return {text for text in texts if isinstance(text, str)}
-
-
-def _id_given(key: str) -> int:
-    if not (key.isascii() and key.isdigit() and len(key) < 9):
-        raise TokenizerError(
-            f"tokenizer_config.json: 'added_tokens_decoder' has {short(key)}, which is no token id"
-        )
-    return int(key)
-
-
-def _token_given(key: str, value: Any) -> dict[str, Any]:
-    match value:
-        case {"content": str(content)} if content and all(type(value.get(f, False)) is bool for f in FLAGS):
-            return dict(value)
-    raise TokenizerError(
-        f"tokenizer_config.json: 'added_tokens_decoder' has {short(value)} for {key}, "
-        f"but must have a text as 'content', and true or false as {', '.join(FLAGS)}"
-    )

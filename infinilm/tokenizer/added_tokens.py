@@ -1,0 +1,70 @@
+"""Added tokens, as settings beside a vocabulary have them: behind its own, or its own with other flags."""
+
+from collections.abc import Mapping
+from reprlib import repr as short
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from infinilm.tokenizer.error import TokenizerError
+
+FLAGS = ("lstrip", "rstrip", "single_word", "special", "normalized")
+
+# Gemma 3 has six thousand.
+MAX_ADDED_TOKENS = 1 << 14
+
+
+def check_count(num_tokens: int) -> None:
+    if num_tokens > MAX_ADDED_TOKENS:
+        raise ValueError(f"{num_tokens} tokens are special or whole, but {MAX_ADDED_TOKENS} is the limit")
+
+
+def add_tokens(library: tokenizers.Tokenizer, tokens: Mapping[int, AddedToken], name: str) -> None:
+    """By id, in order. One that the vocabulary, the file of this name, has already gets other flags."""
+    library.add_tokens(list(tokens.values()))
+    for token_id, token in tokens.items():
+        if (found := library.token_to_id(token.content)) != token_id:  # the library numbers them itself
+            rule = f"is token {found} of {name}; added ids follow on without a gap"
+            raise TokenizerError(f"added token {token_id} is {short(token.content)}, but that {rule}")
+
+
+def tokens_given(config: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    """By id, what `added_tokens_decoder` says of tokens: those behind the model's own, and of its own."""
+    given = config.get("added_tokens_decoder") or {}
+    if not isinstance(given, dict):
+        raise TokenizerError(
+            f"tokenizer_config.json: 'added_tokens_decoder' must be an object, but is {short(given)}"
+        )
+    return {_id_given(key): _token_given(key, value) for key, value in given.items()}
+
+
+def names_given(config: Mapping[str, Any]) -> set[str]:
+    """Tokens that have no role but are special."""
+    given = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
+    entries = given.values() if isinstance(given, dict) else given
+    if not isinstance(given, dict | list):
+        found = f"is a {type(given).__name__}"
+        raise TokenizerError(
+            f"tokenizer_config.json: 'additional_special_tokens' must be a list, but {found}"
+        )
+    texts = (entry.get("content") if isinstance(entry, dict) else entry for entry in entries)
+    return {text for text in texts if isinstance(text, str)}
+
+
+def _id_given(key: str) -> int:
+    if not (key.isascii() and key.isdigit() and len(key) < 9):
+        raise TokenizerError(
+            f"tokenizer_config.json: 'added_tokens_decoder' has {short(key)}, which is no token id"
+        )
+    return int(key)
+
+
+def _token_given(key: str, value: Any) -> dict[str, Any]:
+    match value:
+        case {"content": str(content)} if content and all(type(value.get(f, False)) is bool for f in FLAGS):
+            return dict(value)
+    raise TokenizerError(
+        f"tokenizer_config.json: 'added_tokens_decoder' has {short(value)} for {key}, "
+        f"but must have a text as 'content', and true or false as {', '.join(FLAGS)}"
+    )
