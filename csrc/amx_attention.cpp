@@ -5,10 +5,10 @@
 //
 // Tiles multiply pairs: of the head size, two that follow each other; of slots, the first of one group and of
 // the next, and so on. A tile sums the first ones of 16 pairs and the second ones, each by itself, and then
-// adds both. Keys and values of a split are put in pairs (amx_pairs.h) and met by all tiles; few rows need
-// none, and are summed in the same order (amx_few_rows.h). Scores are logarithms to base 2.
-#include "amx_few_rows.h"
-#include "amx_pairs.h"
+// adds both. Keys and values of a split are put in pairs (amx_attend_pairs.h) and met by all tiles; few rows
+// need none, and are summed in the same order (amx_attend_few.h). Scores are logarithms to base 2.
+#include "amx_attend_few.h"
+#include "amx_attend_pairs.h"
 
 namespace infini::INFINI_BASE {
 int64_t attention(const Attention& a);

@@ -90,8 +90,8 @@ INFINI_INLINE inline void store_group(int32_t (*dots)[kRowBlock][kRows]) {
     }
 }
 
-// total[0:R][0:16] += the products of a block of x with a chunk of weight, of which only the sign
-// matters here. kCopies is 2 where tiles hold both planes.
+// total[0:R][0:16] += the products of R rows of x with a chunk of weight; of its type matters whether it has
+// minimums, and whether its bytes have signs. kCopies is 2 where tiles hold both planes.
 template <bool kHasMinimum, bool is_unsigned, int P, int R, int kCopies>
 void add_block(float* total, const Chunk<kCopies>& chunk, const Activations& x, int64_t first,
                int64_t num_groups, int64_t row) {

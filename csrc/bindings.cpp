@@ -1,6 +1,7 @@
-// The native core as Python sees it. Each op is there twice: `rms_norm(...)` runs it, `bind_rms_norm(...)`
-// checks it once and returns a Call that runs it again and again, on the same tensors or on others of the
-// same layout. This file and binding_*.h are the only ones that know Python.
+// The native core as Python sees it. Each op is there three times: `rms_norm(...)` runs it,
+// `accepts_rms_norm(...)` says whether it would, `bind_rms_norm(...)` checks it once and returns a Call that
+// runs it again and again, on the same tensors or on others of the same layout. This file and binding_*.h are
+// the only ones that know Python.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 

@@ -54,7 +54,7 @@
 
 namespace infini {
 
-// Kernels trust their arguments (bindings.cpp checks them) and give the same bits on any number of threads.
+// Kernels trust their arguments (binding_*.h check them) and give the same bits on any number of threads.
 // One that reads indices returns the flat position of the first bad one, or kOk.
 struct Kernels {
 #define X(name, Args) int64_t (*name)(const Args&);

@@ -1,6 +1,6 @@
 // quantized_embedding: y[i] = dequantized(weight[ids[i]]), in float32
 // packed_embedding:    the same of a weight packed 16 rows side by side (blocks.h)
-// pack_rows, unpack_rows: blocks to packed blocks and back, byte for byte
+// pack_rows, unpack_rows: blocks to packed blocks and back, without loss
 // quantize_rows:       floats to Q8_0 or Q4_0, with ggml's bits; what is not finite leaves such a scale
 // find_infinite:       whether a float16 among bytes is no number; 0, or kOk if all are
 #include <algorithm>

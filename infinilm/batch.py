@@ -112,8 +112,9 @@ class Stream:
             return sys.maxsize
         return self.turning_point + 1 - len(self.token_ids) - self.num_unread
 
-    def turn(self) -> bool:
-        """Whether it has come to where all of it is computed anew: its caller sees to that."""
+    def begin_anew_if_due(self) -> bool:
+        """Where the rope changes, nothing counts as computed any more; whether that is here. Its blocks are
+        the caller's matter."""
         if self.turning_point is None or len(self) <= self.turning_point:
             return False
         self.turning_point, self.num_whole, self.num_computed = None, len(self), 0

@@ -146,7 +146,7 @@ class GenerationMixin:
             for token in result.token_ids:
                 check_number(token)
                 item.stream.token_ids.append(token)
-                item.stream.turn()
+                item.stream.begin_anew_if_due()
                 drawn[item.stream] = token
         return drawn
 

@@ -32,6 +32,8 @@ CAPTURED = (1, 2, 4, *range(8, 64, 8), *range(64, MAX_CAPTURED + 1, 16))
 # The same of a step that has tokens of prompts, more than there are rows: beyond these a GPU outlasts Python.
 PROMPTED = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 PROMPTED_ROWS = (1, 8, 16, 32, 64, 128, MAX_CAPTURED)
+# By its lengths attention is cut into calls. Those of later steps are not known: a recorded one is one call.
+UNKNOWN_LENGTHS = [1]
 
 
 def page_kinds(num_tokens: int, num_rows: int) -> Kinds:
@@ -66,7 +68,7 @@ class Recording:
         self._token_ids = token_ids
         wanted = None if num_rows == num_tokens else logit_rows
         adapted = adapters if is_adapted else None
-        self.batch = Batch(token_ids, rope_rows, streams, slots, tables, [1], wanted, adapted)
+        self.batch = Batch(token_ids, rope_rows, streams, slots, tables, UNKNOWN_LENGTHS, wanted, adapted)
         self.num_rows = num_rows
         self._drawn = Page([("q", num_rows)], is_sent=False)
         self.tokens = self._drawn.memory.view(torch.int64)
@@ -76,6 +78,7 @@ class Recording:
         self._turn()
 
     def _turn(self) -> None:
+        """Fill the other page from now on: of this one the copy may be under way."""
         self._pages.reverse()
         self._all_settings.reverse()
         arrays = self._pages[0].arrays

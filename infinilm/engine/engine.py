@@ -173,7 +173,7 @@ class Engine:
         if (launched := self._launched or self._launch()) is not None:
             self._launched = self._launch() if launched.pending.may_be_followed else None
             work, drawn = launched.pending.work, self._finish(launched)
-        if self.scheduler.beside and (read := self._read(self.scheduler.beside, work)) is not None:
+        if self.scheduler.beside and (read := self._read_beside(self.scheduler.beside, work)) is not None:
             work, drawn = [*work, *self.scheduler.beside], [*drawn, *read]
             self.scheduler.beside = []
         if work:
@@ -201,7 +201,7 @@ class Engine:
         self.scheduler.advance(work)
         return Launched(pending, start)
 
-    def _read(self, prompts: Sequence[Work], answers: Sequence[Work]) -> list[Drawn] | None:
+    def _read_beside(self, prompts: Sequence[Work], answers: Sequence[Work]) -> list[Drawn] | None:
         """Go on with what is read beside answers; what came of it, once it is done"""
         if self._passage is None or self._passage.work is not prompts:
             prepare_masks(prompts)
@@ -243,7 +243,7 @@ class Engine:
             num_computed -= self._append(stream, result)
         if item.block_ids is stream.block_ids:  # it was not preempted meanwhile
             self.scheduler.keep(stream, num_computed)
-        if stream.finish_reason is None and stream.turn():
+        if stream.finish_reason is None and stream.begin_anew_if_due():
             self.scheduler.turn(stream, self.intake.salt(len(stream), stream.request))
 
     def _take_state(self, stream: Completion, result: Drawn) -> None:
