@@ -116,9 +116,8 @@ class Runner:
         """Begin to compute the tokens of all work, which on a CPU ends it as well."""
         self.tables.show(work)
         rows = drawn_rows(work)
-        self._is_settled = True
         is_common = may_come_again(work, len(rows), self.device, self.step_tokens)
-        recording = self._replayed(work, rows) if is_common else None
+        recording, is_settled = self._replayed(work, rows) if is_common else (None, True)
         outcome = self._outcome(work) if recording is None else recording.outcome(len(rows))
         is_plain = all(item.is_plain for item in work)
         is_followed = self.is_ahead and is_plain
@@ -127,7 +126,7 @@ class Runner:
             tokens = self._latest.note(recording.drawn(len(rows)))
         elif is_followed and rows:
             tokens = self._latest.note(draw(outcome[1], rows))
-        kind = {"is_settled": self._is_settled, "is_plain": is_plain, "may_be_followed": is_followed}
+        kind = {"is_settled": is_settled, "is_plain": is_plain, "may_be_followed": is_followed}
         return Pending(work, rows, outcome, tokens, **kind)
 
     def _adapted_for(self, work: Sequence[Work]) -> AdaptedModel | None:
@@ -180,34 +179,34 @@ class Runner:
         rope = self.model.model.rope_reaching(max(slots) + 1)
         return rope.placed(tensor(slots), tensor(spans))  # type: ignore[no-any-return]
 
-    def _replayed(self, work: Sequence[Work], rows: Sequence[Row]) -> Recording | None:
-        """A recording that has run this work, or None where there is none"""
+    def _replayed(self, work: Sequence[Work], rows: Sequence[Row]) -> tuple[Recording | None, bool]:
+        """A recording that has run this work, or None where there is none; and whether that took what such
+        work will take from now on"""
         size = recorded_size(sum(item.num_tokens for item in work), len(rows), self.device)
         if size[0] >= self.refused_from:
-            return None
+            return None, True
         adapted = self._adapted_for(work)
         recordings = self._recordings if adapted is None else adapted.recordings
-        recording = recordings.get(size) or self._new_recording(size, adapted is not None)
+        is_known = size in recordings
+        recording = recordings[size] if is_known else self._new_recording(size, adapted is not None)
         if recording is None:
-            return None
+            return None, False
         recording.fill(work, rows, self.tables, adapted)
         if (rope := self._fixed_rope(recording)) is None:
-            self._is_settled = True
-            return None
+            return None, True
         try:
             recording.run(adapted or self.model, self.cache, rope, self._arena)
         except RecordError as error:
             self.obstacle, self.refused_from = str(error).partition("\n")[0], size[0]
-            return None
+            return None, is_known
         recordings[size] = recording
         if len(recordings) > MAX_RECORDINGS:
             del recordings[next(iter(recordings))]
-        return recording
+        return recording, is_known
 
     @torch.inference_mode(mode=False)
     def _new_recording(self, size: tuple[int, int], is_adapted: bool) -> Recording | None:
         """To be filled, once a step of this size has come a few times"""
-        self._is_settled = False
         self._num_seen[size] += 1
         if self._num_seen[size] < RECORDED_AT:
             return None

@@ -300,9 +300,13 @@ def store_kv(
     return fold_keys(new_keys), new_values
 
 
+def writes_in_place(out: Any, keys: Tensor, values: Tensor, *_: Tensor) -> bool:
+    return out is not None and out[0] is keys and out[1] is values and not RECORDING.stack
+
+
 def store_in_place(out: Any, keys: Tensor, values: Tensor, k: Tensor, v: Tensor, *places: Tensor) -> Any:
     """The same for pools that are written where they lie, of which only the blocks that change are copied"""
-    if out is None or out[0] is not keys or out[1] is not values or RECORDING.stack:
+    if not writes_in_place(out, keys, values):
         return None
     tables, streams, slots = places
     used, own = torch.unique(blocks_at(tables, streams, slots, values), return_inverse=True)
@@ -316,7 +320,7 @@ def store_in_place(out: Any, keys: Tensor, values: Tensor, k: Tensor, v: Tensor,
 store_kv.register(
     Kernel(
         "torch",
-        lambda out, *args: out is not None and out[0] is args[0] and out[1] is args[1],
+        writes_in_place,
         store_in_place,
         lambda out, *args: lambda: store_in_place(out, *args),
     )

@@ -334,12 +334,14 @@ def check_finite(stored: Stored, name: str, weight: Tensor | QuantizedTensor) ->
 def describe(checkpoint: Checkpoint) -> dict[str, str]:
     """What a checkpoint is and the memory it needs, without reading its weights."""
     config = read_config(checkpoint)
-    counts = Counter({"": 0})
-    for weight in stored_weights(checkpoint, config).values():
+    counts, stored = Counter({"": 0}), stored_weights(checkpoint, config)
+    for weight in stored.values():
         counts[type_name(weight.dtype)] += math.prod(weight.shape)
     total = sum(counts.values())
     shares = ", ".join(f"{kind} {count / total:.0%}" for kind, count in counts.most_common() if count)
-    per_token = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    is_packed = any(isinstance(weight.dtype, BlockType) for weight in stored.values())
+    size = 2 if is_packed else 4  # of a key's number on a CPU, as cache_dtype has it
+    per_token = 2 * size * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     heads = f"{config.num_attention_heads} query heads, {config.num_key_value_heads} key/value heads"
     cache = per_token * config.max_position_embeddings
     return {

@@ -15,7 +15,7 @@ from pydantic_core import from_json
 
 from infinilm.engine.stats import Progress
 from infinilm.sampling import SamplingParams, StructuredOutputsParams
-from infinilm.server import answers, asks
+from infinilm.server import answers
 from infinilm.server.anthropic_bodies import (
     BlockMessage,
     CountBody,
@@ -25,7 +25,7 @@ from infinilm.server.anthropic_bodies import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from infinilm.server.bodies import BodyError
+from infinilm.server.bodies import BodyError, as_body_errors, sampled
 from infinilm.server.calls import Call, Events, Operation, Reply, named_event
 from infinilm.server.conversation import led_by
 from infinilm.server.errors import HttpError
@@ -63,7 +63,7 @@ def turn_of(body: CountBody, params: SamplingParams) -> Turn:
 
 
 def params_of(body: MessagesBody, defaults: Mapping[str, Any]) -> SamplingParams:
-    return asks.sampled(
+    return sampled(
         body,
         defaults,
         max_tokens=body.max_tokens,
@@ -76,7 +76,7 @@ def structure(body: MessagesBody) -> StructuredOutputsParams | None:
     wanted = body.output_config.format or body.output_format
     if wanted is None:
         return None
-    with asks.as_body_errors({}, "output_config"):
+    with as_body_errors({}, "output_config"):
         return StructuredOutputsParams(json=wanted.schema_)
 
 
@@ -161,7 +161,7 @@ def joined(blocks: Iterable[Any]) -> str:
 class Answer:
     """A message while it comes: its blocks, and the events that tell of them."""
 
-    def __init__(self, run: Run, body: MessagesBody, service: Service) -> None:
+    def __init__(self, run: Run, body: MessagesBody) -> None:
         self.run, self.body = run, body
         self.head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
         self.head["model"] = run.model
@@ -334,7 +334,7 @@ async def messages(call: Call) -> Reply:
         told = "messages must not end with one of the assistant's: to continue it is not supported"
         raise BodyError(told, "messages")
     turn = turn_of(body, params_of(body, service.defaults))
-    answer = Answer(await service.start([turn], call, served), body, service)
+    answer = Answer(await service.start([turn], call, served), body)
     return Events(answer.events(), ending, lambda: PING) if body.stream else await answer.whole()
 
 
@@ -347,7 +347,7 @@ async def count_tokens(call: Call) -> Reply:
 
 
 def num_tokens(body: CountBody, service: Service) -> int:
-    with asks.as_body_errors({}, "messages"):
+    with as_body_errors({}, "messages"):
         return len(encode(turn_of(body, SamplingParams()), service.tokenizer, service.family))
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from reprlib import repr as short
 from typing import Any
 
 from infinilm.sampling import STRUCTURED_CHECKS, SamplingParams, StructuredOutputsParams
-from infinilm.server.bodies import BodyError, Sampled, read
+from infinilm.server.bodies import BodyError, as_body_errors, read, sampled
 from infinilm.server.openai_bodies import ChatBody, CompletionBody, Generation, Message, NamedTool
 from infinilm.server.tools import Choice, Named, Tool, family_of
 from infinilm.server.turn import Turn, encode
@@ -21,28 +19,6 @@ COMPLETIONS = "/v1/completions"
 MAX_CHOICES = 1024  # of one answer: n for each prompt
 
 Json = dict[str, Any]
-
-# The same in SamplingParams.
-SAMPLING_FIELDS = (
-    "temperature",
-    "top_p",
-    "n",
-    "stop",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "ignore_eos",
-    "min_tokens",
-    "stop_token_ids",
-    "bad_words",
-    "allowed_token_ids",
-    "skip_special_tokens",
-    "include_stop_str_in_output",
-)
 
 
 # ---- turns -------------------------------------------------------------------------------------------------
@@ -104,26 +80,6 @@ def sampling_params(
 ) -> SamplingParams:
     asked = {"max_tokens": max_tokens, "logprobs": logprobs, "structured_outputs": structure(body)}
     return sampled(body, defaults, **asked)
-
-
-def sampled(body: Sampled, defaults: Mapping[str, Any], **asked: Any) -> SamplingParams:
-    """What the body says, and what is asked besides under a name of another API"""
-    given = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name, None)) is not None}
-    with as_body_errors({**given, **asked}):
-        return SamplingParams(**{**defaults, **given, **asked})
-
-
-@contextmanager
-def as_body_errors(given: Mapping[str, Any], param: str | None = None) -> Iterator[None]:
-    """Errors of SamplingParams name the field first."""
-    try:
-        yield
-    except BodyError:
-        raise
-    except (ValueError, TypeError) as error:
-        named = [word for word in re.findall(r"\w+", str(error)) if word in given]
-        told = str(error) if param is None or param in str(error) else f"{param}: {error}"
-        raise BodyError(told, named[0] if named else param) from error
 
 
 def chat_max_tokens(body: ChatBody) -> int | None:

@@ -7,7 +7,9 @@ here, a range by SamplingParams. /openapi.json is made of bodies.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from reprlib import repr as short
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin
@@ -23,11 +25,33 @@ from pydantic import (
 )
 
 from infinilm.engine.request import RequestError
-from infinilm.sampling import MAX_TOKENS
+from infinilm.sampling import MAX_TOKENS, SamplingParams
 
 MAX_AGENT_TOOLS = 1024  # with those of the servers that an agent is connected to
 # What a conversation and its template are rendered with, which callers may not take the place of.
 OWN_VARIABLES = ("chat_template", "tokenize", "messages", "tools", "self")
+
+# The same in SamplingParams.
+SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "n",
+    "stop",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "ignore_eos",
+    "min_tokens",
+    "stop_token_ids",
+    "bad_words",
+    "allowed_token_ids",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+)
 
 B = TypeVar("B", bound="Body")
 
@@ -259,3 +283,26 @@ def wanted_of(error: Any) -> str:
     if error["type"] in ("string_too_short", "string_too_long"):
         return f"{told.removeprefix('String should have ')} long"
     return WANTED.get(error["type"], told)
+
+
+# ---- what bodies say of sampling ---------------------------------------------------------------------------
+
+
+def sampled(body: Sampled, defaults: Mapping[str, Any], **asked: Any) -> SamplingParams:
+    """What the body says, and what is asked besides under a name of another API"""
+    given = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name, None)) is not None}
+    with as_body_errors({**given, **asked}):
+        return SamplingParams(**{**defaults, **given, **asked})
+
+
+@contextmanager
+def as_body_errors(given: Mapping[str, Any], param: str | None = None) -> Iterator[None]:
+    """Errors of SamplingParams name the field first."""
+    try:
+        yield
+    except BodyError:
+        raise
+    except (ValueError, TypeError) as error:
+        named = [word for word in re.findall(r"\w+", str(error)) if word in given]
+        told = str(error) if param is None or param in str(error) else f"{param}: {error}"
+        raise BodyError(told, named[0] if named else param) from error

@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 from starlette.types import Scope
 
 from infinilm.folder import parse_object
-from infinilm.server.asks import as_body_errors
-from infinilm.server.bodies import Body, read
+from infinilm.server.bodies import Body, as_body_errors, read
 from infinilm.server.errors import ErrorBody, HttpError, openai_error
 from infinilm.server.service import Service
 from infinilm.server.turn import Caller

@@ -12,7 +12,7 @@ from infinilm.engine.stats import Progress
 from infinilm.sampling import SamplingParams
 from infinilm.server import answers, asks
 from infinilm.server.asks import CHAT, COMPLETIONS
-from infinilm.server.bodies import BodyError
+from infinilm.server.bodies import BodyError, as_body_errors
 from infinilm.server.calls import DONE, Call, Events, Operation, Raw, Reply, dumps, event, openai_ending
 from infinilm.server.openai_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from infinilm.server.parts import CallArguments, CallStart, Part, Reasoning, Text
@@ -262,7 +262,7 @@ def tokenized(body: TokenizeBody, service: Service) -> bytes:
 
 
 def tokens_of(body: TokenizeBody, service: Service) -> list[int]:
-    with asks.as_body_errors({}, "messages" if body.prompt is None else "prompt"):
+    with as_body_errors({}, "messages" if body.prompt is None else "prompt"):
         if body.prompt is not None:
             return service.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
         turn = Turn(

@@ -11,8 +11,8 @@ from typing import Any
 
 from infinilm.engine.stats import Progress
 from infinilm.sampling import SamplingParams, StructuredOutputsParams
-from infinilm.server import answers, asks
-from infinilm.server.bodies import BodyError
+from infinilm.server import answers
+from infinilm.server.bodies import BodyError, as_body_errors, sampled
 from infinilm.server.calls import Call, Events, Operation, Reply, named_event
 from infinilm.server.conversation import led_by
 from infinilm.server.errors import HttpError
@@ -60,7 +60,7 @@ def turn_of(body: ResponsesBody, defaults: Mapping[str, Any]) -> Turn:
 
 def params_of(body: ResponsesBody, defaults: Mapping[str, Any]) -> SamplingParams:
     structure = structure_of(body)
-    return asks.sampled(body, defaults, max_tokens=body.max_output_tokens, structured_outputs=structure)
+    return sampled(body, defaults, max_tokens=body.max_output_tokens, structured_outputs=structure)
 
 
 def structure_of(body: ResponsesBody) -> StructuredOutputsParams | None:
@@ -69,7 +69,7 @@ def structure_of(body: ResponsesBody) -> StructuredOutputsParams | None:
         return None
     if wanted.type == "json_schema" and wanted.schema_ is None:
         raise BodyError("text.format.schema must be given where its type is 'json_schema'", "text")
-    with asks.as_body_errors({}, "text"):
+    with as_body_errors({}, "text"):
         if wanted.type == "json_object" and not wanted.schema_:
             return StructuredOutputsParams(json_object=True)
         return StructuredOutputsParams(json=wanted.schema_)
@@ -220,7 +220,7 @@ class Answer:
 
     def __init__(self, run: Run, body: ResponsesBody, service: Service) -> None:
         self.run, self.body = run, body
-        self.head = head_of(run, body, service)
+        self.head = head_of(run, body)
         self.output: list[dict[str, Any]] = []  # items that are done
         self.item: Item | None = None  # that is not
         self.num_events = 0
@@ -316,7 +316,7 @@ def call_kind(part: CallStart) -> tuple[Kind, dict[str, Any]]:
     return (CUSTOM if part.tool.kind == "custom" else FUNCTION), fields
 
 
-def head_of(run: Run, body: ResponsesBody, service: Service) -> Event:
+def head_of(run: Run, body: ResponsesBody) -> Event:
     """What all that is said of a response has in common: what was asked for, and what applies"""
     choice, params = body.tool_choice, run.prepared[0].params
     return {

@@ -201,7 +201,7 @@ def launch_store(y: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> None
     note_stored(values, tables, streams, slots)
 
 
-def are_heads(dtype: torch.dtype, num_tokens: int, *rest: Any) -> bool:
+def are_heads(num_tokens: int, *rest: Any) -> bool:
     """Whether tokens can be rotated by these tables and stored in these pools"""
     positions, sin, cos, _, keys, values, *places = rest
     return (
@@ -216,7 +216,7 @@ def are_heads(dtype: torch.dtype, num_tokens: int, *rest: Any) -> bool:
 
 
 def accepts_store_heads(out: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> bool:
-    if not are_heads(q.dtype, len(q), *rest):
+    if not are_heads(len(q), *rest):
         return False
     _, num_kv_heads, _, size = rest[5].shape
     return (
@@ -244,7 +244,7 @@ def accepts_project_heads(  # noqa: PLR0913  those of the op
         is_alone(x)
         and are_rows(x, norm)
         and are_product(x, weight, bias)
-        and are_heads(x.dtype, 1, *rest)
+        and are_heads(1, *rest)
         and x.device == rest[4].device
         and len(weight) > 2 * rest[5].shape[1] * rest[5].shape[3]
         and len(weight) % rest[5].shape[3] == 0

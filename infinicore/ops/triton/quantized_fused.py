@@ -117,7 +117,7 @@ def accepts_project_heads(
     return (
         are_few(x, weight, bias, norm)
         and is_one(x, weight)
-        and are_heads(x.dtype, 1, *rest)
+        and are_heads(1, *rest)
         and (isinstance(weight, Float8Tensor) or (not rest[3] and rest[5].shape[3] % (2 * TILE_ROWS) == 0))
         and x.device == rest[4].device
         and weight.shape[0] > 2 * rest[5].shape[1] * rest[5].shape[3]
