@@ -26,6 +26,7 @@ from infinicore.ops.samples import (
 from infinicore.quantization import BlockType, PackedTensor, QuantizedTensor
 
 # N tokens, X experts, k of them chosen, E hidden size, I intermediate size
+MOST_PAIRS = 128  # of a token and an expert that a GPU has one kernel for
 Weight = Tensor | QuantizedTensor
 
 

@@ -24,7 +24,8 @@ from infinilm.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from infinilm.engine.grammar import GrammarCompiler
 
-# How a prompt is read whose last state is wanted: as if one token were to follow, which needs no room.
+# How a prompt is read whose last state is wanted: as if one token were to follow, which needs no room. It is
+# known by being this very object: its like is a caller's, who wants the token.
 ENCODING = SamplingParams(temperature=0.0, max_tokens=1)
 
 Prompt = str | Sequence[int] | Mapping[str, Any]

@@ -17,6 +17,7 @@ from torch import Tensor
 from infinicore import nn
 from infinicore.float8 import Float8, to_float8
 from infinicore.nn.weight import WeightLayer
+from infinicore.ops.experts_reference import MOST_PAIRS
 from infinicore.quantization import BlockType, QuantizedTensor, precise_activation_bits, quantize
 from infinicore.tiles import PARTS, RowTensor, tile
 from infinilm.checkpoint import Checkpoint
@@ -351,20 +352,20 @@ def describe(checkpoint: Checkpoint) -> dict[str, str]:
         "layers": f"{config.num_hidden_layers} of width {config.hidden_size}, {heads} of {config.head_dim}",
         "vocabulary": f"{config.vocab_size:,}{', tied' if config.tie_word_embeddings else ''}",
         "context": f"{config.max_position_embeddings:,} tokens, rope {config.rope.scaling['rope_type']}",
-        "steps": recording(config),
+        "steps": steps_of(config),
         "weights": f"{checkpoint.num_bytes / 1e6:,.1f} MB ({shares})",
         "memory": f"{checkpoint.num_bytes / 1e6:,.0f} MB of weights, and {per_token / 1e3:,.1f} kB a token "
         f"({cache / 1e6:,.0f} MB for a full context)",
     }
 
 
-def recording(config: LlamaConfig) -> str:
+def steps_of(config: LlamaConfig) -> str:
     said = ["recorded and replayed"]
     if config.rope.scaling["rope_type"] == "dynamic":
         longest = f"{config.max_position_embeddings:,} tokens"
         said.append(f"beyond {longest} run op by op, for each is rotated by its own angles")
     if isinstance(config, MixtureConfig):
-        most = 128 // config.num_experts_per_tok
+        most = MOST_PAIRS // config.num_experts_per_tok
         said.append(f"on a GPU of more than {most} tokens, or with experts in blocks, run op by op")
     return "; ".join(said)
 

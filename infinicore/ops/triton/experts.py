@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 import infinicore
+from infinicore.ops.experts_reference import MOST_PAIRS
 from infinicore.ops.triton.tensors import (
     FLOATS,
     INDICES,
@@ -28,7 +29,6 @@ from infinicore.ops.triton.tensors import (
 )
 
 # N tokens, X experts, k slots of a token, E hidden size, I intermediate size
-MOST_PAIRS = 128
 ROWS, COLUMNS, WARPS = 4, 1024, 4  # of a weight at a time, and for them
 
 
