@@ -13,7 +13,20 @@ from infinilm.config import EngineConfig
 from infinilm.engine.intake import Prompt
 from infinilm.engine.request import RequestError
 from infinilm.models.pooling import PoolingError
+from infinilm.sampling import SamplingParams
 from infinilm.tokenizer import TokenizerError
+
+NO_VARIABLES = (
+    "messages",
+    "tokenize",
+    "chat_template",
+    "chat_template_content_format",
+    "continue_final_message",
+    "add_special_tokens",
+    "mm_processor_kwargs",
+    "tokenization_kwargs",
+)
+SAMPLING = tuple(f.name for f in fields(SamplingParams))
 
 
 def with_options(init: Any) -> Any:
@@ -46,6 +59,16 @@ def as_conversations(given: Any) -> list[Any]:
     wanted = "a list of {'role': ..., 'content': ...}, or of such lists"
     items = items_of("messages", wanted, given, Mapping | list | tuple)
     return [items] if items and isinstance(items[0], Mapping) else items
+
+
+def as_variables(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Variables of a chat template. What others take beside them would change nothing here, unheard."""
+    for name in given:
+        if name in NO_VARIABLES or name in SAMPLING:
+            instead = "sampling_params" if name in SAMPLING else "LLM" if name == "chat_template" else None
+            advice = f"; give it to {instead}" if instead else ""
+            raise RequestError(f"chat does not know {name}, which is no variable of a template{advice}")
+    return dict(given)
 
 
 def items_of(name: str, wanted: str, value: Any, kind: Any) -> list[Any]:

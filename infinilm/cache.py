@@ -179,6 +179,8 @@ class DynamicCache:
 
     def truncate(self, length: int) -> None:
         """Forget the positions from `length` on."""
+        if integer("DynamicCache", "length", length) < 0:
+            raise ValueError(f"DynamicCache: length must be 0 or more, but is {length}")
         for layer, lengths in self._lengths.items():
             self._lengths[layer] = [min(length, held) for held in lengths]
 

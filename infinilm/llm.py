@@ -15,6 +15,7 @@ from infinilm.arguments import (
     as_pairs,
     as_prompts,
     as_request_errors,
+    as_variables,
     one_each,
     with_options,
 )
@@ -137,19 +138,26 @@ class LLM:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
+        cache_salt: str | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_variables: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of several. A template that knows tools is given them."""
+        """Answer one conversation, or each of several. A template that knows tools is given them. What is
+        left of the keywords are its variables, also those of chat_template_kwargs."""
+        variables = as_variables({**template_variables, **(chat_template_kwargs or {})})
         with as_request_errors():
             prompts = [
-                self.tokenizer.encode_chat(conversation, tools=tools, **template_variables)
+                self.tokenizer.encode_chat(conversation, tools=tools, **variables)
                 for conversation in as_conversations(messages)
             ]
         return self.generate(
             [{"prompt_token_ids": ids} for ids in prompts],
             sampling_params,
             use_tqdm=use_tqdm,
+            priority=priority,
+            cache_salt=cache_salt,
             lora_request=lora_request,
         )
 
@@ -173,7 +181,8 @@ class LLM:
                 start = completion.num_prompt + text.num_tokens
                 for token in completion.token_ids[start:]:
                     num_shown = len(text.text)
-                    text.add(token, is_shown=token not in completion.stop_ids)
+                    is_shown = checked.include_stop_str_in_output or token not in completion.stop_ids
+                    text.add(token, is_shown)
                     is_last = text.num_tokens == completion.num_drawn
                     if is_last and completion.finish_reason is not None:
                         text.finish()

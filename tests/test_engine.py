@@ -771,6 +771,14 @@ def test_a_stop_string_ends_tokens_with_the_one_that_completes_it_and_text_befor
     assert shown.text == "aaab"
 
 
+@pytest.mark.parametrize("is_shown", [False, True])
+def test_a_stop_token_is_in_the_text_where_that_is_asked_for(is_shown: bool, tiny: Tiny) -> None:
+    (a,) = letters(tiny, "a")
+    options = {"logit_bias": {a: 100.0}, "stop_token_ids": [a], "include_stop_str_in_output": is_shown}
+    (output,) = generated(tiny.engine(), prompt(5), **options).outputs
+    assert (output.token_ids, output.text, output.stop_reason) == ([a], "a" if is_shown else "", a)
+
+
 def test_only_allowed_tokens_come_and_no_bad_words(tiny: Tiny) -> None:
     a, b, c = letters(tiny, "abc")
     options = {"temperature": 1.5, "seed": 1, "max_tokens": 60, "allowed_token_ids": [a, b, c]}

@@ -666,6 +666,16 @@ def test_a_cache_of_blocks_that_kernels_cannot_read_is_refused(size: int) -> Non
         DynamicCache(block_size=size)
 
 
+def test_a_cache_is_cut_to_a_length_alone() -> None:
+    cache = DynamicCache()
+    tiny_model()(torch.tensor([[1, 2, 3]]), past_key_values=cache)
+    for length, error in ((-1, ValueError), (1.5, TypeError)):
+        with pytest.raises(error, match="length"):
+            cache.truncate(length)  # type: ignore[arg-type]
+    cache.truncate(2)
+    assert cache.get_seq_length() == 2
+
+
 def test_no_key_value_heads_are_refused() -> None:
     with pytest.raises(ValueError, match="4 query heads cannot share 0"):
         grouped_query_attention(torch.zeros(1, 4, 8), torch.zeros(1, 0, 8), torch.zeros(1, 0, 8), 1.0)

@@ -126,6 +126,29 @@ def test_a_conversation_is_answered_as_its_template_has_it(llm: LLM) -> None:
     assert [said(each) for each in llm.chat([one, two], GREEDY)][0] == said(output)
 
 
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"max_tokens": 3}, "chat does not know max_tokens.*give it to sampling_params"),
+        ({"chat_template": "{{ 1 }}"}, "chat does not know chat_template.*give it to LLM"),
+        ({"continue_final_message": True}, "chat does not know continue_final_message"),
+        ({"chat_template_kwargs": {"temperature": 0.0}}, "chat does not know temperature"),
+    ],
+)
+def test_what_is_no_variable_of_a_template_is_refused(
+    keywords: dict[str, Any], message: str, llm: LLM
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        llm.chat([{"role": "user", "content": "a"}], GREEDY, **keywords)
+
+
+def test_chats_with_other_salts_share_nothing(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "abcdefgh" * 12}]
+    found = [llm.chat(messages, GREEDY, cache_salt=salt, priority=1)[0] for salt in ("anne", "bob", "anne")]
+    assert [output.num_cached_tokens > 0 for output in found] == [False, False, True]
+    assert len({tuple(output.outputs[0].token_ids) for output in found}) == 1
+
+
 @pytest.mark.parametrize("params", [5, {"max_tokens": 3}, "greedy", [GREEDY, GREEDY], [None], True])
 def test_sampling_params_are_of_their_class_and_one_for_each_prompt(params: Any, llm: LLM) -> None:
     for call in (
@@ -268,6 +291,34 @@ def test_an_error_in_a_step_reaches_the_caller_and_leaves_nothing(
             llm.generate(["abc", "def"], GREEDY)
     check_idle(llm.engine)
     assert said(llm.generate("abc", GREEDY)[0]) == wanted
+
+
+@pytest.mark.parametrize("place", ["_launch", "_finish", "_update", "_accept"])
+def test_a_stream_goes_on_where_a_call_beside_it_was_interrupted(
+    place: str, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=30)
+    alone = [token for token, _ in llm.stream(prompt(40, 1), params)]
+    stream = llm.stream(prompt(40, 1), params)
+    got = [next(stream)[0] for _ in range(5)]
+    run, count = getattr(llm.engine, place), 0
+
+    def interrupted(*args: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == 3:
+            raise KeyboardInterrupt
+        return run(*args)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(llm.engine, place, interrupted)
+        llm.generate([prompt(30, 2), prompt(35, 3)], params)
+    if place == "_accept":  # whose tokens are half there
+        with pytest.raises(RuntimeError, match="interrupted in the midst of a token"):
+            list(stream)
+    else:
+        assert got + [token for token, _ in stream] == alone
+    check_idle(llm.engine)
 
 
 # In a fresh interpreter: one that has run parallel torch code may not fork. CUDA does not live on in a fork.

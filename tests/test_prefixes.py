@@ -169,6 +169,33 @@ def test_a_damaged_file_is_refused_and_leaves_the_engine_as_it_was(
     assert said(answer(second, prompt(40))) == said(wanted)
 
 
+def test_of_a_file_whose_copy_fails_midway_nothing_is_found(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = tiny.engine(), tiny.engine()
+    answer(second, prompt(30, 5))
+    known, wanted = dict(second.blocks.contents), answer(first, prompt(40))
+    save(first, tmp_path / "file")
+    adopt = prefixes.adopt
+    with monkeypatch.context() as patch, pytest.raises(IndexError):
+        patch.setattr(prefixes, "adopt", lambda *given: {**adopt(*given), 1 << 20: 0})  # of no such block
+        load(second, tmp_path / "file")
+    assert second.blocks.contents == known
+    found = answer(second, prompt(40))
+    assert found.num_cached_tokens == 0 and said(found) == said(wanted)
+
+
+def test_prefixes_of_other_kernels_are_refused(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = tiny.engine()
+    answer(engine, prompt(40))
+    save(engine, tmp_path / "file")
+    monkeypatch.setattr(prefixes, "build", lambda: "another")
+    with pytest.raises(ValueError, match=": build is"):
+        load(tiny.engine(), tmp_path / "file")
+
+
 def test_a_file_that_is_none_of_ours_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no tensors")
     save_file({"a": torch.zeros(1)}, tmp_path / "tensors")

@@ -82,6 +82,13 @@ class Blocks:
             if self.num_holders[block] == 0:
                 self._set_free(block)
 
+    def free_all(self) -> None:
+        """Nobody holds a block, also none that was on its way to somebody."""
+        self.num_holders = [0] * self.num_blocks
+        self.found = {content.digest: block for block, content in self.contents.items()}
+        self.reusable = OrderedDict.fromkeys(self.contents)
+        self.empty = [block for block in range(self.num_blocks)[::-1] if block not in self.contents]
+
     def forget(self, block_ids: Iterable[int]) -> None:
         """Nobody will find what these blocks hold."""
         for block in block_ids:

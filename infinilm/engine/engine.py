@@ -71,6 +71,7 @@ class Engine:
         self.requests: dict[str, Request] = {}
         self._launched: Launched | None = None
         self._last_read = 0.0
+        self._moving: Request | None = None  # which is given its next tokens at this moment
 
     def anew(self) -> Engine:
         """One for the same models, with nothing in it"""
@@ -168,6 +169,27 @@ class Engine:
         the tokens of this one is done meanwhile. Of a stream that turns out to have ended the next step
         computes a token too many, which is dropped.
         """
+        try:
+            return self._step()
+        except BaseException:  # an interrupt, memory that is not there: others may go on with their requests
+            self._begin_anew()
+            raise
+
+    def _begin_anew(self) -> None:
+        """After a step that ended midway: what came of it is lost, and will be computed again."""
+        self._launched = self._passage = None
+        if self._moving is not None:
+            self._moving.error = RuntimeError(
+                f"request {self._moving.request_id}: its step was interrupted in the midst of a token"
+            )
+            self._moving = None
+        for request in [request for request in self.requests.values() if request.is_finished]:
+            request.metrics.finished_time = time.monotonic()
+            del self.requests[request.request_id]
+        streams = (stream for request in self.requests.values() for stream in request.completions)
+        self.scheduler.begin_anew(stream for stream in streams if stream.finish_reason is None)
+
+    def _step(self) -> list[Request]:
         work: Sequence[Work] = []
         drawn: list[Drawn] = []
         if (launched := self._launched or self._launch()) is not None:
@@ -223,7 +245,9 @@ class Engine:
             if is_gone or stream.finish_reason is not None:
                 continue  # it has ended since it was launched
             if request.error is None:
+                self._moving = request
                 self._accept(item, stream, result)
+                self._moving = None
             if result.token_ids or request.error is not None:
                 moved[request.request_id] = request
         for request in moved.values():

@@ -16,6 +16,7 @@ from infinicore.quantization import PackedTensor, QuantizedTensor
 from infinilm.cache import PagedCache
 from infinilm.checkpoint.huggingface import read_tensors, write_tensors
 from infinilm.engine.blocks import Blocks, Chain
+from infinilm.models.packed_copy import build
 
 FORMAT = "infinilm prefixes 2"
 
@@ -29,6 +30,8 @@ def fingerprint(model: Any, cache: PagedCache) -> dict[str, str]:
         "dtype": str(cache.shape.dtype),
         "block_size": str(cache.shape.size),
         "instruction_set": _native.isa(),
+        "device": model.device.type,
+        "build": build(),
     }
 
 
@@ -93,11 +96,16 @@ def load(path: str | Path, model: Any, cache: PagedCache, blocks: Blocks) -> int
     check_shapes(path, tensors, cache)
     if bytes(tensors.pop("digest").tolist()) != digest_of(sorted(tensors.items())):
         raise ValueError(f"{path}: its tensors are not those that were saved; the file is damaged")
-    taken = adopt(tensors, salts_in(path, tensors), blocks)
-    rows, ids = list(taken), list(taken.values())
-    for layer, pools in enumerate(cache.layers):
-        for name, pool in zip(("keys", "values"), pools, strict=True):
-            pool[ids] = tensors[f"{name}.{layer}"][rows].to(pool.device)
+    salts, known = salts_in(path, tensors), set(blocks.contents)
+    try:
+        taken = adopt(tensors, salts, blocks)
+        rows, ids = list(taken), list(taken.values())
+        for layer, pools in enumerate(cache.layers):
+            for name, pool in zip(("keys", "values"), pools, strict=True):
+                pool[ids] = tensors[f"{name}.{layer}"][rows].to(pool.device)
+    except BaseException:  # an interrupt, no memory: what is not all there shall not be found
+        blocks.forget(blocks.contents.keys() - known)
+        raise
     return len(taken)
 
 

@@ -162,6 +162,7 @@ class Completion(Stream):
             self.cumulative_logprob += ranked[0].logprob
             self.logprobs.append(self.request.named(ranked))
         if token_id in self.stop_ids and self.num_drawn >= self.params.min_tokens:
+            self.text.add(token_id, is_shown=self.params.include_stop_str_in_output)
             self.finish("stop", None if token_id in self.request.eos_ids else token_id)
             return
         if self.matcher is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
 from infinilm.engine.blocks import Blocks
@@ -126,6 +126,14 @@ class Scheduler:
         stream.request.metrics.num_preemptions += 1
         self.counts.preemptions += 1
         self.add(stream)
+
+    def begin_anew(self, streams: Iterable[Completion]) -> None:
+        """A step has ended midway: what came of it is lost. Streams wait, with what they had before it."""
+        self.beside, self.running, self.waiting = [], [], sorted(streams, key=IN_ORDER)
+        self.blocks.free_all()
+        for stream in self.waiting:
+            stream.block_ids, stream.chain, stream.drafts = [], None, []
+            stream.num_computed = stream.num_unread = 0
 
     def turn(self, stream: Completion, salt: bytes) -> None:
         """All of it is computed anew, as a text that begins with other frequencies."""

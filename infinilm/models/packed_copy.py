@@ -109,9 +109,14 @@ class PackedCopy:
 
 def label_of(checkpoint: Checkpoint, weights: Mapping[str, Weight]) -> bytes:
     parts = [(name, str(weight.dtype), weight.shape) for name, weight in weights.items()]
+    label = checkpoint.stamps(), parts, build(), _native.isa()
+    return FORMAT.encode() + hashlib.sha256(repr(label).encode()).digest()
+
+
+def build() -> str:
+    """Of the kernels: others may lay out weights, or round, in another way."""
     core = os.stat(_native.__file__)
-    build = infinicore.__version__, core.st_size, core.st_mtime_ns, _native.isa()
-    return FORMAT.encode() + hashlib.sha256(repr((checkpoint.stamps(), parts, build)).encode()).digest()
+    return f"{infinicore.__version__} {core.st_size} {core.st_mtime_ns}"
 
 
 def is_of_another(status: os.stat_result) -> bool:
