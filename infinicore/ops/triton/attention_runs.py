@@ -69,17 +69,14 @@ def weigh(scores, largest):
 
 
 @triton.jit
-def add_keys(
+def add_spoilt_keys(
     sums, total, largest, q, slot, key_ptr, value_ptr, table, begin, end, last, scale, cap, window,
     K, P, head, D, CAPS: tl.constexpr,
     S: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What the tokens of a tile have summed up, with the keys from begin to end, where some see some of them.
-
-    Values that are not finite are NaN to those who see them and nothing to the others, whose weight of 0
-    would make NaN of them.
-    """
+    """add_keys where values may be no numbers: those are NaN to tokens that see them, and nothing to the
+    others, whose weight of 0 would make NaN of them"""
     d = tl.arange(0, DIM)
     for start in range(begin, end, KEYS):
         key = start + tl.arange(0, KEYS)
@@ -108,13 +105,14 @@ def chosen(group, first, second, third, fourth):
 
 
 @triton.jit
-def add_whole_keys(
-    sums, total, largest, q, key_ptr, value_ptr, table, begin, end, scale, cap, K, P, head, D,
-    CAPS: tl.constexpr, S: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
+def add_keys(
+    sums, total, largest, q, slot, key_ptr, value_ptr, table, begin, end, scale, cap, window,
+    K, P, head, D, IS_PARTED: tl.constexpr, CAPS: tl.constexpr,
+    S: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """add_keys where all tokens see all keys: four times LANES at once, whose addresses are found one round
-    ahead, a number for each LANES"""
+    """What the tokens of a tile have summed up, with the keys from begin to end: all see all of them, or some
+    see some if they are parted. Four times LANES at once, whose addresses are found one round ahead, a number
+    for each LANES"""
     d, k = tl.arange(0, DIM), tl.arange(0, 4 * LANES)
     a0, lost0 = lanes_at(table, begin, 0, end, K, P, head, D, S, LANES)
     a1, lost1 = lanes_at(table, begin + LANES, 0, end, K, P, head, D, S, LANES)
@@ -131,11 +129,37 @@ def add_whole_keys(
         at = tl.max_contiguous(tl.multiple_of(at, (1, LANES)), (1, LANES))
         keys = tl.load(key_ptr + at, mask=(d < D)[:, None], other=0.0).to(DTYPE)
         scores = capped(tl.dot(q, keys, input_precision=PRECISION) * scale, cap, CAPS) + lost
+        is_value = (d < D)[None, :]
+        if IS_PARTED:
+            behind = slot[:, None] - (start + k)[None, :]
+            scores = tl.where((behind >= 0) & ((window <= 0) | (behind < window)), scores, -float("inf"))
+            is_value = is_value & (start + k < end)[:, None]
         weights, largest, scaled = weigh(scores, largest)
         at = (first + k % LANES * D)[:, None] + d[None, :]
-        values = tl.load(value_ptr + at, mask=(d < D)[None, :], other=0.0).to(DTYPE)
+        values = tl.load(value_ptr + at, mask=is_value, other=0.0).to(DTYPE)
         total = total * scaled + tl.sum(weights, 1)
         sums = tl.dot(weights.to(DTYPE), values, sums * scaled[:, None], input_precision=PRECISION)
+    return sums, total, largest
+
+
+@triton.jit
+def add_parted_keys(
+    sums, total, largest, q, slot, key_ptr, value_ptr, table, begin, end, last, scale, cap, window,
+    K, P, head, D, CAPS: tl.constexpr,
+    S: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Keys that some see: as others are added, where the tile has room for as many at once"""
+    if KEYS == 4 * LANES:
+        sums, total, largest = add_keys(
+            sums, total, largest, q, slot, key_ptr, value_ptr, table, begin, end,
+            scale, cap, window, K, P, head, D, True, CAPS, S, LANES, DIM, DTYPE, PRECISION,
+        )  # fmt: skip
+    else:
+        sums, total, largest = add_spoilt_keys(
+            sums, total, largest, q, slot, key_ptr, value_ptr, table, begin, end, last,
+            scale, cap, window, K, P, head, D, CAPS, S, LANES, DIM, KEYS, DTYPE, PRECISION,
+        )  # fmt: skip
     return sums, total, largest
 
 
@@ -156,24 +180,36 @@ def attend_run(
     q, slot, is_own, pools, scale, cap, window, K, P, head, D, CAPS: tl.constexpr,
     S: tl.constexpr, LANES: tl.constexpr, KEYS: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(sums, sums of weights, largest scores) of the own tokens of a tile, over all keys of their stream"""
+    """(sums, sums of weights, largest scores) of the own tokens of a tile, over all keys of their stream
+
+    A value that is no number makes NaN of a sum. Which tokens see it is asked only then.
+    """
     TOKENS: tl.constexpr = q.shape[0]
     DIM: tl.constexpr = q.shape[1]
     begin, whole, parted, last = spans_of(slot, is_own, window, KEYS, LANES)
     largest = tl.full((TOKENS,), -float("inf"), tl.float32)
     total, sums = tl.zeros((TOKENS,), tl.float32), tl.zeros((TOKENS, DIM), tl.float32)
-    sums, total, largest = add_keys(
+    sums, total, largest = add_parted_keys(
         sums, total, largest, q, slot, *pools, begin, whole, last,
         scale, cap, window, K, P, head, D, CAPS, S, LANES, DIM, KEYS, DTYPE, PRECISION,
     )  # fmt: skip
-    sums, total, largest = add_whole_keys(
-        sums, total, largest, q, *pools, whole, parted,
-        scale, cap, K, P, head, D, CAPS, S, LANES, DIM, DTYPE, PRECISION,
+    sums, total, largest = add_keys(
+        sums, total, largest, q, slot, *pools, whole, parted,
+        scale, cap, window, K, P, head, D, False, CAPS, S, LANES, DIM, DTYPE, PRECISION,
     )  # fmt: skip
-    return add_keys(
+    sums, total, largest = add_parted_keys(
         sums, total, largest, q, slot, *pools, parted, last + 1, last,
         scale, cap, window, K, P, head, D, CAPS, S, LANES, DIM, KEYS, DTYPE, PRECISION,
     )  # fmt: skip
+    if KEYS == 4 * LANES:  # noqa: SIM102  this is known when it is compiled
+        if tl.max(tl.max((sums != sums).to(tl.int32), 1), 0) > 0:
+            largest = tl.full((TOKENS,), -float("inf"), tl.float32)
+            total, sums = tl.zeros((TOKENS,), tl.float32), tl.zeros((TOKENS, DIM), tl.float32)
+            sums, total, largest = add_spoilt_keys(
+                sums, total, largest, q, slot, *pools, begin, last + 1, last,
+                scale, cap, window, K, P, head, D, CAPS, S, LANES, DIM, KEYS, DTYPE, PRECISION,
+            )  # fmt: skip
+    return sums, total, largest
 
 
 @triton.jit(do_not_specialize=["window", "N", "B", "M", "P"])
@@ -218,7 +254,9 @@ def runs_tile(is_wide: bool, dim: int) -> tuple[int, int, int, int]:
     """Tokens and keys at once, warps, stages"""
     if is_wide:
         return 32, 32, 4, 2
-    return (128, 64, 8, 3) if dim <= 128 else (64, 32, 4, 3)
+    if dim > 128:
+        return 64, 32, 4, 3
+    return (64, 64, 4, 3) if dim == 128 else (128, 64, 8, 3)
 
 
 def launch_runs(y: Tensor, tensors: tuple[Any, ...], sizes: tuple[Any, ...]) -> None:
