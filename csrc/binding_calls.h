@@ -52,7 +52,8 @@ bool accepts_op(nb::handle out, P... given) {
     }
 }
 
-// An op with the tensors it runs on, which may be moved. `run` needs no Python; `report` throws for its status.
+// An op with the tensors it runs on, which may be moved. `run` needs no Python; `report` throws for its
+// status.
 struct Placed {
     virtual ~Placed() = default;
     virtual std::unique_ptr<Placed> copy() const = 0;

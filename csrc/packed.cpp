@@ -8,10 +8,10 @@
 // float32 sum runs over the groups or blocks from first to last, so a row has the same bits alone and among
 // others, whatever the tiles and threads.
 // The words: a panel is 16 rows of weight side by side; a strip, panels of one weight that are multiplied
-// together; a band, rows of x that meet them. A block is what GGUF cuts a row of weight into; a chunk, blocks of
-// a panel, unpacked; a group, weights that share a scale; a span, values of x that do (256, or a group's 32). A
-// plane is one byte of each rounded value; a block of rows, up to 16 of x whose groups lie side by side
-// (Activations); a tile, rows of x whose sums are in registers.
+// together; a band, rows of x that meet them. A block is what GGUF cuts a row of weight into; a chunk, blocks
+// of a panel, unpacked; a group, weights that share a scale; a span, values of x that do (256, or a group's
+// 32). A plane is one byte of each rounded value; a block of rows, up to 16 of x whose groups lie side by
+// side (Activations); a tile, rows of x whose sums are in registers.
 // count_products: `rounds` of what such products stand on, on every thread (peak.h); returns how many
 //                 products those were.
 #include "dots_chunk.h"

@@ -126,8 +126,15 @@ class Runner:
             tokens = self._latest.note(recording.drawn(len(rows)))
         elif is_followed and rows:
             tokens = self._latest.note(draw(outcome[1], rows))
-        kind = {"is_settled": is_settled, "is_plain": is_plain, "may_be_followed": is_followed}
-        return Pending(work, rows, outcome, tokens, **kind)
+        return Pending(
+            work,
+            rows,
+            outcome,
+            tokens,
+            is_settled=is_settled,
+            is_plain=is_plain,
+            may_be_followed=is_followed,
+        )
 
     def _adapted_for(self, work: Sequence[Work]) -> AdaptedModel | None:
         """The model with the adapters of all streams among them; None where no stream has one"""

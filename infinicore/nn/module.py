@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 
-EXTRA = (
-    torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
-)  # of what get_extra_state returns, which may be anything
+# Of what get_extra_state returns, which may be anything
+EXTRA = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 Split = tuple[int, int, int]  # tp_dim, tp_rank, tp_size
 
 

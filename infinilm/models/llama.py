@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from infinicore import nn, ops
-from infinicore.checks import check_usable, integer
+from infinicore.checks import check_usable
 from infinicore.nn import functional as F
 from infinicore.nn.linear import lay_together, project, project_gated, project_heads
 from infinilm.batch import Batch, Pausing, finished
@@ -27,6 +27,7 @@ from infinilm.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from infinilm.config import EngineConfig, LlamaConfig
 from infinilm.generation import NO_HEAD, GenerationMixin
 from infinilm.models.gguf import GGUF
+from infinilm.models.inputs import check_inputs
 from infinilm.models.judging import ASKED, Question
 from infinilm.models.pooling import Pooling, read_pooling
 from infinilm.models.registry import class_of, register
@@ -303,44 +304,6 @@ class LlamaModel(nn.Module):
     def embed(self, token_ids: Tensor) -> Tensor:
         """[N] -> [N, E]"""
         return self.embed_tokens(token_ids, self.norm.weight.dtype)
-
-
-def check_inputs(
-    input_ids: Tensor,
-    position_ids: Tensor | None,
-    attention_mask: Tensor | None,
-    cache: DynamicCache | None,
-    logits_to_keep: int,
-) -> None:
-    given = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": attention_mask}
-    for name, tensor in given.items():
-        if not isinstance(tensor, Tensor | None) or (tensor is None and name == "input_ids"):
-            raise TypeError(f"{name} must be a tensor, but is {type(tensor).__name__}")
-    if input_ids.dim() != 2 or input_ids.numel() == 0:
-        raise ValueError(
-            f"input_ids must be [batch, seq] and not empty, but have shape {tuple(input_ids.shape)}"
-        )
-    check_positions(position_ids, input_ids.shape)
-    if attention_mask is not None and attention_mask.shape != input_ids.shape:
-        shapes = f"{tuple(attention_mask.shape)}, but input_ids have {tuple(input_ids.shape)}"
-        raise ValueError(f"attention_mask has shape {shapes}; it covers the new tokens alone")
-    if attention_mask is not None and not bool(attention_mask.bool().any(1).all()):
-        raise ValueError("attention_mask leaves a stream without any token")
-    if cache is not None and not isinstance(cache, DynamicCache):
-        raise TypeError(f"past_key_values must be a DynamicCache, but is {type(cache).__name__}")
-    if integer("model", "logits_to_keep", logits_to_keep) < 0:
-        raise ValueError(f"logits_to_keep must be 0 or more, but is {logits_to_keep}")
-
-
-def check_positions(position_ids: Tensor | None, shape: torch.Size) -> None:
-    if position_ids is None:
-        return
-    if position_ids.is_floating_point() or position_ids.is_complex() or position_ids.dtype == torch.bool:
-        raise TypeError(f"position_ids must be whole numbers, but are {position_ids.dtype}")
-    if tuple(position_ids.shape) not in ((shape[1],), (1, shape[1]), tuple(shape)):
-        raise ValueError(
-            f"position_ids have shape {tuple(position_ids.shape)}, but there are {tuple(shape)} tokens"
-        )
 
 
 @register(GGUF("llama", has_paired_rows=True, has_windows=True))
