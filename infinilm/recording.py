@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,10 +36,27 @@ PROMPTED_ROWS = (1, 8, 16, 32, 64, 128, MAX_CAPTURED)
 UNKNOWN_LENGTHS = [1]
 
 
+class Inputs(NamedTuple):
+    """What a step is told of its tokens: arrays of a page to be filled in, or tensors over the same memory"""
+
+    token_ids: Any
+    sources: Any  # where a token id is read from: the latest tokens, and after them token_ids
+    rope_rows: Any
+    streams: Any
+    slots: Any
+    spans: Any
+    adapters: Any
+    logit_rows: Any
+
+
 def page_kinds(num_tokens: int, num_rows: int) -> Kinds:
-    """Token ids, where they are read from, rows of rope, streams, slots, spans, adapters, rows of logits;
-    settings"""
+    """Of Inputs, and after them of Settings"""
     return *[("q", num_tokens)] * 7, ("q", num_rows), *Settings.kinds(num_rows)
+
+
+def inputs_and_settings(parts: Sequence[Any]) -> tuple[Inputs, Sequence[Any]]:
+    num_inputs = len(Inputs._fields)
+    return Inputs(*parts[:num_inputs]), parts[num_inputs:]
 
 
 class Recording:
@@ -58,37 +75,40 @@ class Recording:
         kinds = page_kinds(num_tokens, num_rows)
         self._latest = latest
         self._pages = [Page(kinds, latest.is_sent) for _ in range(1 + latest.is_sent)]
-        self._all_settings = [Settings(page.arrays[8:]) for page in self._pages]
+        filled = [inputs_and_settings(page.arrays) for page in self._pages]
+        self._filled = [(inputs, Settings(settings)) for inputs, settings in filled]
         self._sent = self._pages[0].memory  # what the step reads: the same memory on a CPU
         if latest.is_sent:
             self._sent = latest.memory[8 * latest.num_rows :][: num_bytes(kinds)]
-        *tensors, _, adapters, logit_rows = (parts := tensors_of(self._sent, kinds))[:8]
-        token_ids, self._sources, rope_rows, streams, slots = tensors
-        self._settings = parts[8:]
-        self._token_ids = token_ids
-        wanted = None if num_rows == num_tokens else logit_rows
-        adapted = adapters if is_adapted else None
-        self.batch = Batch(token_ids, rope_rows, streams, slots, tables, UNKNOWN_LENGTHS, wanted, adapted)
+        self._read, self._settings = inputs_and_settings(tensors_of(self._sent, kinds))
+        self.batch = Batch(
+            self._read.token_ids,
+            self._read.rope_rows,
+            self._read.streams,
+            self._read.slots,
+            tables,
+            UNKNOWN_LENGTHS,
+            logit_rows=None if num_rows == num_tokens else self._read.logit_rows,
+            adapters=self._read.adapters if is_adapted else None,
+        )
         self.num_rows = num_rows
         self._drawn = Page([("q", num_rows)], is_sent=False)
         self.tokens = self._drawn.memory.view(torch.int64)
         if latest.is_sent:
             self.tokens = latest.on_device[:num_rows]
         self.rope: Any = None
-        self._turn()
 
-    def _turn(self) -> None:
-        """Fill the other page from now on: of this one the copy may be under way."""
-        self._pages.reverse()
-        self._all_settings.reverse()
-        arrays = self._pages[0].arrays
-        self.token_ids, self.sources, self.rope_rows, self.streams, self.slots, self.spans = arrays[:6]
-        self.adapters, self.logit_rows = arrays[6:8]
+    @property
+    def inputs(self) -> Inputs:
+        """Of the page that was filled last"""
+        return self._filled[0][0]
 
     def fill(
         self, work: Sequence[Work], rows: Sequence[Row], tables: Tables, adapted: AdaptedModel | None
     ) -> None:
-        self._turn()
+        self._pages.reverse()  # of the one that was filled last the copy may be under way
+        self._filled.reverse()
+        inputs, settings = self._filled[0]
         at = num_wanted = 0
         for item in work:
             stream, start, row = item.stream, item.start, tables.row_of(item)
@@ -96,27 +116,20 @@ class Recording:
                 source = self._latest.num_rows + at
                 if token_id < 0:
                     source, token_id = -1 - token_id, self._latest.here(-1 - token_id)
-                self.token_ids[at], self.sources[at] = token_id, source
-                self.streams[at], self.slots[at], self.spans[at] = row, start + i, stream.span(start + i)
+                inputs.token_ids[at], inputs.sources[at] = token_id, source
+                inputs.streams[at], inputs.slots[at] = row, start + i
+                inputs.spans[at] = stream.span(start + i)
                 at += 1
             if self.batch.logit_rows is None:
                 continue
             for i in range(at - item.num_drawn, at):
-                self.logit_rows[num_wanted] = i
+                inputs.logit_rows[num_wanted] = i
                 num_wanted += 1
-        for values in (self.token_ids, self.sources, self.streams, self.slots, self.spans):
+        for values in (inputs.token_ids, inputs.sources, inputs.streams, inputs.slots, inputs.spans):
             values[at:] = array("q", [values[at - 1]]) * (len(values) - at)
         if adapted is not None:
-            self._fill_adapters(work, adapted)
-        self._all_settings[0].fill(rows)
-
-    def _fill_adapters(self, work: Sequence[Work], adapted: AdaptedModel) -> None:
-        at = 0
-        for item in work:
-            place, end = adapted.place_of(item.stream), at + item.num_tokens
-            self.adapters[at:end] = array("q", [place]) * item.num_tokens
-            at = end
-        self.adapters[at:] = array("q", [place]) * (len(self.adapters) - at)
+            fill_adapters(inputs.adapters, work, adapted)
+        settings.fill(rows)
 
     def run(self, model: Any, cache: PagedCache, rope: Any, arena: Arena | CudaArena) -> None:
         if self._latest.is_sent:
@@ -143,20 +156,21 @@ class Recording:
     def _batch(self) -> Batch:
         if not self._latest.is_sent:
             return self.batch
-        return replace(self.batch, token_ids=self._reachable()[self._sources])
+        return replace(self.batch, token_ids=self._reachable()[self._read.sources])
 
     def _reachable(self) -> Tensor:
         """The latest tokens and after them those of the step"""
-        end = 8 * (self._latest.num_rows + len(self._token_ids))
+        end = 8 * (self._latest.num_rows + len(self._read.token_ids))
         return self._latest.memory[:end].view(torch.int64)
 
     def _resolve(self) -> None:
         """Be told the tokens that are not known: a step runs several times until it is recorded, and writes
         over the latest ones each time."""
         if self._latest.is_sent:
-            self._token_ids.copy_(self._reachable()[self._sources])
+            token_ids, sources = self._read.token_ids, self._read.sources
+            token_ids.copy_(self._reachable()[sources])
             first = self._latest.num_rows
-            torch.arange(first, first + len(self._sources), out=self._sources)
+            torch.arange(first, first + len(sources), out=sources)
 
     def outcome(self, num_rows: int) -> tuple[Tensor, Tensor]:
         """The states and logits of so many rows, of those that it has"""
@@ -165,6 +179,15 @@ class Recording:
 
     def drawn(self, num_rows: int) -> Tensor | list[int]:
         return self.tokens[:num_rows] if self._latest.is_sent else self._drawn.arrays[0].tolist()
+
+
+def fill_adapters(places: Any, work: Sequence[Work], adapted: AdaptedModel) -> None:
+    at = 0
+    for item in work:
+        place, end = adapted.place_of(item.stream), at + item.num_tokens
+        places[at:end] = array("q", [place]) * item.num_tokens
+        at = end
+    places[at:] = array("q", [place]) * (len(places) - at)
 
 
 def recorded_size(num_tokens: int, num_rows: int, device: torch.device) -> tuple[int, int]:

@@ -221,14 +221,15 @@ class Runner:
 
     def _fixed_rope(self, recording: Recording) -> Any:
         """Tables that serve other steps too, with their rows filled in; None where tokens need their own"""
-        rope, end = recording.rope, max(recording.slots) + 1
+        inputs, rope = recording.inputs, recording.rope
+        end = max(inputs.slots) + 1
         if rope is None or rope.num_positions < end:
             rope = self.model.model.rope_reaching(end)
         if rope.rope_parameters.is_fixed:
-            recording.rope_rows[:] = recording.slots
+            inputs.rope_rows[:] = inputs.slots
             return rope
-        placed, rope_rows = rope.placed(tensor(recording.slots), tensor(recording.spans))
-        recording.rope_rows[:] = array("q", rope_rows.tolist())
+        placed, rope_rows = rope.placed(tensor(inputs.slots), tensor(inputs.spans))
+        inputs.rope_rows[:] = array("q", rope_rows.tolist())
         return rope if placed is rope else None
 
 
