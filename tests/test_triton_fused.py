@@ -29,6 +29,7 @@ import infinicore
 from infinicore import nn, ops
 from infinicore.nn.linear import lay_together, project_gated, project_heads
 from infinicore.ops.attention_reference import paged
+from infinicore.ops.fused_reference import Where
 
 pytestmark = [
     pytest.mark.gpu,
@@ -80,21 +81,21 @@ def test_a_norm_a_product_and_its_gate(num_rows: int, size: tuple[int, int], dty
 
 def heads_problem(
     num_tokens: int, size: int, dtype: torch.dtype, is_interleaved: bool, block_size: int = 16
-) -> tuple[Any, ...]:
+) -> Where:
     """Angles, pools of two heads for three streams, and where tokens go, no two to one slot"""
     keys, values, tables = paged(*torch.zeros(2, 3, 2, 192, size).to(dtype), block_size)
     order = torch.randperm(3 * 192, generator=torch.Generator().manual_seed(0))[:num_tokens]
     tables_of_angles = random(50, size, dtype=dtype).chunk(2, -1)
     where = torch.arange(num_tokens) % 50, *tables_of_angles, is_interleaved, keys, values
-    return placed((*where, tables.int(), order // 192, order % 192))
+    return Where(*placed((*where, tables.int(), order // 192, order % 192)))
 
 
-def assert_stores(op: Any, args: tuple[Any, ...], where: tuple[Any, ...], dtype: torch.dtype) -> None:
+def assert_stores(op: Any, args: tuple[Any, ...], where: Where, dtype: torch.dtype) -> None:
     """The queries of the reference, and what it leaves in the pools"""
-    wide = tuple(t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for t in where)
+    wide = Where(*(t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for t in where))
     expected = op.reference(*(t.double() if isinstance(t, Tensor) else t for t in placed(args)), *wide)
     assert_near(run(op, *args, *where), expected, dtype)
-    for found, stored in zip(where[4:6], wide[4:6], strict=True):
+    for found, stored in ((where.keys, wide.keys), (where.values, wide.values)):
         assert stored.any()
         assert_near(found, stored, dtype)
         assert torch.equal(found == 0, stored == 0)  # nothing went anywhere else
@@ -181,10 +182,10 @@ def test_layers_that_lie_together_give_what_they_give_apart() -> None:
     for num_rows in (1, 3):
         x = random(num_rows, 96, dtype=HALF)
         where = heads_problem(num_rows, 16, HALF, False)
-        apart = gated(x), project_heads(x, heads, norm, where), where[4].clone()
+        apart = gated(x), project_heads(x, heads, norm, where), where.keys.clone()
         lay_together(*gates), lay_together(*heads)
-        where[4].zero_()
-        joined = gated(x), project_heads(x, heads, norm, where), where[4]
+        where.keys.zero_()
+        joined = gated(x), project_heads(x, heads, norm, where), where.keys
         assert_near(joined, tuple(t.double() for t in apart), HALF)
 
 

@@ -19,6 +19,7 @@ from infinicore.nn.fused import gate_of, gated_linear, joined, linear_add, linea
 from infinicore.nn.module import Parameter
 from infinicore.nn.norm import RMSNorm
 from infinicore.nn.weight import WeightLayer
+from infinicore.ops.fused_reference import Where
 from infinicore.tiles import can_be_one, laid_together
 
 Device = torch.device | str | None
@@ -147,22 +148,17 @@ def project_gated(
     return gated_linear(x, gate.weight, up.weight, gate.bias, up.bias, norm, activation)
 
 
-def project_heads(
-    x: Tensor, layers: Sequence[BaseLinear], norm: RMSNorm | None, place: tuple[Any, ...]
-) -> Tensor:
-    """The queries [N, H, D] of norm(x), rotated; its keys and values go to their place.
-
-    The layers are those of q, k and v, the place is what `ops.store_heads` takes beside those.
-    """
+def project_heads(x: Tensor, layers: Sequence[BaseLinear], norm: RMSNorm | None, where: Where) -> Tensor:
+    """The queries [N, H, D] of norm(x), rotated; its keys and values go where they belong. The layers are
+    those of q, k and v."""
     whole = None
     if not x.is_cpu and norm is not None and all(type(layer) is Linear for layer in layers):
         whole = joined([layer.weight for layer in layers], [layer.bias for layer in layers])
     if whole is not None:
         check_linear(x, *whole)
-        return ops.project_heads(x, *scale_of(norm, x), *whole, *place)
+        return ops.project_heads(x, *scale_of(norm, x), *whole, *where)
     projected = project(x if norm is None else norm(x), *layers)
-    head_dim = 2 * place[1].shape[1]  # a row of the sines has one for each pair
-    return ops.store_heads(*(part.view(len(x), -1, head_dim) for part in projected), *place)
+    return ops.store_heads(*(part.view(len(x), -1, where.head_dim) for part in projected), *where)
 
 
 def lay_together(*layers: BaseLinear) -> None:

@@ -6,7 +6,7 @@ found alone, with its bits, and is recorded as that.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,6 +86,28 @@ def store_heads_samples(dtype: torch.dtype) -> Samples:
             yield q, k, v, rows, sin, cos, is_interleaved, *rest
 
 
+class Where(NamedTuple):
+    """How heads are rotated, and where their keys and values go: what store_heads takes beside them"""
+
+    positions: Tensor  # [N]
+    sin: Tensor  # [positions, D / 2]
+    cos: Tensor
+    is_interleaved: bool
+    keys: Tensor  # a pool, as store_kv has it
+    values: Tensor  # [blocks, K, slots of a block, D]
+    block_tables: Tensor  # [B, M]
+    streams: Tensor  # [N]
+    slots: Tensor  # [N]
+
+    @property
+    def places(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.block_tables, self.streams, self.slots
+
+    @property
+    def head_dim(self) -> int:
+        return 2 * self.sin.shape[1]
+
+
 @op(store_heads_samples)
 def store_heads(  # noqa: PLR0913  those of its parts
     q: Tensor,
@@ -121,11 +143,10 @@ def project_heads_samples(dtype: torch.dtype) -> Samples:
 def project_heads(
     x: Tensor, norm: Tensor, eps: float, weight: Weight, bias: Tensor | None, *where: Any
 ) -> Tensor:
-    """store_heads of the q, k and v of x [N, E], normalised first; weight [(H + 2 K) D, E] is that of all
-
-    where: positions, sin, cos, is_interleaved, keys, values, block_tables, streams, slots
-    """
-    num_kv_heads, size = where[5].shape[1], 2 * where[1].shape[1]  # a row of the sines has one for each pair
-    heads = product(rms_norm(x, norm, eps), weight, bias).view(len(x), -1, size)
+    """store_heads of the q, k and v of x [N, E], normalised first; weight [(H + 2 K) D, E] is that of all.
+    Of `where` see Where."""
+    pools = Where(*where)
+    num_kv_heads = pools.values.shape[1]
+    heads = product(rms_norm(x, norm, eps), weight, bias).view(len(x), -1, pools.head_dim)
     num_heads = heads.shape[1] - 2 * num_kv_heads
     return store_heads(*torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], 1), *where)

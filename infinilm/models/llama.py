@@ -21,6 +21,7 @@ from infinicore import nn, ops
 from infinicore.checks import check_usable
 from infinicore.nn import functional as F
 from infinicore.nn.linear import lay_together, project, project_gated, project_heads
+from infinicore.ops.fused_reference import Where
 from infinilm.batch import Batch, Pausing, finished
 from infinilm.cache import DynamicCache, PagedCache, attend
 from infinilm.checkpoint import Checkpoint, CheckpointError, open_checkpoint
@@ -150,7 +151,8 @@ class LlamaAttention(nn.Module):
         if rope is None or type(self).project is not LlamaAttention.project:
             return self.rotate(*self.project(x if norm is None else norm(x)), rope, batch, pools)
         layers = self.q_proj, self.k_proj, self.v_proj
-        return project_heads(x, layers, norm, (*rope.turning(batch.rope_rows, x.dtype), *place(batch, pools)))
+        where = Where(*rope.turning(batch.rope_rows, x.dtype), *pools, *places(batch))
+        return project_heads(x, layers, norm, where)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[N, E] -> q [N, H, D], k and v [N, K, D]"""
@@ -167,9 +169,9 @@ class LlamaAttention(nn.Module):
     ) -> Tensor:
         """q, rotated; k, rotated, and v go into the pools"""
         if rope is None:
-            ops.store_kv(*pools, k, v, *place(batch, pools)[2:], out=pools)
+            ops.store_kv(*pools, k, v, *places(batch), out=pools)
             return q
-        return ops.store_heads(q, k, v, *rope.turning(batch.rope_rows, q.dtype), *place(batch, pools))
+        return ops.store_heads(q, k, v, *rope.turning(batch.rope_rows, q.dtype), *pools, *places(batch))
 
     def attend(self, q: Tensor, batch: Batch, pools: Pools) -> Tensor:
         """[N, H, D] -> [N, H, D]"""
@@ -195,9 +197,9 @@ class LlamaAttention(nn.Module):
         return flat.view(shape)
 
 
-def place(batch: Batch, pools: Pools) -> tuple[Tensor, ...]:
-    """Where the keys and values of a batch go"""
-    return *pools, batch.block_tables, batch.streams, batch.slots
+def places(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the keys and values of a batch go, in pools"""
+    return batch.block_tables, batch.streams, batch.slots
 
 
 class LlamaDecoderLayer(nn.Module):

@@ -20,34 +20,51 @@ LARGEST_HEAD = 256
 LATEST = WeakTensorKeyDictionary()
 
 
+@triton.jit
+def block_of(table_ptr, stream_ptr, slot_ptr, B, M, P, S: tl.constexpr):
+    """(block, place in it) of a token; the block is -1 where there is none"""
+    stream, slot = tl.load(stream_ptr).to(tl.int64), tl.load(slot_ptr).to(tl.int64)
+    is_there = (stream >= 0) & (stream < B) & (slot >= 0) & (slot < M * S)
+    block = tl.load(table_ptr + stream * M + slot // S, mask=is_there, other=-1).to(tl.int64)
+    return tl.where((block >= 0) & (block < P), block, -1), slot % S
+
+
+@triton.jit
+def key_at(first, place, d, D, LANES: tl.constexpr):
+    """keys[block, head, place / LANES, d, place % LANES], of a head whose slots begin at `first`"""
+    return first + place // LANES * LANES * D + d * LANES + place % LANES
+
+
+@triton.jit
+def value_at(first, place, d, D):
+    """values[block, head, place, d]"""
+    return first + place * D + d
+
+
 @triton.jit(do_not_specialize=["B", "M", "P"])
-def store_kernel(
+def store_kv_kernel(
     key_ptr, value_ptr, k_ptr, v_ptr, table_ptr, stream_ptr, slot_ptr,
     k_token_stride, k_head_stride, v_token_stride, v_head_stride, B, M, P, K, D,
     S: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """keys[block, head, place / 16, :, place % 16] = k and values[block, head, place, :] = v, of one head"""
+    """One head of a token"""
     wait_for_inputs(OVERLAPS, True)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    stream, slot = tl.load(stream_ptr + token).to(tl.int64), tl.load(slot_ptr + token).to(tl.int64)
-    is_there = (stream >= 0) & (stream < B) & (slot >= 0) & (slot < M * S)
-    block = tl.load(table_ptr + stream * M + slot // S, mask=is_there, other=-1).to(tl.int64)
+    block, place = block_of(table_ptr, stream_ptr + token, slot_ptr + token, B, M, P, S)
     d = tl.arange(0, TILE)
-    is_in = (d < D) & (block >= 0) & (block < P)
+    is_in = (d < D) & (block >= 0)
     k = tl.load(k_ptr + token * k_token_stride + head * k_head_stride + d, mask=is_in, other=0.0)
     v = tl.load(v_ptr + token * v_token_stride + head * v_head_stride + d, mask=is_in, other=0.0)
-    place = slot % S
     first = (block * K + head) * S * D
-    key = first + place // LANES * LANES * D + d * LANES + place % LANES
-    tl.store(key_ptr + key, k.to(key_ptr.dtype.element_ty), mask=is_in)
-    tl.store(value_ptr + first + place * D + d, v.to(value_ptr.dtype.element_ty), mask=is_in)
+    tl.store(key_ptr + key_at(first, place, d, D, LANES), k.to(key_ptr.dtype.element_ty), mask=is_in)
+    tl.store(value_ptr + value_at(first, place, d, D), v.to(value_ptr.dtype.element_ty), mask=is_in)
 
 
 def launch(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, *places: Tensor) -> None:
     tables, streams, slots = (place.contiguous() for place in places)
     k, v = (t if t.stride(2) == 1 else t.contiguous() for t in (k, v))
     num_blocks, num_heads, block_size, size = values.shape
-    store_kernel[(len(k), num_heads)](
+    store_kv_kernel[(len(k), num_heads)](
         keys, values, k, v, tables, streams, slots, *k.stride()[:2], *v.stride()[:2],
         *tables.shape, num_blocks, num_heads, size,
         S=block_size, LANES=LANES, TILE=triton.next_power_of_2(size), num_warps=1, **overlap(k.device),

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import infinicore
 from infinicore.float8 import Float8Tensor
-from infinicore.ops.triton.cache import LANES
-from infinicore.ops.triton.heads import angles, place_of, put, row_of
+from infinicore.ops.triton.cache import LANES, block_of
+from infinicore.ops.triton.heads import angles, put, row_of
 from infinicore.ops.triton.tensors import LARGEST_TILE, num_processors, overlap, pairs_of, wait_for_inputs
 from infinicore.ops.triton.tiles import IS_INTERPRETED
 from infinicore.ops.triton.tiles_one import ALONE, Beside
@@ -200,10 +200,8 @@ def place_now(where, S: tl.constexpr):
     """(position, block, place) of the token"""
     position_ptr, _, _, stream_ptr, slot_ptr, table_ptr, _, _ = where[0]
     _, _, _, B, M, P, _, _ = where[1]
-    position = tl.load(position_ptr).to(tl.int64)
-    stream, slot = tl.load(stream_ptr).to(tl.int64), tl.load(slot_ptr).to(tl.int64)
-    block, place = place_of(table_ptr, stream, slot, B, M, P, S)
-    return position, block, place
+    block, place = block_of(table_ptr, stream_ptr, slot_ptr, B, M, P, S)
+    return tl.load(position_ptr).to(tl.int64), block, place
 
 
 @triton.jit

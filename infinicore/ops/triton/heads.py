@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from infinicore.ops.triton.cache import LANES, are_places, are_pools, note_stored
+from infinicore.ops.fused_reference import Where
+from infinicore.ops.triton.cache import LANES, are_places, are_pools, block_of, key_at, note_stored, value_at
 from infinicore.ops.triton.linear import (
     are_product,
     is_alone,
@@ -57,14 +58,6 @@ def angles(sin_ptr, cos_ptr, position, pair, is_pair, sin_stride, cos_stride, le
 
 
 @triton.jit
-def place_of(table_ptr, stream, slot, B, M, P, S: tl.constexpr):
-    """(block, place in it) of a token; the block is -1 where there is none"""
-    is_there = (stream >= 0) & (stream < B) & (slot >= 0) & (slot < M * S)
-    block = tl.load(table_ptr + stream * M + slot // S, mask=is_there, other=-1).to(tl.int64)
-    return tl.where((block >= 0) & (block < P), block, -1), slot % S
-
-
-@triton.jit
 def put(
     q_ptr, key_ptr, value_ptr, y, token, head, d, is_in, block, place, H, K, D,
     S: tl.constexpr, LANES: tl.constexpr,
@@ -75,9 +68,8 @@ def put(
     is_in = is_in & (block >= 0)
     is_key, is_value = is_in & (head >= H) & (head < H + K), is_in & (head >= H + K)
     first = (block * K + (head - H) % K) * S * D
-    key = first + place // LANES * LANES * D + d * LANES + place % LANES
-    tl.store(key_ptr + key, y.to(key_ptr.dtype.element_ty), mask=is_key)
-    tl.store(value_ptr + first + place * D + d, y.to(value_ptr.dtype.element_ty), mask=is_value)
+    tl.store(key_ptr + key_at(first, place, d, D, LANES), y.to(key_ptr.dtype.element_ty), mask=is_key)
+    tl.store(value_ptr + value_at(first, place, d, D), y.to(value_ptr.dtype.element_ty), mask=is_value)
 
 
 @triton.jit
@@ -106,8 +98,7 @@ def project_kernel(
     norm = tl.load(norm_ptr + column, mask=column < E, other=0.0)
     wait_for_inputs(OVERLAPS, True)
     position = tl.load(position_ptr).to(tl.int64)
-    stream, slot = tl.load(stream_ptr).to(tl.int64), tl.load(slot_ptr).to(tl.int64)
-    block, place = place_of(table_ptr, stream, slot, B, M, P, S)
+    block, place = block_of(table_ptr, stream_ptr, slot_ptr, B, M, P, S)
     x = normalised(x_ptr, norm, E, eps, True, COLUMNS)
     for n in range(tl.program_id(0), num_pairs, tl.num_programs(0)):
         ahead = n + tl.num_programs(0)
@@ -132,7 +123,7 @@ def project_kernel(
 
 
 @triton.jit(do_not_specialize=["length", "B", "M", "P"])
-def store_kernel(
+def store_heads_kernel(
     y_ptr, key_ptr, value_ptr, q_ptr, k_ptr, v_ptr, position_ptr, sin_ptr, cos_ptr, table_ptr, stream_ptr,
     slot_ptr, q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride,
     sin_stride, cos_stride, length, B, M, P, H, K, D,
@@ -162,66 +153,75 @@ def store_kernel(
     is_rotated = head < H + K
     r0 = tl.where(is_rotated, x0 * cos - x1 * sin, x0)
     r1 = tl.where(is_rotated, x0 * sin + x1 * cos, x1)
-    stream, slot = tl.load(stream_ptr + token).to(tl.int64), tl.load(slot_ptr + token).to(tl.int64)
-    block, place = place_of(table_ptr, stream, slot, B, M, P, S)
+    block, place = block_of(table_ptr, stream_ptr + token, slot_ptr + token, B, M, P, S)
     put(y_ptr, key_ptr, value_ptr, r0, token, head, d, is_in, block, place, H, K, D, S, LANES)
     put(y_ptr, key_ptr, value_ptr, r1, token, head, d + gap, is_in, block, place, H, K, D, S, LANES)
 
 
-def launch_project(q: Tensor, x: Tensor, norm: Tensor, eps: float, *rest: Any) -> None:
-    weight, bias, positions, sin, cos, is_interleaved, keys, values, *places = rest
-    tables, streams, slots = (place.contiguous() for place in places)
+def launch_project(  # noqa: PLR0913  those of the op
+    q: Tensor, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, where: Where
+) -> None:
+    tables, streams, slots = (place.contiguous() for place in where.places)
+    sin, cos, keys, values = where.sin, where.cos, where.keys, where.values
     num_blocks, num_kv_heads, block_size, size = values.shape
     num_heads = q.shape[-2]
     project_kernel[(num_pair_programs(len(weight) // 2, x.device),)](
-        q, keys, values, x, norm, weight, bias, positions, sin, cos, tables, streams, slots,
+        q, keys, values, x, norm, weight, bias, where.positions, sin, cos, tables, streams, slots,
         weight.stride(0), sin.stride(0), cos.stride(0), eps, len(sin), *tables.shape, num_blocks,
         num_heads, num_kv_heads, size, weight.shape[1],
-        HAS_BIAS=bias is not None, IS_INTERLEAVED=is_interleaved, S=block_size, LANES=LANES,
+        HAS_BIAS=bias is not None, IS_INTERLEAVED=where.is_interleaved, S=block_size, LANES=LANES,
         maxnreg=REGISTERS, **pair_tile(weight), **overlap(x.device),
     )  # fmt: skip
     note_stored(values, tables, streams, slots)
 
 
-def launch_store(y: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> None:
-    positions, sin, cos, is_interleaved, keys, values, *places = rest
-    positions, tables, streams, slots = (place.contiguous() for place in (positions, *places))
+def launch_store(y: Tensor, q: Tensor, k: Tensor, v: Tensor, where: Where) -> None:
+    positions, tables, streams, slots = (t.contiguous() for t in (where.positions, *where.places))
+    sin, cos, keys, values = where.sin, where.cos, where.keys, where.values
     q, k, v = (t if t.stride(2) == 1 else t.contiguous() for t in (q, k, v))
     num_blocks, num_kv_heads, block_size, size = values.shape
     num_tokens, num_heads, _ = q.shape
     tile = triton.next_power_of_2(size // 2)
     heads = min(max(TILE // tile, 1), triton.next_power_of_2(num_heads + 2 * num_kv_heads))
-    store_kernel[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, heads))](
+    store_heads_kernel[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, heads))](
         y, keys, values, q, k, v, positions, sin, cos, tables, streams, slots,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], sin.stride(0), cos.stride(0), len(sin),
         *tables.shape, num_blocks, num_heads, num_kv_heads, size,
-        IS_INTERLEAVED=is_interleaved, S=block_size, LANES=LANES, HEADS=heads, TILE=tile, num_warps=4,
+        IS_INTERLEAVED=where.is_interleaved, S=block_size, LANES=LANES, HEADS=heads, TILE=tile, num_warps=4,
         **(overlap(q.device) if num_tokens <= EARLY_TOKENS else IN_TURN),
     )  # fmt: skip
     note_stored(values, tables, streams, slots)
 
 
-def are_heads(num_tokens: int, *rest: Any) -> bool:
+def are_heads(num_tokens: int, where: Where) -> bool:
     """Whether tokens can be rotated by these tables and stored in these pools"""
-    positions, sin, cos, _, keys, values, *places = rest
+    if not are_pools(where.keys, where.values):
+        return False
+    device, size = where.keys.device, where.values.shape[3]
     return (
-        are_pools(keys, values)
-        and values.shape[3] % 2 == 0
-        and are_plain(keys.device, FLOATS, sin, cos)
-        and are_plain(keys.device, INDICES, positions)
-        and positions.shape == (num_tokens,)
-        and are_tables(sin, cos, values.shape[3] // 2)
-        and are_places(num_tokens, keys.device, *places)
+        size % 2 == 0
+        and are_plain(device, FLOATS, where.sin, where.cos)
+        and are_plain(device, INDICES, where.positions)
+        and where.positions.shape == (num_tokens,)
+        and are_tables(where.sin, where.cos, size // 2)
+        and are_places(num_tokens, device, *where.places)
     )
 
 
+def are_projected_heads(num_rows: int, where: Where) -> bool:
+    """Whether the rows of a weight are those of queries, keys and values"""
+    _, num_kv_heads, _, size = where.values.shape
+    return num_rows > 2 * num_kv_heads * size and num_rows % size == 0
+
+
 def accepts_store_heads(out: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> bool:
-    if not are_heads(len(q), *rest):
+    where = Where(*rest)
+    if not are_heads(len(q), where):
         return False
-    _, num_kv_heads, _, size = rest[5].shape
+    _, num_kv_heads, _, size = where.values.shape
     return (
-        are_plain(rest[5].device, (q.dtype,), k, v)
-        and are_plain(rest[5].device, FLOATS, q)
+        are_plain(where.keys.device, (q.dtype,), k, v)
+        and are_plain(where.keys.device, FLOATS, q)
         and q.dim() == 3
         and q.numel() > 0
         and q.shape[2] == size
@@ -232,7 +232,7 @@ def accepts_store_heads(out: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -
 
 def store_heads(out: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     y = target(out, q, *(t for t in rest if isinstance(t, Tensor)), q, k, v)
-    launch_store(y, q, k, v, *rest)
+    launch_store(y, q, k, v, Where(*rest))
     return settled(y, out)
 
 
@@ -240,26 +240,26 @@ def accepts_project_heads(  # noqa: PLR0913  those of the op
     out: Any, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, *rest: Any
 ) -> bool:
     """One row alone: those of more are a norm, a product and store_heads"""
+    where = Where(*rest)
     return (
         is_alone(x)
         and are_rows(x, norm)
         and are_product(x, weight, bias)
-        and are_heads(1, *rest)
-        and x.device == rest[4].device
-        and len(weight) > 2 * rest[5].shape[1] * rest[5].shape[3]
-        and len(weight) % rest[5].shape[3] == 0
-        and fits(out, query_shape(weight, rest[5]), x.dtype, x.device)
+        and are_heads(1, where)
+        and x.device == where.keys.device
+        and are_projected_heads(len(weight), where)
+        and fits(out, query_shape(weight, where), x.dtype, x.device)
     )
 
 
-def query_shape(weight: Tensor | RowTensor, values: Tensor) -> tuple[int, int, int]:
-    _, num_kv_heads, _, size = values.shape
+def query_shape(weight: Tensor | RowTensor, where: Where) -> tuple[int, int, int]:
+    _, num_kv_heads, _, size = where.values.shape
     return 1, weight.shape[0] // size - 2 * num_kv_heads, size
 
 
 def project_heads(out: Tensor | None, x: Tensor, norm: Tensor, eps: float, *rest: Any) -> Tensor:
-    weight, bias, *others = rest
-    like = torch.empty(query_shape(weight, others[5]), dtype=x.dtype, device=x.device)
+    weight, bias, where = *rest[:2], Where(*rest[2:])
+    like = torch.empty(query_shape(weight, where), dtype=x.dtype, device=x.device)
     y = target(out, like, x, norm, *(t for t in rest if isinstance(t, Tensor)))
-    launch_project(y, rows_of(x), norm.contiguous(), eps, *rest)
+    launch_project(y, rows_of(x), norm.contiguous(), eps, weight, bias, where)
     return settled(y, out)

@@ -12,9 +12,10 @@ from torch import Tensor
 
 import infinicore
 from infinicore.float8 import Float8Tensor
+from infinicore.ops.fused_reference import Where
 from infinicore.ops.triton import float8_one, fragment_rows, tiles_one
 from infinicore.ops.triton.cache import note_stored
-from infinicore.ops.triton.heads import are_heads, query_shape
+from infinicore.ops.triton.heads import are_heads, are_projected_heads, query_shape
 from infinicore.ops.triton.norm import are_rows, rms_norm
 from infinicore.ops.triton.quantized import accepts_quantized_linear
 from infinicore.ops.triton.tensors import are_plain, fits, rows_of, settled, target
@@ -114,25 +115,29 @@ def accepts_project_heads(
 ) -> bool:
     """One row alone: those of more are a norm, a product and store_heads. Of tiles, heads whose halves are
     whole tiles, for a program to have both values of what is rotated."""
+    where = Where(*rest)
     return (
         are_few(x, weight, bias, norm)
         and is_one(x, weight)
-        and are_heads(1, *rest)
-        and (isinstance(weight, Float8Tensor) or (not rest[3] and rest[5].shape[3] % (2 * TILE_ROWS) == 0))
-        and x.device == rest[4].device
-        and weight.shape[0] > 2 * rest[5].shape[1] * rest[5].shape[3]
-        and weight.shape[0] % rest[5].shape[3] == 0
-        and fits(out, query_shape(weight, rest[5]), x.dtype, x.device)
+        and are_heads(1, where)
+        and (isinstance(weight, Float8Tensor) or are_whole_tiles(where))
+        and x.device == where.keys.device
+        and are_projected_heads(weight.shape[0], where)
+        and fits(out, query_shape(weight, where), x.dtype, x.device)
     )
 
 
+def are_whole_tiles(where: Where) -> bool:
+    return not where.is_interleaved and where.values.shape[3] % (2 * TILE_ROWS) == 0
+
+
 def project_heads(
-    out: Tensor | None, x: Tensor, norm: Tensor, eps: float, weight: Weight, *rest: Any
+    out: Tensor | None, x: Tensor, norm: Tensor, eps: float, weight: Weight, bias: Tensor | None, *rest: Any
 ) -> Tensor:
-    bias, positions, sin, cos, is_interleaved, keys, values, *places = rest
-    like = torch.empty(query_shape(weight, values), dtype=x.dtype, device=x.device)
-    q = target(out, like, x, norm, *weight.planes, *(t for t in rest if isinstance(t, Tensor)))
-    heads = Heads.of(like.shape[1], positions, sin, cos, keys, values, *places)
-    launch_one(q, x, weight, bias, Beside(norm, eps, heads=heads), is_interleaved)
-    note_stored(values, *places)
+    where = Where(*rest)
+    like = torch.empty(query_shape(weight, where), dtype=x.dtype, device=x.device)
+    q = target(out, like, x, norm, *weight.planes, *(t for t in (bias, *rest) if isinstance(t, Tensor)))
+    beside = Beside(norm, eps, heads=Heads.of(like.shape[1], where))
+    launch_one(q, x, weight, bias, beside, where.is_interleaved)
+    note_stored(where.values, *where.places)
     return settled(q, out)

@@ -17,8 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 import infinicore
-from infinicore.ops.triton.cache import LANES
-from infinicore.ops.triton.heads import angles, place_of, put
+from infinicore.ops.fused_reference import Where
+from infinicore.ops.triton.cache import LANES, block_of
+from infinicore.ops.triton.heads import angles, put
 from infinicore.ops.triton.tensors import num_processors, overlap, pairs_of, wait_for_inputs
 from infinicore.ops.triton.tiles import (
     IS_INTERPRETED,
@@ -326,9 +327,8 @@ def turn_of(d, where, S: tl.constexpr):
     position_ptr, sin_ptr, cos_ptr, stream_ptr, slot_ptr, table_ptr, _, _ = where[0]
     sin_stride, cos_stride, length, B, M, P, _, _ = where[1]
     position = tl.load(position_ptr).to(tl.int64)
-    stream, slot = tl.load(stream_ptr).to(tl.int64), tl.load(slot_ptr).to(tl.int64)
     sin, cos = angles(sin_ptr, cos_ptr, position, d, True, sin_stride, cos_stride, length)
-    block, place = place_of(table_ptr, stream, slot, B, M, P, S)
+    block, place = block_of(table_ptr, stream_ptr, slot_ptr, B, M, P, S)
     return sin, cos, block, place
 
 
@@ -374,13 +374,14 @@ class Heads(NamedTuple):
     block_size: int
 
     @classmethod
-    def of(cls, num_heads: int, *where: Tensor) -> Heads:
-        positions, sin, cos, keys, values, *places = where
-        positions, tables, streams, slots = (t.contiguous() for t in (positions, *places))
-        num_blocks, num_kv_heads, block_size, _ = values.shape
+    def of(cls, num_heads: int, where: Where) -> Heads:
+        positions, tables, streams, slots = (t.contiguous() for t in (where.positions, *where.places))
+        num_blocks, num_kv_heads, block_size, _ = where.values.shape
+        sin, cos = where.sin, where.cos
         strides = sin.stride(0), cos.stride(0), len(sin)
         sizes = *strides, *tables.shape, num_blocks, num_heads, num_kv_heads
-        return cls((positions, sin, cos, streams, slots, tables, keys, values), sizes, block_size)
+        pointers = positions, sin, cos, streams, slots, tables, where.keys, where.values
+        return cls(pointers, sizes, block_size)
 
 
 class Beside(NamedTuple):
