@@ -60,7 +60,7 @@ class Engine:
         tokens = config.max_num_batched_tokens or step_tokens(model.config, model.device)
         self.scheduler = Scheduler(self.blocks, config.max_num_seqs, tokens, model.device.type == "cpu")
         self.counts = self.scheduler.counts
-        self.step_tokens = Histogram(STEP_TOKENS)
+        self.step_sizes = Histogram(STEP_TOKENS)
         self.intake = Intake(model, tokenizer, config, self.adapters, self.blocks, self.max_length)
         self.make, self.make_encoding = self.intake.make, self.intake.make_encoding
         self.runner = Runner(model, self.cache, config.max_num_seqs, self.max_length, tokens)
@@ -199,7 +199,7 @@ class Engine:
             work, drawn = [*work, *self.scheduler.beside], [*drawn, *read]
             self.scheduler.beside = []
         if work:
-            self.step_tokens.add(num_tokens_of(work))
+            self.step_sizes.add(num_tokens_of(work))
         return self._update(work, drawn)
 
     def _finish(self, launched: Launched) -> list[Drawn]:

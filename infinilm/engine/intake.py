@@ -24,8 +24,7 @@ from infinilm.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from infinilm.engine.grammar import GrammarCompiler
 
-# How a prompt is read whose last state is wanted: as if one token were to follow, which needs no room. It is
-# known by being this very object: its like is a caller's, who wants the token.
+# How a prompt is read whose last state is wanted: as if one token were to follow, which needs no room
 ENCODING = SamplingParams(temperature=0.0, max_tokens=1)
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -61,14 +60,17 @@ class Intake:
         request_id: str | None = None,
         cache_salt: str | None = None,
         lora_request: LoRARequest | None = None,
+        *,
+        wants_state: bool = False,
     ) -> Request:
-        """A request that has been checked; RequestError if it is wrong or can never be served."""
-        if params is not ENCODING and not self.model.has_head:
+        """A request that has been checked; RequestError if it is wrong or can never be served. If the state
+        of its last token is wanted, no token follows."""
+        if not wants_state and not self.model.has_head:
             raise RequestError(NO_HEAD)
         check_options(priority, request_id, cache_salt)
         text, token_ids = self._tokens_of(prompt)
         self._check_ids(token_ids, params)
-        max_tokens = self._room_for(len(token_ids), params)
+        max_tokens = self._room_for(len(token_ids), params, wants_state)
         serial = next(self._serials)
         ends = frozenset() if params.ignore_eos else frozenset(self._eos_ids)
         request = Request(
@@ -87,6 +89,7 @@ class Intake:
             cache_salt=cache_salt or "",
             adapter=self.adapters.of(lora_request),
         )
+        request.completions[0].wants_state = wants_state
         self._prepare(request)
         return request
 
@@ -118,9 +121,8 @@ class Intake:
         """A request whose prompt is read, for the state of its last token, and not continued. A text is read
         as the model's files have texts embedded, with the prompt of this name before it."""
         encoded = self._encoded(prompt, prompt_name)
-        request = self.make(encoded, ENCODING, priority, request_id, cache_salt, lora_request)
-        request.completions[0].wants_state = True
-        return request
+        options = priority, request_id, cache_salt, lora_request
+        return self.make(encoded, ENCODING, *options, wants_state=True)
 
     @property
     def _eos_ids(self) -> tuple[int, ...]:
@@ -178,12 +180,12 @@ class Intake:
                         f"{name} has token id {token_id}; the model's are 0 to {vocab_size - 1}"
                     )
 
-    def _room_for(self, num_prompt: int, params: SamplingParams) -> int:
+    def _room_for(self, num_prompt: int, params: SamplingParams, wants_state: bool) -> int:
         """How many tokens may follow a prompt."""
         if num_prompt == 0:
             raise RequestError("the prompt has no tokens; the model needs one at least")
         room = self.max_length - num_prompt
-        most = self.max_length - (params is not ENCODING)
+        most = self.max_length - (not wants_state)
         if num_prompt > most:
             model_len = self.config.max_model_len or self.model.config.max_position_embeddings
             blocks = f"{self.blocks.num_blocks} blocks of {self.blocks.size} tokens"

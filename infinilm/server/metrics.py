@@ -95,7 +95,7 @@ class ServiceCollector(Collector):
         for name, help_text in HISTOGRAMS.items():
             yield self.histogram(name, help_text, self.service.tally.histograms[name])
         told = "Tokens that a step of the engine computed, of prompts and of answers."
-        yield self.histogram("iteration_tokens_total", told, self.service.llm.engine.step_tokens)
+        yield self.histogram("iteration_tokens_total", told, self.service.llm.engine.step_sizes)
         yield self.cache_config()
 
     def gauges(self) -> Iterator[Metric]:
