@@ -13,7 +13,7 @@ from torch import Tensor
 
 import infinicore
 from infinicore.ops.triton.attention_alone import MOST_FOLDED, launch_alone
-from infinicore.ops.triton.attention_places import LONG
+from infinicore.ops.triton.attention_places import LONG, Seen, Sizes
 from infinicore.ops.triton.attention_runs import launch_runs
 from infinicore.ops.triton.attention_warps import launch_warps, suits
 from infinicore.ops.triton.cache import are_places, are_pools
@@ -69,33 +69,33 @@ def attention(  # noqa: PLR0913  those of the op
     group = q.shape[1] // num_kv_heads
     # exp2 is what the device has, so scores are in powers of two; a cap multiplies what tanh makes of them.
     scale, cap = (scale / softcap, softcap * LOG2_E) if softcap > 0 else (scale * LOG2_E, 0.0)
-    sizes = (scale, cap, window, len(q), *tables.shape, num_blocks, num_kv_heads, group, size)
-    tensors = q, keys, values, tables, streams, slots, None if sinks is None else sinks.contiguous()
+    counts = len(q), len(tables), tables.shape[1], num_blocks
+    sizes = Sizes(scale, cap, window, *counts, num_kv_heads, group, size)
+    sinks = None if sinks is None else sinks.contiguous()
+    seen = Seen(q, keys, values, tables, streams, slots, sinks)
     if infinicore.deterministic:
-        launch_each(y, tensors, sizes)
-        return settled(y, out)
-    if len(q) > max(len(tables), LONG.value - 1):
-        launch_alone(y, tensors, sizes, has_runs=True)
-        launch_runs(y, tensors, sizes)
+        launch_each(y, seen, sizes)
+    elif len(q) > max(len(tables), LONG.value - 1):
+        launch_alone(y, seen, sizes, has_runs=True)
+        launch_runs(y, seen, sizes)
     else:
-        launch_singly(y, tensors, sizes)
+        launch_singly(y, seen, sizes)
     return settled(y, out)
 
 
-def launch_singly(y: Tensor, tensors: tuple[Any, ...], sizes: tuple[Any, ...]) -> None:
+def launch_singly(y: Tensor, seen: Seen, sizes: Sizes) -> None:
     """Tokens of which none is of a run"""
-    if suits(*tensors[:3]):
-        launch_warps(y, tensors, sizes)
+    if suits(seen.q, seen.keys, seen.values):
+        launch_warps(y, seen, sizes)
     else:
-        launch_alone(y, tensors, sizes, has_runs=False)
+        launch_alone(y, seen, sizes, has_runs=False)
 
 
-def launch_each(y: Tensor, tensors: tuple[Any, ...], sizes: tuple[Any, ...]) -> None:
+def launch_each(y: Tensor, seen: Seen, sizes: Sizes) -> None:
     """Every token as if it stood alone, with the splits it would have then"""
-    q, keys, values, tables, streams, slots, sinks = tensors
-    scale, cap, window, _, *rest = sizes
-    size = max(MOST_FOLDED // values.shape[1], 1)
-    for parts in zip(*(t.split(size) for t in (y, q, streams, slots)), strict=True):
-        y_part, q_part, streams_part, slots_part = parts
-        some = q_part, keys, values, tables, streams_part, slots_part, sinks
-        launch_singly(y_part, some, (scale, cap, window, len(q_part), *rest))
+    most = max(MOST_FOLDED // sizes.num_kv_heads, 1)
+    for part, q, streams, slots in zip(
+        *(t.split(most) for t in (y, seen.q, seen.streams, seen.slots)), strict=True
+    ):
+        some = seen._replace(q=q, streams=streams, slots=slots)
+        launch_singly(part, some, sizes._replace(num_tokens=len(q)))

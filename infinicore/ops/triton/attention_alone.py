@@ -8,7 +8,7 @@ where there are few, else afterwards.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,6 +19,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 import infinicore
 from infinicore.ops.triton.attention_places import (
     LONG,
+    Seen,
+    Sizes,
     arithmetic,
     capped,
     in_run,
@@ -265,15 +267,14 @@ def plan_of(num_programs: int, q: Tensor, num_kv_heads: int, is_wide: bool, has_
     return Plan(splits, is_folded, *alone_tile(is_wide, dim))
 
 
-def launch_alone(y: Tensor, tensors: tuple[Any, ...], sizes: tuple[Any, ...], has_runs: bool) -> None:
-    q, _, values, tables, streams, slots, sinks = tensors
-    _, cap, window, _, num_streams, room, *_ = sizes
+def launch_alone(y: Tensor, seen: Seen, sizes: Sizes, has_runs: bool) -> None:
+    q, values, streams, sinks = seen.q, seen.values, seen.streams, seen.sinks
     num_tokens, num_heads, size = q.shape
     num_kv_heads, block_size = values.shape[1:3]
     alone = listed(streams) if has_runs else streams
     # Where a stream's tokens come one after the other, no more of them stand alone.
-    num_programs = min(num_tokens, (LONG.value - 1) * len(tables)) if has_runs else num_tokens
-    math_of, dim, group = arithmetic(q, values), padded(size), num_heads // num_kv_heads
+    num_programs = min(num_tokens, (LONG.value - 1) * sizes.num_streams) if has_runs else num_tokens
+    math_of, dim = arithmetic(q, values), padded(size)
     plan = plan_of(num_programs, q, num_kv_heads, math_of["DTYPE"] == tl.float32, has_runs)
     shared = {"S": block_size, "DIM": dim, "KEYS": 2 * LANES, "SPLITS": plan.splits, "HAS_RUNS": has_runs}
     shared["HAS_SINKS"] = sinks is not None
@@ -281,14 +282,15 @@ def launch_alone(y: Tensor, tensors: tuple[Any, ...], sizes: tuple[Any, ...], ha
     parts, weights = (q.new_empty(num_parts, n, dtype=torch.float32) for n in (dim, 2))
     arrived = arrivals(values) if plan.is_folded else None
     alone_kernel[(num_programs, num_kv_heads, plan.splits)](
-        y, parts, weights, arrived, alone, *tensors, *q.stride()[:2], *sizes,
-        CAPS=cap > 0, LANES=LANES, HEADS=padded(group), FOLDED=folded_heads(plan, dim, group),
+        y, parts, weights, arrived, alone, *seen, *q.stride()[:2], *sizes,
+        CAPS=sizes.cap > 0, LANES=LANES, HEADS=padded(sizes.group),
+        FOLDED=folded_heads(plan, dim, sizes.group),
         num_warps=plan.num_warps, num_stages=plan.num_stages, **shared, **math_of, **overlap(q.device),
     )  # fmt: skip
     if plan.splits > 1 and not plan.is_folded:
         fold_kernel[(num_programs, num_heads)](
-            y, parts, weights, alone, streams, slots, sinks, window, num_tokens, num_streams, room, num_heads,
-            size, num_warps=4, **shared, **overlap(q.device),
+            y, parts, weights, alone, streams, seen.slots, sinks, sizes.window, num_tokens, sizes.num_streams,
+            sizes.num_table_blocks, num_heads, size, num_warps=4, **shared, **overlap(q.device),
         )  # fmt: skip
 
 

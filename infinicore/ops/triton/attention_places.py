@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -14,6 +14,33 @@ from infinicore.ops.triton.tensors import tanh
 # N tokens, B streams, M blocks of a stream, P blocks of a pool, S slots of a block, H query heads,
 # K key/value heads, G query heads of each, D head size, KEYS keys that are looked at together
 LONG = tl.constexpr(8)  # tokens of one stream in a row that make a run
+
+
+class Seen(NamedTuple):
+    """The tensors that kernels of attention read, in their order"""
+
+    q: Tensor  # [N, H, D]
+    keys: Tensor
+    values: Tensor
+    tables: Tensor  # [B, M]
+    streams: Tensor  # [N]
+    slots: Tensor  # [N]
+    sinks: Tensor | None
+
+
+class Sizes(NamedTuple):
+    """The numbers that they read after those and the strides of q, in their order"""
+
+    scale: float
+    cap: float
+    window: int
+    num_tokens: int
+    num_streams: int
+    num_table_blocks: int
+    num_blocks: int
+    num_kv_heads: int
+    group: int
+    size: int
 
 
 @triton.jit

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from infinicore.ops.triton.attention_places import (
     LONG,
+    Seen,
+    Sizes,
     arithmetic,
     capped,
     in_run,
@@ -259,15 +259,14 @@ def runs_tile(is_wide: bool, dim: int) -> tuple[int, int, int, int]:
     return (64, 64, 4, 3) if dim == 128 else (128, 64, 8, 3)
 
 
-def launch_runs(y: Tensor, tensors: tuple[Any, ...], sizes: tuple[Any, ...]) -> None:
-    q, _, values, *_, sinks = tensors
-    num_tokens, num_heads, size = q.shape
-    math_of = arithmetic(q, values)
+def launch_runs(y: Tensor, seen: Seen, sizes: Sizes) -> None:
+    num_tokens, num_heads, size = seen.q.shape
+    math_of = arithmetic(seen.q, seen.values)
     dim = padded(size)
     tokens, keys, num_warps, num_stages = runs_tile(math_of["DTYPE"] == tl.float32, dim)
     runs_kernel[(num_heads, triton.cdiv(num_tokens, tokens))](
-        y, *tensors, *q.stride()[:2], *sizes,
-        CAPS=sizes[1] > 0, HAS_SINKS=sinks is not None,
-        S=values.shape[2], LANES=LANES, LONG=LONG, TOKENS=tokens, DIM=dim, KEYS=keys,
-        num_warps=num_warps, num_stages=num_stages, **math_of, **overlap(q.device),
+        y, *seen, *seen.q.stride()[:2], *sizes,
+        CAPS=sizes.cap > 0, HAS_SINKS=seen.sinks is not None,
+        S=seen.values.shape[2], LANES=LANES, LONG=LONG, TOKENS=tokens, DIM=dim, KEYS=keys,
+        num_warps=num_warps, num_stages=num_stages, **math_of, **overlap(y.device),
     )  # fmt: skip

@@ -8,7 +8,7 @@ a head, in their order, by the one that comes last.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -23,7 +23,15 @@ from infinicore.ops.triton.attention_alone import (
     fold_parts,
     share_of,
 )
-from infinicore.ops.triton.attention_places import arithmetic, capped, lanes_at, place_of, with_sinks
+from infinicore.ops.triton.attention_places import (
+    Seen,
+    Sizes,
+    arithmetic,
+    capped,
+    lanes_at,
+    place_of,
+    with_sinks,
+)
 from infinicore.ops.triton.cache import are_latest
 from infinicore.ops.triton.fragments import pair_of_halves
 from infinicore.ops.triton.tensors import num_processors, overlap, wait_for_inputs
@@ -303,20 +311,20 @@ def suits(q: Tensor, keys: Tensor, values: Tensor) -> bool:
     )
 
 
-def launch_warps(y: Tensor, tensors: tuple[Any, ...], sizes: tuple[Any, ...]) -> None:
-    q, keys, values, tables, streams, slots, sinks = tensors
-    _, cap, *_, num_kv_heads, group, size = sizes
-    num_tokens, num_heads, _ = q.shape
+def launch_warps(y: Tensor, seen: Seen, sizes: Sizes) -> None:
+    q, keys, values, tables, streams, slots, sinks = seen
+    num_tokens, num_heads, size = q.shape
+    num_kv_heads = sizes.num_kv_heads
     plan = plan_of(num_tokens * num_kv_heads, tables.shape[1] * values.shape[2], q.device)
     is_split = plan.splits > 1
     is_early = is_split and are_latest(values, tables, streams, slots)
     num_parts = num_tokens * num_heads * plan.splits if is_split else 0
     parts, weights = (q.new_empty(num_parts, n, dtype=torch.float32) for n in (size, 2))
-    heads = triton.next_power_of_2(group)
+    heads = triton.next_power_of_2(sizes.group)
     warps_kernel[(num_tokens, num_kv_heads, plan.splits)](
         y, parts, weights, arrivals(values) if is_split else None, q, keys.view(torch.int32),
         values.view(torch.int32), tables, streams, slots, sinks, *q.stride()[:2], *sizes[:-1],
-        CAPS=cap > 0, HAS_SINKS=sinks is not None, S=values.shape[2], HEADS=max(heads, 4), D=size,
+        CAPS=sizes.cap > 0, HAS_SINKS=sinks is not None, S=values.shape[2], HEADS=max(heads, 4), D=size,
         WARPS=plan.num_warps, SPLITS=plan.splits,
         FOLDED=min(max(FOLDED_TILE // (plan.splits * size), 1), heads) if is_split else 0,
         IS_EARLY=is_early, TOKENS=triton.next_power_of_2(num_tokens) if is_early else 1,
