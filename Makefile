@@ -1,4 +1,4 @@
-# Each target does all it needs on a fresh machine: Python, pip, a C++ compiler and make are enough.
+# Each target does all it needs on a fresh machine: Python with pip, venv and headers, a C++ compiler and make are enough.
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -25,7 +25,7 @@ build = rm -rf build/$(1) && $(BIN)/python -c "from scikit_build_core import bui
 setup: .venv/.built .venv/.tests
 
 .venv/.runtime: pyproject.toml constraints.txt
-	$(call step,making .venv,test -x $(BIN)/python || $(PYTHON) -m venv .venv)
+	$(call step,making .venv,test -x $(BIN)/pip || $(PYTHON) -m venv .venv)
 	$(call step,installing what builds the native core,$(PIP) scikit-build-core nanobind cmake ninja)
 	$(call step,installing torch and what else is needed to run,$(PIP) $(call requirements,p['dependencies'] + \
 	    p['optional-dependencies']['serve']))

@@ -86,8 +86,8 @@ private:
 
 void check_vector(const Tensor& v, const Tensor& x) {
     require(v.dtype == x.dtype, "expected the weight in the dtype of the input");
-    require(is_contiguous(v) && num_elements(v) == x.shape[x.ndim - 1],
-            "expected a contiguous weight as long as a row");
+    require(v.ndim == 1 && is_contiguous(v) && v.shape[0] == x.shape[x.ndim - 1],
+            "expected a contiguous weight as long as a row, of one dimension");
 }
 
 void check_like(const Tensor& other, const Tensor& x) {

@@ -115,7 +115,7 @@ def _dequantize_q4_k(blocks: Tensor) -> Tensor:
 
 
 def _dequantize_q5_k(blocks: Tensor) -> Tensor:
-    """As Q4_K, with 32 bytes of fifth bits before the 4-bit fields; bit g of a byte belongs to group g"""
+    """Q4_K with 32 bytes of fifth bits before the 4-bit fields; bit g of a byte belongs to group g"""
     scale, minimum, groups, high, packed = _parts(blocks, 2, 2, 12, 32, 128)
     scales, minimums = _group_scales(groups)
     fields = _fields(packed, 4, 32) | _fields(high, 1, 32) << 4

@@ -166,11 +166,13 @@ class OnlyViews(TorchFunctionMode):
         name = func.__name__
         if name == "__get__" and not isinstance(result := func(*args), Tensor):
             return result  # a shape, a dtype: most of what is asked for, so it is let through first
-        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+        kwargs, makes_room = kwargs or {}, name.removeprefix("new_").startswith("empty")
+        has_out = kwargs.get("out") is not None
+        if writes(name) or kwargs.get("inplace") or (has_out and not makes_room):
             raise RecordError(f"{name} writes without a native op, so a replay would leave it out")
-        result = func(*args, **(kwargs or {}))
-        if name.removeprefix("new_").startswith("empty"):
-            return result if (kwargs or {}).get("out") is not None else self.in_arena(result)
+        result = func(*args, **kwargs)
+        if makes_room:
+            return result if has_out else self.in_arena(result)
         results = result if isinstance(result, tuple | list) else (result,)
         made = [t for t in results if isinstance(t, Tensor)]
         if made and not are_views(made, args):
@@ -180,6 +182,10 @@ class OnlyViews(TorchFunctionMode):
     def in_arena(self, made: Tensor) -> Tensor:
         with torch._C.DisableTorchFunction():
             return self.graph.empty_like(made)
+
+
+def writes(name: str) -> bool:
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
 def are_views(made: list[Tensor], args: tuple[Any, ...]) -> bool:

@@ -207,7 +207,7 @@ class PackedTensor(QuantizedTensor):
 
     @property
     def activation_span(self) -> int:
-        """As many share a scale: 32, or 256 where tile registers take blocks of a type whole."""
+        """How many activations share a scale: 32, or 256 where tile registers take blocks of a type whole."""
         return _native.activation_span(self.type.ggml_id)
 
     def unpack(self) -> QuantizedTensor:

@@ -58,7 +58,7 @@ class RowTensor(QuantizedTensor):
         return (self.blocks,)
 
     def of(self, planes: Sequence[Tensor], num_rows: int) -> Self:
-        """Of the same kind, with other rows"""
+        """One of the same kind, with other rows"""
         return replace(self, blocks=planes[0], shape=(num_rows, self.shape[1]))
 
     def part(self, begin: int, end: int) -> QuantizedTensor:

@@ -90,6 +90,7 @@ def measure_latency(
     start = time.perf_counter()
     llama, _ = load_model(model, **options)  # type: ignore[arg-type]
     load_seconds = time.perf_counter() - start
+    check_context(llama, workload)
     prompts = random_prompts(llama.config.vocab_size, workload.prompt_length, workload.batch_size, seed=1)
     lockstep = Lockstep(llama, prompts, workload.output_length)
     rounds = [run_once(lockstep, workload) for _ in range(workload.num_rounds + 1)][1:]
@@ -108,6 +109,16 @@ def measure_latency(
         "read_bandwidth_bytes_per_second": Measured(tuple(bandwidth)),
         **({"byte_products_per_second": Measured(tuple(products))} if products else {}),
     }
+
+
+def check_context(model: LlamaForCausalLM, workload: Workload) -> None:
+    """What lies beyond it could be measured, but not asked for."""
+    num_tokens, most = workload.prompt_length + workload.output_length, model.config.max_position_embeddings
+    if num_tokens > most:
+        raise ValueError(
+            f"prompt-length {workload.prompt_length} and output-length {workload.output_length} are "
+            f"{num_tokens} tokens, but the model's context is {most}"
+        )
 
 
 class Lockstep:
@@ -298,7 +309,7 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Of the process, or of what it has on a GPU"""
+    """The most bytes that the process had, or that it had on a GPU"""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

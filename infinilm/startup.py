@@ -24,7 +24,7 @@ Report = Callable[[int], None]
 
 
 def tell_nobody(num_bytes: int) -> None:
-    """Of the bytes that have been loaded"""
+    """Where nobody wants to know how many bytes have been loaded"""
 
 
 def load_model(
@@ -90,9 +90,12 @@ def tokenizer_of(checkpoint: Checkpoint, chat_template: str | None = None) -> To
 
 
 def check_vocabulary(checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
-    """Every token has its row. Rows beyond the last token are padding, as Qwen has it."""
+    """Every token has its row, but for special ones that no text needs: Gemma 3 has one for images where it
+    does not see, others one for padding. Rows beyond the last token are padding too, as Qwen has it."""
     num_rows = read_config(checkpoint).vocab_size
-    if tokenizer.vocab_size > num_rows:
+    num_spared = sum(token_id >= num_rows for token_id in tokenizer.special_token_ids)
+    last_of_frame = max(tokenizer.encode(""), default=-1)
+    if tokenizer.vocab_size - num_spared > num_rows or last_of_frame >= num_rows:
         raise CheckpointError(
             f"{checkpoint.path}: the tokenizer has token ids up to {tokenizer.vocab_size - 1}, but the model "
             f"{num_rows} rows of embeddings; take the tokenizer that belongs to this model"

@@ -63,7 +63,7 @@ def test_a_model_that_is_not_registered_is_refused_by_name(monkeypatch: pytest.M
     ]
     monkeypatch.setattr(registry, "ENTRIES", others)
     with pytest.raises(CheckpointError, match="model_type 'olmo2' is unknown; expected one of .*'olmoe'"):
-        registry.folder_entry(SimpleNamespace(path="x", config={"model_type": "olmo2"}))
+        registry.entry_of(SimpleNamespace(path="x", is_gguf=False, config={"model_type": "olmo2"}))
 
 
 def test_the_model_that_the_guide_writes_passes_its_proof(copy: Path) -> None:

@@ -287,7 +287,9 @@ def test_the_command_prints_a_table_of_clients(
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--base-url", "http://127.0.0.1:1"], "127.0.0.1"),
+        (["--base-url", "http://127.0.0.1:1"], "no server at http://127.0.0.1:1: "),
+        (["--base-url", "unix:/no/such.sock"], "no server at unix:/no/such.sock: "),
+        (["--timeout", "-1"], "--timeout must be a number of seconds above 0"),
         (["--base-url", "nonsense"], "the base URL must be"),
         (["--request-rate", "0"], "--request-rate must be above 0"),
         (["--num-prompts", "0"], "num-prompts must be at least 1"),

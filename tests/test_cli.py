@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import io
 import json
@@ -11,7 +12,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from engines import HIDDEN, write_model
 from safetensors.torch import load_file, save_file
 
 from infinilm import hub
-from infinilm.cli import main
+from infinilm.cli import main, parser
 
 
 def infinilm(*arguments: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
@@ -67,6 +68,19 @@ def test_help_and_version_answer_without_torch() -> None:
     assert infinilm("--version").stdout.startswith("infinilm 0.")
 
 
+def test_every_option_says_what_it_is() -> None:
+    assert list(options_without_help(parser())) == []
+
+
+def options_without_help(command: argparse.ArgumentParser) -> Iterator[str]:
+    for action in command._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in action.choices.values():
+                yield from options_without_help(inner)
+        elif not action.help:
+            yield f"{command.prog} {action.dest}"
+
+
 def test_generate_prints_an_answer_and_its_speed(default_model_path: Path) -> None:
     question = "What is the capital of France?"
     result = infinilm("generate", question, "--max-tokens", "12", "--stats")
@@ -102,6 +116,18 @@ def test_chat_ends_at_the_end_of_its_input(here: Here, tiny_folder: Path) -> Non
     assert here("chat", "--model", str(tiny_folder), stdin="").returncode == 0
 
 
+def test_a_model_without_a_chat_template_completes_and_does_not_chat(here: Here, tmp_path: Path) -> None:
+    folder = write_model(tmp_path)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    command = ("generate", "Hello", "--max-tokens", "4", "--model", str(folder))
+    assert here(*command).stdout == here(*command, "--raw").stdout
+    for refused in ((*command, "--system", "Be brief."), ("chat", "--model", str(folder))):
+        result = here(*refused)
+        assert result.returncode == 1 and "chat template" in result.stderr.splitlines()[-1]
+
+
 def test_info_tells_architecture_sizes_and_memory(here: Here, default_model_path: Path) -> None:
     out = here("info").stdout
     for expected in ("llama", "134,515,008", "49,152, tied", "8,192 tokens", "Q4_1 79%", "MB of weights"):
@@ -127,6 +153,9 @@ def test_info_tells_architecture_sizes_and_memory(here: Here, default_model_path
         (("generate", "x", "--kv-cache-memory", "much"), "kv_cache_memory"),
         (("generate", "x", "--max-model-len", "1"), "max_model_len"),
         (("bench", "throughput", "--output-len", "1"), "output-len must be at least 2, but is 1"),
+        (("bench", "latency", "--prompt-length", "8192"), "8256 tokens, but the model's context is 8192"),
+        (("generate", "x", "--model", ""), "the model's name is empty"),
+        (("generate", "x", "--raw", "--system", "y"), "--system needs a chat template"),
     ],
 )
 def test_a_users_error_is_one_line_and_a_failing_exit(
@@ -136,6 +165,27 @@ def test_a_users_error_is_one_line_and_a_failing_exit(
     assert result.returncode == 1
     (line,) = (line for line in result.stderr.splitlines() if "keys and values" not in line)
     assert line.startswith("infinilm: error:") and expected in line
+
+
+def test_a_warning_is_one_line_without_a_place_in_the_sources(tiny_folder: Path) -> None:
+    result = infinilm("generate", "x", "--model", str(tiny_folder), "--quantize", "q8_0", "--max-tokens", "1")
+    first, second = result.stderr.splitlines()
+    assert first.startswith(f"infinilm: warning: {tiny_folder}: 2 of 16 matrices stay dense: ")
+    assert "keys and values" in second
+
+
+def test_memory_that_cannot_be_had_is_one_line(default_model_path: Path) -> None:
+    program = """
+import resource, sys
+import infinilm.llm
+from infinilm.cli import main
+taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (taken + (2 << 30),) * 2)
+sys.exit(main(["generate", "x", "--kv-cache-memory", "8GiB"]))
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert "not enough memory: you tried to allocate" in result.stderr.splitlines()[-1]
 
 
 def test_logits_that_are_no_numbers_are_one_line_and_a_chat_goes_on(here: Here, tmp_path: Path) -> None:
@@ -367,7 +417,9 @@ class Terminal:
             while True:
                 if not select.select([self.screen], [], [], 2)[0]:
                     self.type(keys)
-                elif not os.read(self.screen, 4096):
+                elif shown := os.read(self.screen, 4096):
+                    self.shown += shown
+                else:
                     break
         return self.process.wait(timeout=120)
 
@@ -402,3 +454,4 @@ def test_control_c_stops_an_answer_and_at_the_prompt_the_chat(default_model_path
         terminal.read_to("stopped; the turn is forgotten")
         terminal.read_to("> ")
         assert terminal.leave("\x03") == 130
+        assert terminal.shown.endswith(b"\n")  # where the shell goes on

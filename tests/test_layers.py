@@ -79,6 +79,7 @@ def test_embedding_takes_tensors_lists_and_lists_of_lists() -> None:
     assert torch.equal(table(torch.tensor([[1, 2], [3, 0]])), wanted)
     assert torch.equal(table([[1, 2], [3, 0]]), wanted)
     assert torch.equal(table([3, 0]), wanted[1])
+    assert torch.equal(table(list(np.array([3, 0]))), wanted[1])  # numpy's integers
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from infinilm.tokenizer import TokenizerError
-from infinilm.tokenizer.chat import Renderer
+from infinilm.tokenizer.chat import Renderer, with_thoughts
 
 FILES = sorted((Path(__file__).parent / "data" / "templates").glob("*.jinja"))
 TEMPLATES = {path.stem: path.read_text() for path in FILES}
@@ -36,6 +36,14 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
         {"role": "user", "content": "z"},
         {"role": "assistant", "content": "B", "reasoning_content": "so"},
     ],
+    "thoughts before a call": [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "A", "thinking": "hm"},
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": "", "reasoning_content": "so", "tool_calls": [CALL]},
+        {"role": "tool", "name": "weather", "content": '{"t": 3}'},
+        {"role": "assistant", "content": "", "reasoning": "again", "tool_calls": [CALL]},
+    ],
 }
 PROPERTIES = {"city": {"type": "string"}, "days": {"type": ["number", "null"]}, "unit": {"enum": ["C", "F"]}}
 PARAMETERS = {"type": "object", "properties": PROPERTIES, "required": ["city"]}
@@ -58,7 +66,7 @@ def as_transformers(template: str, messages: list[dict[str, Any]], variables: di
 
 
 def as_here(renderer: Renderer, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
-    given = {"tools": None, "documents": None, **ROLES, **variables, "messages": messages}
+    given = {"tools": None, "documents": None, **ROLES, **variables, "messages": with_thoughts(messages)}
     try:
         return renderer.render(given)
     except TokenizerError as error:
@@ -86,8 +94,8 @@ def test_these_conversations_are_rendered_and_refused():
         for name, template in TEMPLATES.items()
     }
     assert {name: titles for name, titles in refused.items() if titles} == {
-        "gemma2": ["a system", "a user twice", "a tool"],
-        "gemma3": ["a user twice", "a tool"],
+        "gemma2": ["a system", "a user twice", "a tool", "thoughts before a call"],
+        "gemma3": ["a user twice", "a tool", "thoughts before a call"],
         "gpt_oss": ["a tool nobody called"],
-        "mixtral": ["a user twice"],
+        "mixtral": ["a user twice", "thoughts before a call"],
     }

@@ -48,6 +48,12 @@ def test_parameter_is_a_torch_parameter_that_needs_no_gradient_until_asked():
     assert Parameter(torch.ones(2), requires_grad=True).requires_grad
 
 
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_parameter_is_printed_as_torchs(requires_grad):
+    data = whole_matrix()
+    assert repr(Parameter(data, requires_grad=requires_grad)) == repr(torch.nn.Parameter(data, requires_grad))
+
+
 def test_unsplit_parameter_shares_the_memory_of_its_data():
     data = torch.zeros(3)
     Parameter(data).load(torch.ones(3))
@@ -254,6 +260,12 @@ def test_register_modules_names_the_children_by_number():
     assert layers[0] is not layers[1]
 
 
+@pytest.mark.parametrize("wrong", [Leaf(), 3, "Leaf"])
+def test_register_modules_of_something_that_makes_no_modules_is_refused(wrong):
+    with pytest.raises(TypeError, match=r"^register_modules\('layers'\): expected a Module class, found"):
+        Module().register_modules(2, "layers", wrong)
+
+
 def test_register_modules_of_none_and_of_less():
     assert len(Module().register_modules(0, "layers", Leaf)) == 0
     with pytest.raises(ValueError, match="-1"):
@@ -455,3 +467,33 @@ def test_a_hook_before_the_load_may_rename_what_it_is_given():
         leaf.register_load_state_dict_pre_hook(renamed)
     assert tree.load_state_dict(given, strict=True) == ([], [])
     assert all(leaf.weight.data.sum() == 16 for leaf in tree) and set(given) == {"0.kernel", "1.weight"}
+
+
+def test_a_hook_before_the_load_sees_a_state_once_with_the_version_it_was_saved_by():
+    seen = []
+
+    def turned(module, state, prefix, metadata, strict, *others):
+        seen.append((prefix, metadata["version"], strict))
+        state[prefix + "weight"] = state[prefix + "weight"].T
+
+    saved, loaded = ModuleList([Leaf(), Leaf()]), ModuleList([Leaf(), Leaf()])
+    for one, other in zip(saved, loaded, strict=True):
+        one.weight.data.normal_()
+        one._version = 3
+        other.register_load_state_dict_pre_hook(turned)
+    for _ in range(2):  # the hooks are there after a load
+        loaded.load_state_dict(saved.state_dict(), strict=True)
+        assert all(torch.equal(one.weight.T, other.weight) for one, other in zip(saved, loaded, strict=True))
+    assert seen == [("0.", 3, True), ("1.", 3, True)] * 2
+
+
+def test_what_a_hook_before_the_load_finds_wrong_is_raised_and_nothing_is_written():
+    def refused(module, state, prefix, metadata, strict, missing, unexpected, errors):
+        errors.append(f"{prefix}weight is of an older kind")
+
+    tree = ModuleList([Leaf()])
+    before = tree[0].weight.clone()
+    tree[0].register_load_state_dict_pre_hook(refused)
+    with pytest.raises(LoadError, match=r"^ModuleList: 0\.weight is of an older kind"):
+        tree.load_state_dict({"0.weight": torch.ones(4, 4)})
+    assert torch.equal(tree[0].weight, before)

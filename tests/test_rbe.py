@@ -119,6 +119,13 @@ def test_forward_multiplies_by_the_decoded_matrix(shape, dtype):
     torch.testing.assert_close(layer(x), expected)
 
 
+def test_decoded_matrix_is_the_same_under_autocast():
+    layer = RBELinear.from_dense_weights(torch.randn(40, 70), num_coefficients=20)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        decoded, y = layer.dense_weight(), layer(torch.ones(2, 70))
+    assert torch.equal(decoded, layer.dense_weight()) and torch.equal(y, layer(torch.ones(2, 70)))
+
+
 def test_decoded_matrix_is_not_kept():
     layer = RBELinear.from_dense_weights(torch.randn(64, 64))
     layer(torch.randn(2, 64))
@@ -138,6 +145,12 @@ def test_damaged_positions_are_refused():
     layer.rows.fill_(8)
     with pytest.raises(ValueError, match="outside its block"):
         layer.dense_weight()
+
+
+def test_a_layer_on_the_meta_device_tells_the_shape_of_its_result():
+    x = torch.empty(3, 40, device="meta")
+    assert RBELinear(40, 70, device="meta")(x).shape == (3, 70)
+    assert MLPBlock(40, 70, device="meta")(x).shape == (3, 40)
 
 
 def test_zeros_are_encoded_without_error():
@@ -167,6 +180,8 @@ def test_weight_that_is_no_finite_matrix_is_refused():
         RBELinear.from_dense_weights(torch.full((2, 2), math.nan))
     with pytest.raises(TypeError, match="int64"):
         RBELinear.from_dense_weights(torch.zeros(2, 2, dtype=torch.int64))
+    with pytest.raises(TypeError, match="float8"):  # of which torch does not tell what is finite
+        RBELinear.from_dense_weights(torch.zeros(2, 2).to(torch.float8_e4m3fn))
     with pytest.raises(TypeError, match="list"):
         RBELinear.from_dense_weights([[1.0]])
 

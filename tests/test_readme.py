@@ -1,7 +1,13 @@
 """What README and docs say about the repository is true of it."""
 
+import builtins
 import re
 import shlex
+import shutil
+import subprocess
+import symtable
+import sys
+import venv
 from pathlib import Path
 
 import pytest
@@ -118,6 +124,16 @@ def test_reading_a_checkpoint_runs(default_model_path: Path, capsys: pytest.Capt
     assert "QuantizedTensor(Q4_1" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("block", blocks(ROOT / "README.md", "python"))
+def test_a_block_of_python_imports_what_it_uses(block: str) -> None:
+    table = symtable.symtable(block, "README.md", "exec")
+    bound = {
+        symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()
+    }
+    used = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_referenced()}
+    assert used - bound - set(dir(builtins)) == set()
+
+
 def test_commands_of_the_readme_are_understood() -> None:
     parsed = [cli.parser().parse_args(shlex.split(command)) for command in commands(ROOT / "README.md")]
     assert {options.run for options in parsed} == {
@@ -129,6 +145,18 @@ def test_commands_of_the_readme_are_understood() -> None:
 def test_readme_names_only_targets_of_the_makefile() -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"(?:^|`)make ([\w-]+)", README, re.MULTILINE)) <= targets
+
+
+def test_setup_gives_an_environment_without_pip_what_it_lacks(tmp_path: Path) -> None:
+    """As Python leaves one behind where a system keeps ensurepip in a package of its own"""
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    venv.create(tmp_path / ".venv", with_pip=False)
+    program = "import pathlib, sys; pathlib.Path('asked').write_text(' '.join(sys.argv[1:])); sys.exit(1)"
+    (tmp_path / "python").write_text(f"#!{sys.executable}\n{program}\n")
+    (tmp_path / "python").chmod(0o755)
+    subprocess.run(["make", ".venv/.runtime", "PYTHON=./python"], cwd=tmp_path, capture_output=True)
+    assert (tmp_path / "asked").read_text() == "-m venv .venv"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

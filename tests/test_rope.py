@@ -188,13 +188,13 @@ def test_a_descriptor_runs_on_any_tensors_of_its_layout_and_refuses_others(level
         pos = torch.randint(0, 10, (6,))
         descriptor.calculate(y, x, pos, made["sin"], made["cos"])  # type: ignore[arg-type]
         assert torch.equal(y, F.rope(x, pos, made["sin"], made["cos"]))  # type: ignore[arg-type]
-    for wrong in (
-        torch.randn(2, 7, 3, 8),
-        torch.randn(2, 6, 3, 8).double(),
-        torch.randn(2, 6, 3, 16)[..., :8],
-        None,
+    for wrong, said in (
+        (torch.randn(2, 7, 3, 8), r"^rope: y has shape \(2, 6, 3, 8\), but x has \(2, 7, 3, 8\)"),
+        (torch.randn(2, 6, 3, 8).double(), "^rope: y is torch.float32, but x is torch.float64"),
+        (torch.randn(2, 6, 3, 16)[..., :8], "^rope: .*x_stride_nhead': 16.* descriptor .*x_stride_nhead': 8"),
+        (None, "^rope: x must be a tensor"),
     ):
-        with pytest.raises((ValueError, TypeError)):
+        with pytest.raises((ValueError, TypeError), match=said):
             descriptor.calculate(y, wrong, pos, made["sin"], made["cos"])  # type: ignore[arg-type]
     with pytest.raises(IndexError):
         descriptor.calculate(y, x, pos + 10, made["sin"], made["cos"])  # type: ignore[arg-type]

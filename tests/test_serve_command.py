@@ -107,6 +107,7 @@ def test_without_its_libraries_it_says_how_to_get_them() -> None:
     [
         (["--log-level", "loud"], "--log-level must be"),
         (["--request-timeout", "-1"], "--request-timeout must be"),
+        (["--max-queue", "-1"], "--max-queue must be at least 0, but is -1"),
         (["--api-key", ""], "the API key is empty"),
         (["--api-key-file", os.devnull], "has no key"),
         (["--host", "nowhere.invalid"], "cannot listen on"),

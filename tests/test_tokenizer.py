@@ -53,7 +53,7 @@ def test_chats_are_rendered_and_encoded_as_by_transformers(smollm, case):
 
 
 def test_default_model_names_its_special_tokens(smollm):
-    assert (smollm.vocab_size, smollm.bos_token_id, smollm.eos_token_ids) == (49152, 1, (2,))
+    assert (smollm.vocab_size, smollm.bos_token_id, smollm.eos_token_ids) == (49152, 1, (2, 0))
 
 
 def test_building_from_gguf_takes_less_than_half_a_second(default_model_metadata):
@@ -424,8 +424,14 @@ def test_a_template_may_stand_in_the_file_of_a_processor(tmp_path):
     assert Tokenizer.from_folder(folder).apply_chat_template(MESSAGES) == "config"
 
 
-def test_the_default_of_several_templates_is_used(tmp_path):
-    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+@pytest.mark.parametrize(
+    "named",
+    [
+        [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}],
+        {"tool_use": "tools", "default": "plain"},
+    ],
+)
+def test_the_default_of_several_templates_is_used(tmp_path, named):
     folder = write_folder(tmp_path, byte_level_library(), chat_template=named)
     assert Tokenizer.from_folder(folder).chat_template == "plain"
 
@@ -445,6 +451,41 @@ def test_a_chat_has_one_bos_whoever_writes_it(tmp_path):
     assert ours.encode_chat([{"role": "user", "content": "a"}]).count(ours.bos_token_id) == 1
     assert ours.encode(prompt).count(ours.bos_token_id) == 1
     assert ours.encode("a").count(ours.bos_token_id) == 1
+
+
+def with_a_token_that_takes_space() -> tokenizers.Tokenizer:
+    """As in Phi-4"""
+    library = byte_level_library()
+    library.add_tokens([tokenizers.AddedToken("<|x|>", special=True, normalized=False, lstrip=True)])
+    return library
+
+
+@pytest.mark.parametrize(
+    "build", [byte_level_library, llama_library, metaspace_library, with_a_token_that_takes_space]
+)
+def test_a_special_token_inside_a_message_changes_no_token_of_others(tmp_path, build):
+    template = "{% for message in messages %}<|user|>{{ message.content }} \n<|x|>{% endfor %}"
+    ours = Tokenizer.from_folder(write_folder(tmp_path, build(), chat_template=template))
+    one, other = {"role": "user", "content": "the fox"}, {"role": "user", "content": "the <|x|></s>"}
+    expected = ours.encode_chat([one, one])
+    assert ours.encode_chat([one, other])[: len(expected) // 2] == expected[: len(expected) // 2]
+    assert ours.encode_chat([other, one])[-len(expected) // 2 :] == expected[-len(expected) // 2 :]
+
+
+def test_white_space_before_a_token_that_takes_it_is_read_once(tmp_path):
+    ours = Tokenizer.from_folder(write_folder(tmp_path, with_a_token_that_takes_space()))
+    start = time.process_time()
+    assert ours._special_pattern.split("\n" * 10**6 + "a \n<|x|>") == ["\n" * 10**6 + "a", " \n<|x|>", ""]
+    assert time.process_time() - start < 1
+
+
+def test_white_space_before_a_token_does_not_make_it_special_inside_a_message(tmp_path):
+    folder = write_folder(
+        tmp_path, with_a_token_that_takes_space(), chat_template="{{ messages[0].content }}"
+    )
+    ours = Tokenizer.from_folder(folder)
+    ids = ours.encode_chat([{"role": "user", "content": "a \n<|x|>"}])
+    assert ours._library.token_to_id("<|x|>") not in ids and ours.decode(ids) == "a \n<|x|>"
 
 
 # --- Templates are not trusted ------------------------------------------------------------------------------
@@ -646,6 +687,13 @@ DIGITS = ["1 2", "12 3", "123 4", "Ġ 1", "Ġ Ġ"]
         ("qwen35", "1234", ["1", "2", "3", "4"]),
         ("deepseek-r1-qwen", "1234", ["1", "2", "3", "4"]),
         ("deepseek-r1-qwen", "a\u0323", ["a", "\u0323"]),
+        ("deepseek-llm", "1234", ["1234"]),
+        ("deepseek-llm", ".\n", [".", "\n"]),
+        ("deepseek-llm", "a1", ["a", "1"]),
+        ("deepseek-llm", "q\u0323", ["q", "\u0323"]),
+        ("deepseek-coder", "1234", ["1", "2", "3", "4"]),
+        ("deepseek-coder", "  1", ["  ", "1"]),
+        ("deepseek-coder", "a's", ["a", "'", "s"]),
     ],
 )
 def test_each_pre_tokenizer_cuts_words_in_its_way(pre, text, pieces):
@@ -713,6 +761,27 @@ def test_tokens_that_end_a_turn_are_known_by_name(added, ends):
         ours = Tokenizer.from_gguf(metadata)
         assert [ours._library.id_to_token(i) for i in ours.eos_token_ids] == ends
         assert ours.special_token_ids >= set(ours.eos_token_ids)
+
+
+@pytest.mark.parametrize(
+    "added",
+    [["<|im_end|>", "<|endoftext|>"], ["<|eot_id|>", "<|end_of_text|>"], ["<end_of_turn>", "<eos>"]],
+)
+def test_where_a_file_names_the_end_of_a_turn_that_of_a_text_is_an_end_too(added):
+    """Qwen, Llama and Gemma, as their generation_config.json has it"""
+    metadata = byte_level_metadata(["a b"])
+    first = len(metadata["tokenizer.ggml.tokens"])
+    metadata["tokenizer.ggml.tokens"] += added
+    metadata["tokenizer.ggml.token_type"] += [CONTROL, CONTROL]
+    metadata["tokenizer.ggml.eos_token_id"] = first
+    assert Tokenizer.from_gguf(metadata).eos_token_ids == (first, first + 1)
+
+
+def test_a_closing_tag_of_html_is_no_end():
+    """Gemma's, which others have for the end of a text"""
+    metadata = byte_level_metadata(["a b"], eos_token_id=0, token_type=None)
+    metadata["tokenizer.ggml.token_type"] = [CONTROL, USER_DEFINED] + [NORMAL] * (len(LETTERS) + 1)
+    assert Tokenizer.from_gguf(metadata).eos_token_ids == (0,)
 
 
 def test_an_ordinary_token_that_is_called_so_ends_nothing():

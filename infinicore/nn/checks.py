@@ -58,6 +58,15 @@ def check_like(function: str, like: Tensor, name: str, tensor: Tensor, shape: tu
 def check_out(function: str, out: Tensor | None, like: Tensor, shape: tuple[int, ...]) -> None:
     if out is not None:
         check_like(function, like, "out", out, shape)
+        check_places(function, "out", out)
+
+
+def check_places(function: str, name: str, tensor: Tensor) -> None:
+    """Each result needs a place of its own, which an expanded tensor does not have."""
+    shared = (step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+    if tensor.numel() and any(shared):
+        steps = f"shape {tuple(tensor.shape)} and strides {tensor.stride()}"
+        raise ValueError(f"{function}: {name} has one place for several results, with {steps}; call clone")
 
 
 def check_pair(function: str, out: tuple[Tensor, Tensor], like: Tensor) -> None:
@@ -65,7 +74,7 @@ def check_pair(function: str, out: tuple[Tensor, Tensor], like: Tensor) -> None:
         found = f"{len(out)} of them" if isinstance(out, tuple | list) else type(out).__name__
         raise TypeError(f"{function}: out must be a pair of tensors, but is {found}")
     for tensor in out:
-        check_like(function, like, "out", tensor, like.shape)
+        check_out(function, tensor, like, like.shape)
 
 
 def check_normalized(function: str, input: Tensor, normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
@@ -132,7 +141,7 @@ def check_ids(ids: Tensor, weight: Tensor | QuantizedTensor) -> None:
         raise ValueError(f"embedding: input is on {ids.device}, but weight is on {weight.device}")
     signed = ids.long()
     is_bad = (signed < 0) | (signed >= weight.shape[0])
-    if bool(is_bad.any()):
+    if not ids.is_meta and bool(is_bad.any()):  # there an id has no value
         raise IndexError(f"embedding: id {int(signed[is_bad][0])} is outside [0, {weight.shape[0]})")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Integral  # numpy's too
 
 import torch
 from torch import Tensor
@@ -84,7 +85,7 @@ def ids_tensor(indices: Ids, device: torch.device) -> Tensor:
                 f"Embedding: sequence {i} has length {len(row)}, but sequence 0 has {len(rows[0])}"
             )
     items = [item for row in rows for item in row] if rows else list(indices)
-    if any(not isinstance(item, int) or isinstance(item, bool) for item in items):
+    if any(not isinstance(item, Integral) or isinstance(item, bool) for item in items):
         raise TypeError("Embedding: ids must be integers")
     return torch.tensor(rows or items, dtype=torch.int64, device=device)
 

@@ -7,7 +7,9 @@ A module belongs to one thread at a time: nothing here takes a lock.
 """
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -30,7 +32,7 @@ class LoadError(ValueError, RuntimeError):
 
 
 class LoadResult(NamedTuple):
-    """Which names of the module were not given, and which given names the module does not have."""
+    """Names of the module that were not given, and given names that the module does not have."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -94,6 +96,10 @@ class Parameter(torch.nn.Parameter):
     def load_blob(self, data: "Buffer") -> None:
         """Load the whole tensor from its bytes (this parameter's dtype, row-major, native byte order)."""
         self.load(tensor_from_bytes(data, self.whole_shape, self.dtype))
+
+    def __repr__(self) -> str:  # type: ignore[override]  # as torch.nn.Parameter has it
+        """torch's own text; torch would put the name of a class other than its own around the values twice"""
+        return f"Parameter containing:\n{self.detach().requires_grad_(self.requires_grad)!r}"
 
     # torch's own versions rebuild with (data, requires_grad), which would lose the split.
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -192,6 +198,8 @@ class Module(torch.nn.Module):
         """Build `count` modules of one class as the children `name.0`, `name.1`, … and return their list."""
         if integer(f"register_modules({name!r})", "count", count) < 0:
             raise ValueError(f"register_modules({name!r}): count must not be negative, found {count!r}")
+        if isinstance(module_class, torch.nn.Module) or not callable(module_class):
+            raise TypeError(f"register_modules({name!r}): expected a Module class, found {module_class!r}")
         modules = ModuleList(module_class(*args, **kwargs) for _ in range(count))
         self.add_module(name, modules)
         return modules
@@ -221,7 +229,8 @@ class Module(torch.nn.Module):
         reported, and refused when `strict`; a wrong shape (ValueError) or dtype (TypeError) always is.
         """
         check_state(state_dict)
-        state_dict = hooked(self, state_dict)
+        versions = getattr(state_dict, "_metadata", None) or {}
+        state_dict = hooked(self, state_dict, versions, strict)
         held = self.state_dict(keep_vars=True)
         own = {key: value for key, value in held.items() if not key.endswith(EXTRA)}
         given = {key: state_dict[key] for key in held if key not in own and key in state_dict}
@@ -235,7 +244,8 @@ class Module(torch.nn.Module):
         result = LoadResult([k for k in held if k not in given], [k for k in state_dict if k not in held])
         if strict and any(result):
             raise LoadError(f"{type(self).__name__}: {describe(result)}; strict=False skips them")
-        super().load_state_dict(given, strict=False, assign=assign)
+        with without_hooks(self):
+            super().load_state_dict(with_versions(given, versions), strict=False, assign=assign)
         return result
 
     def load_parameter_from_blob(self, name: str, data: "Buffer") -> None:
@@ -276,14 +286,38 @@ def check_state(state: Mapping[str, Any]) -> None:
             raise TypeError(f"load_state_dict: {key!r} must be a tensor, found {type(value).__name__}")
 
 
-def hooked(module: torch.nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
+def hooked(
+    module: torch.nn.Module, state: Mapping[str, Any], versions: Mapping[str, Any], strict: bool
+) -> Mapping[str, Any]:
     """What the hooks before a load make of a state, which may give names their present form: torch runs them
     when tensors are copied, and what fits is to be known before"""
-    state = dict(state)
-    for name, child in module.named_modules():
+    state, errors = dict(state), list[str]()
+    for name, child in module.named_modules(remove_duplicate=False):
         for hook in child._load_state_dict_pre_hooks.values():
-            hook(state, f"{name}." if name else "", {}, False, [], [], [])
+            hook(state, f"{name}." if name else "", versions.get(name, {}), strict, [], [], errors)
+    if errors:
+        raise LoadError(f"{type(module).__name__}: {'; '.join(errors)}")
     return state
+
+
+@contextmanager
+def without_hooks(module: torch.nn.Module) -> Iterator[None]:
+    """Hooks have seen the state already, and one that changes values would change them twice."""
+    kept = [(child, child._load_state_dict_pre_hooks) for child in module.modules()]
+    try:
+        for child, _ in kept:
+            child._load_state_dict_pre_hooks = OrderedDict()
+        yield
+    finally:
+        for child, hooks in kept:
+            child._load_state_dict_pre_hooks = hooks
+
+
+def with_versions(state: Mapping[str, Any], versions: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A state that says which version of each module it was saved by, where torch looks for it"""
+    versioned = OrderedDict(state)
+    versioned._metadata = versions  # type: ignore[attr-defined]
+    return versioned
 
 
 def fit(own: Tensor, value: Tensor, key: str) -> Tensor:

@@ -110,7 +110,11 @@ class RBELinear(Module):
         self.columns.copy_(places % size)
 
     def dense_weight(self) -> Tensor:
-        """The decoded matrix [O, I], in float32."""
+        """The decoded matrix [O, I], in float32, also where autocast would have products in another dtype."""
+        with torch._C._DisableAutocast():
+            return self._decode()
+
+    def _decode(self) -> Tensor:
         size = self.block_size
         surfaces = self.surface.float() @ smooth_basis(size, self.surface.device).float().T  # [N, B²]
         spectrum = torch.zeros_like(surfaces).scatter(1, self.places(), self.coefficients.float())
@@ -121,7 +125,8 @@ class RBELinear(Module):
     def places(self) -> Tensor:
         """Where in its flattened block each coefficient stands: [N, K]"""
         rows, columns = self.rows.long(), self.columns.long()
-        if rows.numel() and max(int(rows.max()), int(columns.max())) >= self.block_size:
+        has_values = rows.numel() > 0 and not rows.is_meta
+        if has_values and max(int(rows.max()), int(columns.max())) >= self.block_size:
             raise ValueError(f"a coefficient stands outside its block of {self.block_size}²: damaged state")
         return rows * self.block_size + columns
 
@@ -281,10 +286,7 @@ def check_layout(in_features: int, out_features: int, block_size: int, num_coeff
 
 
 def check_dense(weight: Tensor) -> None:
-    if not isinstance(weight, Tensor):
-        raise TypeError(f"RBELinear: weight must be a tensor, found {type(weight).__name__}")
-    if not weight.is_floating_point():
-        raise TypeError(f"RBELinear: weight must have a floating dtype, found {weight.dtype}")
+    check_float("RBELinear", "weight", weight)
     if weight.ndim != 2:
         raise ValueError(f"RBELinear: weight must be [out, in], found shape {tuple(weight.shape)}")
     if weight.is_meta:

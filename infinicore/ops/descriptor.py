@@ -97,22 +97,32 @@ class RopeDescriptor:
 
     def calculate(self, y: Tensor, x: Tensor, pos: Tensor, sin: Tensor, cos: Tensor) -> None:
         """y = rope(x). The tensors must be laid out as those the descriptor was created for; y may be x."""
-        self._run(y, x, pos, sin, cos)
+        try:
+            self._run(y, x, pos, sin, cos)
+        except (TypeError, ValueError):
+            # which name the tensor, as the kernel does not
+            check_same(self.info, RopeInfo.create(y, x, pos, sin, cos, self.info.algo))
+            raise
 
 
 def run_reference(info: RopeInfo, y: Tensor, x: Tensor, pos: Tensor, sin: Tensor, cos: Tensor) -> None:
-    if (found := RopeInfo.create(y, x, pos, sin, cos, info.algo)) != info:
-        wanted = {name: value for name, value in vars(info).items() if value != getattr(found, name)}
-        raise ValueError(f"rope: the tensors differ from those of the descriptor, which has {wanted}")
+    check_same(info, RopeInfo.create(y, x, pos, sin, cos, info.algo))
     check_range(pos, info.table_len)
     y.copy_(reference.rope.reference(x, pos, sin, cos, info.algo is RopeAlgo.GPT_J))
+
+
+def check_same(info: RopeInfo, found: RopeInfo) -> None:
+    wanted = {name: value for name, value in vars(info).items() if value != getattr(found, name)}
+    if wanted:
+        given = {name: getattr(found, name) for name in wanted}
+        raise ValueError(f"rope: the tensors have {given}, but those of the descriptor {wanted}")
 
 
 def check_range(pos: Tensor, table_len: int) -> None:
     """For kernels that do not check positions themselves."""
     signed = pos.long()
     is_bad = (signed < 0) | (signed >= table_len)
-    if bool(is_bad.any()):
+    if not pos.is_meta and bool(is_bad.any()):  # there a position has no value
         raise IndexError(f"rope: position {int(signed[is_bad][0])} is outside [0, {table_len})")
 
 

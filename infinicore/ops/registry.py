@@ -78,7 +78,14 @@ class Op(Generic[Result]):
 
     def __call__(self, *args: Any, out: Any = None) -> Result:
         result = self.attempt(out, *args)
-        return write(self.reference(*args), out) if result is None else result
+        return write(self._refer(*args), out) if result is None else result
+
+    def _refer(self, *args: Any) -> Result:
+        """The reference, which autocast leaves alone as it does a kernel: who computes decides no dtype"""
+        if not torch._C._is_any_autocast_enabled():
+            return self.reference(*args)
+        with torch._C._DisableAutocast():
+            return self.reference(*args)
 
     def attempt(self, out: Any, *args: Any) -> Result | None:
         """What the first kernel that accepts these arguments makes of them; None if there is none."""
@@ -90,7 +97,7 @@ class Op(Generic[Result]):
             return self._record(out, *args)
 
     def _run(self, out: Any, *args: Any) -> Result | None:
-        if is_watched():
+        if is_watched() or (out is not None and is_followed(out)):
             return None
         for kernel in self.kernels:
             result: Result | None = kernel.run(out, *args)
@@ -118,7 +125,7 @@ class Op(Generic[Result]):
             return kernel.bind(out, *args)
 
         def run() -> None:
-            write(self.reference(*args), out)
+            write(self._refer(*args), out)
 
         return run
 
@@ -135,9 +142,18 @@ def is_watched() -> bool:
     return is_traced or torch.autograd.forward_ad._current_level >= 0
 
 
+def is_followed(out: Any) -> bool:
+    """Whether a gradient goes through what `out` was before, which torch's own writing cuts off"""
+    return torch.is_grad_enabled() and any(getattr(part, "requires_grad", False) for part in parts_of(out))
+
+
+def parts_of(out: Any) -> Iterable[Any]:
+    return out if isinstance(out, tuple | list) else (out,)
+
+
 def note_write(out: Any) -> None:
     """Tell autograd, which may have kept the tensor for a gradient."""
-    for tensor in out if isinstance(out, tuple | list) else (out,):
+    for tensor in parts_of(out):
         if not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)
 

@@ -6,6 +6,7 @@ import argparse
 import io
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 import infinilm
@@ -16,19 +17,42 @@ from infinilm.cli.options import one_line
 def main(arguments: Sequence[str] | None = None) -> int:
     prepare_streams()
     options = parser().parse_args(arguments)
+    with warnings.catch_warnings():
+        warnings.showwarning = tell_warning
+        return carry_out(options)
+
+
+def carry_out(options: argparse.Namespace) -> int:
+    """What came of it, as the status of the process"""
     try:
         check_output()
         options.run(options)
         sys.stdout.flush()  # what cannot be written is to be told here, not while Python ends
     except KeyboardInterrupt:
+        if sys.stderr.isatty():
+            print(file=sys.stderr)  # the shell goes on below what was printed or asked
         return 130
     except BrokenPipeError:
         sys.stderr.close()
         return 141
     except (ValueError, OSError, IndexError, TypeError, MemoryError, ImportError, ArithmeticError) as error:
-        print(f"infinilm: error: {one_line(error)}", file=sys.stderr)
-        return 1
+        return failed(one_line(error))
+    except RuntimeError as error:
+        _, is_memory, reason = one_line(error).partition("DefaultCPUAllocator: ")  # torch has no kind for it
+        if not is_memory:
+            raise
+        return failed(f"{reason.rstrip('.')}; take a smaller model, or less --kv-cache-memory")
     return 0
+
+
+def tell_warning(message: Warning | str, *_: object, **__: object) -> None:
+    """Without the place in the sources, which tells a user nothing"""
+    print(f"infinilm: warning: {message}", file=sys.stderr)
+
+
+def failed(reason: str) -> int:
+    print(f"infinilm: error: {reason}", file=sys.stderr)
+    return 1
 
 
 def prepare_streams() -> None:
@@ -47,7 +71,7 @@ def check_output() -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="infinilm", description="Run Llama-family models.")
+    top = argparse.ArgumentParser(prog="infinilm", description="Run language models.")
     top.add_argument("--version", action="version", version=f"infinilm {infinilm.__version__}")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     for command in (generate, chat, batch, serve, bench, info):

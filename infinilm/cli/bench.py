@@ -13,10 +13,12 @@ from infinilm.cli.options import (
     engine_options,
     json_object,
     model_options,
+    positive,
 )
 
 if TYPE_CHECKING:
     from infinilm.load import Load, Pace
+    from infinilm.load.wire import Address
 
 
 LOAD_HELP = (
@@ -36,10 +38,10 @@ def add(commands: Any) -> None:
 
 def add_latency(command: argparse.ArgumentParser) -> None:
     add_model_options(command)
-    command.add_argument("--prompt-length", type=int, default=512)
-    command.add_argument("--output-length", type=int, default=64)
-    command.add_argument("--batch-size", type=int, default=1)
-    command.add_argument("--rounds", type=int, default=5)
+    command.add_argument("--prompt-length", type=int, default=512, metavar="TOKENS", help="512")
+    command.add_argument("--output-length", type=int, default=64, metavar="TOKENS", help="64")
+    command.add_argument("--batch-size", type=int, default=1, metavar="N", help="streams at once: 1")
+    command.add_argument("--rounds", type=int, default=5, metavar="N", help="that are counted: 5")
     command.add_argument("--json", action="store_true", help="print one JSON object")
     command.set_defaults(run=run_latency)
 
@@ -47,11 +49,13 @@ def add_latency(command: argparse.ArgumentParser) -> None:
 def add_throughput(command: argparse.ArgumentParser) -> None:
     add_model_options(command)
     add_engine_options(command)
-    command.add_argument("--num-prompts", type=int, default=64)
-    command.add_argument("--input-len", type=int, default=128, help="tokens of each prompt, drawn at random")
-    command.add_argument("--output-len", type=int, default=64)
+    command.add_argument("--num-prompts", type=int, default=64, metavar="N", help="requests in all: 64")
     command.add_argument(
-        "--concurrency", type=int, default=16, help="requests in the engine at once, at most"
+        "--input-len", type=int, default=128, metavar="N", help="tokens of each prompt, drawn at random: 128"
+    )
+    command.add_argument("--output-len", type=int, default=64, metavar="N", help="tokens of an answer: 64")
+    command.add_argument(
+        "--concurrency", type=int, default=16, metavar="N", help="requests in the engine at once, at most: 16"
     )
     command.add_argument("--json", action="store_true", help="print one JSON object")
     command.set_defaults(run=run_throughput)
@@ -62,8 +66,10 @@ def add_load(command: argparse.ArgumentParser) -> None:
         "--base-url", default="http://127.0.0.1:8000", metavar="URL", help="http, https or unix:/PATH"
     )
     command.add_argument("--model", help="its name there; the first one there is if left out")
-    command.add_argument("--api-key", metavar="KEY")
-    command.add_argument("--endpoint", choices=("completions", "chat"), default="completions")
+    command.add_argument("--api-key", metavar="KEY", help="that is sent with each request")
+    command.add_argument(
+        "--endpoint", choices=("completions", "chat"), default="completions", help="completions if left out"
+    )
     command.add_argument(
         "--request-rate", type=float, nargs="+", metavar="R", help="requests a second, one or several; or inf"
     )
@@ -71,11 +77,13 @@ def add_load(command: argparse.ArgumentParser) -> None:
     command.add_argument("--num-prompts", type=int, default=128, help="requests at each rate: 128")
     command.add_argument("--input-len", type=int, default=128, help="tokens of a prompt on average: 128")
     command.add_argument("--output-len", type=int, default=64, help="tokens of an answer on average: 64")
-    command.add_argument("--lengths", choices=("lognormal", "fixed"), default="lognormal")
+    command.add_argument(
+        "--lengths", choices=("lognormal", "fixed"), default="lognormal", help="lognormal if left out"
+    )
     command.add_argument(
         "--token-ids", type=int, metavar="N", help="prompts of token ids below N, not of words"
     )
-    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--seed", type=int, default=0, help="of lengths, prompts and arrivals: 0")
     command.add_argument(
         "--extra-body",
         type=json_object,
@@ -177,6 +185,18 @@ def paces_of(options: argparse.Namespace) -> list[Pace]:
     return [Pace(rate, most) for rate in rates or [float("inf")] for most in limits or [None]]
 
 
+async def model_there(options: argparse.Namespace, address: Address) -> str:
+    from infinilm import load
+
+    try:
+        return await load.find_model(address, options.api_key)
+    except OSError as error:
+        raise ValueError(
+            f"there is no server at {options.base_url}: {error}; start one by infinilm serve, or name "
+            "another by --base-url"
+        ) from error
+
+
 async def measure_load(options: argparse.Namespace, asked: Load, paces: list[Pace]) -> list[dict[str, Any]]:
     from infinilm import load
     from infinilm.load.wire import Address
@@ -186,7 +206,8 @@ async def measure_load(options: argparse.Namespace, asked: Load, paces: list[Pac
         raise ValueError("--token-ids needs --endpoint completions; a chat is made of words")
     if not isinstance(options.extra_body, dict):
         raise ValueError(f"--extra-body must be a JSON object, but is {options.extra_body!r}")
-    model = options.model or await load.find_model(address, options.api_key)
+    positive("--timeout", options.timeout)
+    model = options.model or await model_there(options, address)
     target = load.Target(
         address, model, options.endpoint, options.api_key, options.extra_body, options.timeout
     )

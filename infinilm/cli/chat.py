@@ -44,6 +44,8 @@ def run(options: argparse.Namespace) -> None:
     edit_lines()
     sampling_params(options)
     llm, chat = load(options), Chat(options.system)
+    if llm.tokenizer.chat_template is None:
+        raise ValueError("the model has no chat template; infinilm generate completes plain text by it")
     print(CHAT_HELP, file=sys.stderr)
     while (text := ask()) is not None:
         if is_command(text):

@@ -26,13 +26,20 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     sampling_params(options)  # a wrong option is reported before the model is loaded
+    check_system(options.system, has_template=not options.raw)
     prompt = read_prompt() if options.prompt == "-" else options.prompt
     llm = load(options)
     if options.raw or llm.tokenizer.chat_template is None:
+        check_system(options.system, has_template=False)
         answer(llm, llm.tokenizer.encode(prompt), options)
         return
     messages = [{"role": "system", "content": options.system}] if options.system else []
     answer(llm, llm.tokenizer.encode_chat([*messages, {"role": "user", "content": prompt}]), options)
+
+
+def check_system(system: str | None, has_template: bool) -> None:
+    if system and not has_template:
+        raise ValueError("--system needs a chat template, which the model does not have, or --raw leaves out")
 
 
 def read_prompt() -> str:

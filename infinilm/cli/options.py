@@ -73,8 +73,14 @@ def json_object(text: str) -> Any:
     return json.loads(text)
 
 
+def positive(name: str, seconds: float | None) -> float | None:
+    if seconds is not None and not 0 < seconds < float("inf"):
+        raise ValueError(f"{name} must be a number of seconds above 0, but is {seconds}")
+    return seconds
+
+
 def add_answer_options(command: argparse.ArgumentParser, system_help: str) -> None:
-    """Of a command that answers: what it is told first, the model, its engine, and how tokens are chosen"""
+    """Options of a command that answers: system prompt, model, engine, and how tokens are chosen"""
     command.add_argument("--system", help=system_help)
     add_model_options(command)
     add_engine_options(command)
@@ -82,13 +88,21 @@ def add_answer_options(command: argparse.ArgumentParser, system_help: str) -> No
 
 
 def add_sampling_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--max-tokens", type=int, default=256)
-    command.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
-    command.add_argument("--top-k", type=int, default=0)
-    command.add_argument("--top-p", type=float, default=1.0)
-    command.add_argument("--min-p", type=float, default=0.0)
-    command.add_argument("--repetition-penalty", type=float, default=1.0)
-    command.add_argument("--seed", type=int)
+    command.add_argument("--max-tokens", type=int, default=256, metavar="N", help="of an answer: 256")
+    command.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy"
+    )
+    command.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the likeliest; 0: all")
+    command.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest that have so much: 1"
+    )
+    command.add_argument(
+        "--min-p", type=float, default=0.0, metavar="P", help="keep what has this share of the likeliest: 0"
+    )
+    command.add_argument(
+        "--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1 against repeating: 1"
+    )
+    command.add_argument("--seed", type=int, help="of what is drawn; another each time if left out")
     command.add_argument("--stats", action="store_true", help="print tokens per second at the end")
 
 

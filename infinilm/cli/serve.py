@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infinilm.cli.options import add_engine_options, add_load_options, engine_options
+from infinilm.cli.options import add_engine_options, add_load_options, engine_options, positive
 
 if TYPE_CHECKING:
     from infinilm import AsyncLLM, LoRARequest
@@ -104,6 +104,7 @@ def run(options: argparse.Namespace) -> None:
         ) from error
     from infinilm.server.calls import Settings
 
+    check_queue(options)
     request_seconds = positive("--request-timeout", options.request_timeout)
     settings = Settings(keys=api_keys(options), request_seconds=request_seconds)
     status = serve.run(
@@ -147,10 +148,11 @@ def api_keys(options: argparse.Namespace) -> tuple[str, ...]:
     return tuple(key.strip() for key in keys if key.strip())
 
 
-def positive(name: str, seconds: float | None) -> float | None:
-    if seconds is not None and not 0 < seconds < float("inf"):
-        raise ValueError(f"{name} must be a number of seconds above 0, but is {seconds}")
-    return seconds
+def check_queue(options: argparse.Namespace) -> None:
+    """In a queue below nothing fewer answers than --max-num-seqs would be made."""
+    for name in ("max_queue", "max_queue_tokens"):
+        if (count := getattr(options, name)) < 0:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 0, but is {count}")
 
 
 def log_level(name: str) -> str:

@@ -17,13 +17,13 @@ from infinilm.models.gguf import GGUF, read_gguf_config
 if TYPE_CHECKING:
     from infinilm.models.llama import LlamaForCausalLM
 
-# Files of this folder that register a model when they are imported.
+# Files of this folder that register a model when they are imported, in the order in which they are.
 FILES = (
+    "llama",
     "gemma2",
     "gemma3",
     "gpt_oss",
     "granite",
-    "llama",
     "mistral",
     "mixtral",
     "olmo2",
@@ -58,33 +58,41 @@ def register(gguf: GGUF | None = None) -> Callable[[Class], Class]:
 
 
 def entry_of(checkpoint: Checkpoint) -> Entry:
+    """Of the first file that knows the checkpoint; to import those after it would take time and memory."""
+    find = gguf_entry if checkpoint.is_gguf else folder_entry
     for name in FILES:
         import_module(f"infinilm.models.{name}")
-    return gguf_entry(checkpoint) if checkpoint.is_gguf else folder_entry(checkpoint)
+        if (entry := find(checkpoint)) is not None:
+            return entry
+    raise unknown(checkpoint)
 
 
-def folder_entry(checkpoint: Checkpoint) -> Entry:
-    types = {name: entry for entry in ENTRIES for name in entry.model_class.config_class.model_types}
+def folder_entry(checkpoint: Checkpoint) -> Entry | None:
     model_type = checkpoint.config.get("model_type", "llama")
-    if not isinstance(model_type, str) or model_type not in types:
-        raise CheckpointError(
-            f"{checkpoint.path}: config: model_type {short(model_type)} is unknown; "
-            f"expected one of {sorted(types)}"
-        )
-    return types[model_type]
+    return next((e for e in ENTRIES if model_type in e.model_class.config_class.model_types), None)
 
 
-def gguf_entry(checkpoint: Checkpoint) -> Entry:
+def gguf_entry(checkpoint: Checkpoint) -> Entry | None:
+    wanted = gguf_kind(checkpoint)
+    return next((e for e in ENTRIES if e.gguf and (e.gguf.architecture, e.gguf.has_experts) == wanted), None)
+
+
+def gguf_kind(checkpoint: Checkpoint) -> tuple[str, bool]:
+    """The architecture, and whether it has experts"""
     architecture = Fields(checkpoint.metadata, checkpoint.path).value("general.architecture", str)
     count = checkpoint.metadata.get(f"{architecture}.expert_count")
-    has_experts = isinstance(count, int) and count > 0
-    for entry in ENTRIES:
-        kind = entry.gguf
-        if kind and kind.architecture == architecture and kind.has_experts == has_experts:
-            return entry
-    known = ", ".join(sorted({entry.gguf.architecture for entry in ENTRIES if entry.gguf}))
-    found = short(architecture) + (" with experts" if has_experts else "")
-    raise CheckpointError(f"{checkpoint.path}: architecture {found} is not supported; known are {known}")
+    return architecture, isinstance(count, int) and count > 0
+
+
+def unknown(checkpoint: Checkpoint) -> CheckpointError:
+    if checkpoint.is_gguf:
+        architecture, has_experts = gguf_kind(checkpoint)
+        known = ", ".join(sorted({entry.gguf.architecture for entry in ENTRIES if entry.gguf}))
+        found = f"architecture {short(architecture)}{' with experts' if has_experts else ''}"
+        return CheckpointError(f"{checkpoint.path}: {found} is not supported; known are {known}")
+    types = sorted(name for entry in ENTRIES for name in entry.model_class.config_class.model_types)
+    found = f"model_type {short(checkpoint.config.get('model_type'))}"
+    return CheckpointError(f"{checkpoint.path}: config: {found} is unknown; expected one of {types}")
 
 
 def class_of(checkpoint: Checkpoint) -> type[LlamaForCausalLM]:
@@ -92,7 +100,7 @@ def class_of(checkpoint: Checkpoint) -> type[LlamaForCausalLM]:
 
 
 def generation_ends(checkpoint: Checkpoint) -> Any:
-    """Which tokens end a text, where generation_config.json says so: not config.json then, as with Hugging
+    """The tokens that end a text, where generation_config.json says so: not config.json then, as with Hugging
     Face"""
     found = Folder(checkpoint.path, CheckpointError).read_object("generation_config.json") or {}
     return found.get("eos_token_id")

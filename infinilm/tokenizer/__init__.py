@@ -16,12 +16,19 @@ import tokenizers
 
 from infinilm.folder import Folder
 from infinilm.tokenizer.added_tokens import names_given
-from infinilm.tokenizer.chat import Renderer, break_up, check_messages, unused_character, with_content
+from infinilm.tokenizer.chat import (
+    Renderer,
+    break_up,
+    check_messages,
+    unused_character,
+    with_content,
+    with_thoughts,
+)
 from infinilm.tokenizer.error import TokenizerError, errors_of
 from infinilm.tokenizer.gguf import GgufVocabulary
 from infinilm.tokenizer.huggingface import eos_ids_in, read_names, read_vocabulary, template_in
 from infinilm.tokenizer.library import mark_special, try_out, vocab_size, with_special_tokens_as_text
-from infinilm.tokenizer.normalizer import Normalizer, any_token
+from infinilm.tokenizer.normalizer import Normalizer, any_of, any_token
 from infinilm.tokenizer.spelling import spelling_of
 
 __all__ = ["Detokenizer", "Tokenizer", "TokenizerError"]
@@ -92,7 +99,9 @@ class Tokenizer:
     def _encode_stretch(
         self, text: str, add_special_tokens: bool, allow_special: bool, is_start: bool = True
     ) -> list[int]:
-        library = self._library if allow_special else self._plain_library
+        library = self._library
+        if not allow_special:
+            library = self._plain_library if is_start else self._inner_library
         with errors_of("encode"):
             check_text(text)
             if self._normalizer is not None:
@@ -135,7 +144,8 @@ class Tokenizer:
             raise TokenizerError("the model has no chat template; complete plain text or take a chat model")
         with errors_of("chat template"):
             variables = {"tools": None, "documents": None, **self._roles, **template_variables}
-            prompted = {"messages": with_content(messages), "add_generation_prompt": add_generation_prompt}
+            told = with_thoughts(with_content(messages))
+            prompted = {"messages": told, "add_generation_prompt": add_generation_prompt}
             return self._renderer.render({**variables, **prompted})
 
     def encode_chat(
@@ -152,7 +162,7 @@ class Tokenizer:
         text = self.apply_chat_template(messages, add_generation_prompt, **template_variables)
         marker = unused_character(text)
         given = {**template_variables, "messages": list(messages)}
-        marked = break_up(given, self._special_pattern, marker)
+        marked = break_up(given, self._special_words, marker)
         if marked == given:
             return self.encode(text, add_special_tokens=False)
         text = self.apply_chat_template(add_generation_prompt=add_generation_prompt, **marked)
@@ -165,6 +175,14 @@ class Tokenizer:
             is_special = position % 2 == 1  # the pattern is one group, so its matches stand between the rest
             ids += self._encode_stretch(piece.replace(marker, ""), False, is_special, is_start=position == 0)
         return ids
+
+    @functools.cached_property
+    def _inner_library(self) -> tokenizers.Tokenizer:
+        return with_special_tokens_as_text(self._library, is_start=False)
+
+    @functools.cached_property
+    def _special_words(self) -> re.Pattern[str]:
+        return any_of(self._added_tokens[i].content for i in self.special_token_ids)
 
     @functools.cached_property
     def _special_pattern(self) -> re.Pattern[str]:

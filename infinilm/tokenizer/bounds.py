@@ -111,7 +111,7 @@ def _size(text: str) -> int:
 
 
 def _longest_entry(table: str) -> int:
-    """Of sentencepiece's table: how long its index is, the index, the entries, each with a zero behind it."""
+    """Sentencepiece's table is the length of its index, the index, then entries that each end in a zero."""
     content = base64.b64decode(table)
     start = 4 + int.from_bytes(content[:4], "little")
     return max(1, *map(len, content[start:].split(b"\0")))

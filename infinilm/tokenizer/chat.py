@@ -26,6 +26,8 @@ WALL_SECONDS = 60  # for what takes no CPU time; wide, since a second of it can 
 MAX_TEMPLATE = 1 << 20  # characters
 MAX_LINE = 16 << 20  # bytes, of a request and of an answer
 
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # what messages call them; the first counts
+
 
 class Renderer:
     """One template, rendered as transformers renders it, by one process that threads take in turns."""
@@ -171,6 +173,17 @@ def is_silent(message: dict[str, Any], key: str = "content") -> bool:
 def with_content(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Templates add contents to other text, which None does not let them."""
     return [{**message, "content": ""} if is_silent(message) else message for message in messages]
+
+
+def with_thoughts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Under both names that templates read, as transformers gives them: GPT-OSS's reads the second."""
+    found = []
+    for message in messages:
+        thoughts = [message[key] for key in THOUGHTS if message.get(key) is not None]
+        if thoughts:
+            message = {"thinking": thoughts[0], **message, "reasoning_content": thoughts[0]}
+        found.append(message)
+    return found
 
 
 def unused_character(text: str) -> str:

@@ -22,8 +22,9 @@ from infinilm.tokenizer.pieces import (
 from infinilm.tokenizer.spelling import BYTE_TOKEN
 from infinilm.tokenizer.text_splits import TEXT_SPLITS, TextSplit
 
-# Tokens that end an answer, by what they are called: files name one of them, or the end of a text alone.
-ENDS_OF_TURNS = (
+# Tokens that end an answer, by what they are called: files name one of them, or the end of a text alone, or
+# the end of a turn alone, though a model may write either.
+ENDS = (
     "<|im_end|>",
     "<|eot_id|>",
     "<|eom_id|>",
@@ -31,6 +32,9 @@ ENDS_OF_TURNS = (
     "<end_of_turn>",
     "<|return|>",
     "<|call|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<eos>",  # but not </s>, which Gemma has for a tag of HTML
 )
 # Where a turn has several messages, <|end|> ends one of them.
 ENDS_OF_MESSAGES = {"<|return|>": "<|end|>"}
@@ -51,7 +55,7 @@ class GgufVocabulary:
         self._check_tokens()
         self.roles = self._find_roles()
         self.eos_token_ids = tuple(
-            dict.fromkeys([*self._token_ids("eos", "eot", "eom"), *self._ends_of_turns()])
+            dict.fromkeys([*self._token_ids("eos", "eot", "eom"), *self._ends_by_name()])
         )
         self.chat_template = self._entry("chat_template", lambda v: isinstance(v, str | None), "text")
 
@@ -105,8 +109,8 @@ class GgufVocabulary:
                 added.append(AddedToken(token, special=is_special, normalized=False, rstrip=strips))
         return added
 
-    def _ends_of_turns(self) -> list[int]:
-        found = [token for token in ENDS_OF_TURNS if token in self._ids]
+    def _ends_by_name(self) -> list[int]:
+        found = [token for token in ENDS if token in self._ids]
         inner = [ENDS_OF_MESSAGES.get(token) for token in found]
         ids = [self._ids[token] for token in found if token not in inner]
         return [index for index in ids if self._types[index] in (CONTROL, USER_DEFINED)]

@@ -138,7 +138,9 @@ def template_in(folder: Folder, config: Mapping[str, Any]) -> str | None:
         raw = folder.read("chat_template.jinja", MAX_TEMPLATE_BYTES)
         template = _template_beside(folder, config) if raw is None else raw.decode("utf-8")
         if isinstance(template, list):  # several, each with a name
-            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+            template = {entry["name"]: entry["template"] for entry in template}
+        if isinstance(template, dict):
+            template = template.get("default")
         if not isinstance(template, str | None):
             raise TypeError(f"must be a string, but is a {type(template).__name__}")
     return template

@@ -1,9 +1,12 @@
 """What is asked of the `tokenizers` library about a vocabulary, whichever file it came from."""
 
+import copy
+import json
 from collections.abc import Iterable
+from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken
+from tokenizers import AddedToken, pre_tokenizers
 
 from infinilm.tokenizer.error import TokenizerError, errors_of
 
@@ -38,16 +41,36 @@ def _model_size(library: tokenizers.Tokenizer) -> int:
     return max(library.get_vocab(with_added_tokens=False).values(), default=-1) + 1
 
 
-def with_special_tokens_as_text(library: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """A second front of the same model, shared and not copied, that reads special tokens as plain text."""
+def with_special_tokens_as_text(library: tokenizers.Tokenizer, is_start: bool = True) -> tokenizers.Tokenizer:
+    """A second front of the same model, shared and not copied, that reads special tokens as plain text: of a
+    whole text, or of a stretch inside of one."""
     plain = tokenizers.Tokenizer(library.model)
     plain.normalizer = library.normalizer
-    plain.pre_tokenizer = library.pre_tokenizer
+    plain.pre_tokenizer = library.pre_tokenizer if is_start else _inside(library.pre_tokenizer)
     plain.post_processor = library.post_processor
     # All of them and in order, since the library numbers added tokens itself.
     plain.add_tokens([token for _, token in sorted(library.get_added_tokens_decoder().items())])
     plain.encode_special_tokens = True
     return plain
+
+
+def _inside(step: pre_tokenizers.PreTokenizer | None) -> pre_tokenizers.PreTokenizer | None:
+    """The same step, which puts no space before what it is given where it puts one before a text's beginning
+    alone."""
+    if step is None:
+        return None
+    inner = copy.deepcopy(step)
+    inner.__setstate__(json.dumps(_without_first_space(json.loads(step.__getstate__()))).encode())
+    return inner
+
+
+def _without_first_space(state: Any) -> Any:
+    match state:
+        case {"type": "Metaspace", "prepend_scheme": "first"}:
+            return {**state, "prepend_scheme": "never"}
+        case {"type": "Sequence", "pretokenizers": members}:
+            return {**state, "pretokenizers": [_without_first_space(member) for member in members]}
+    return state
 
 
 def mark_special(library: tokenizers.Tokenizer, texts: Iterable[str]) -> None:

@@ -87,9 +87,13 @@ def any_of(texts: Iterable[str]) -> re.Pattern[str]:
 
 
 def any_token(tokens: Iterable[AddedToken]) -> re.Pattern[str]:
-    """The same of tokens, each with the white space behind it that is its own."""
-    longest_first = sorted(tokens, key=lambda token: len(token.content), reverse=True)
-    return _any_pattern(re.escape(token.content) + r"\s*" * token.rstrip for token in longest_first)
+    """The same of tokens, each with the white space around it that is its own."""
+    return _any_pattern(map(_with_space, sorted(tokens, key=lambda token: len(token.content), reverse=True)))
+
+
+def _with_space(token: AddedToken) -> str:
+    # Before it from the first space on, so that a run of them is read once and not from each of its places
+    return r"(?<!\s)\s*+" * token.lstrip + re.escape(token.content) + r"\s*" * token.rstrip
 
 
 def _any_pattern(patterns: Iterable[str]) -> re.Pattern[str]:

@@ -33,7 +33,7 @@ _IN_SET = re.compile(
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a piece of a pattern, at one place of a text."""
+    """What it takes to match a piece of a pattern at one place of a text"""
 
     ways: float = 1  # in which it can match
     effort: float = 1  # tries until it has matched, or cannot
@@ -59,7 +59,7 @@ class _Group:
 
 
 def cost_of_regex(pattern: str) -> Cost:
-    """Of a whole pattern. One that could search for too long, or is not understood, is refused."""
+    """The cost of a whole pattern. One that could search for too long, or is not understood, is refused."""
     stack = [_Group()]
     for kind, text in _tokens(pattern.removeprefix("(?i)")):
         current = stack[-1].branches[-1]

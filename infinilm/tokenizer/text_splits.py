@@ -51,6 +51,16 @@ _DEFAULT = (
     r"\p{N}+",
     r"[0-9][0-9][0-9]",
 )
+# DeepSeek's first models take line breaks out, then words of some scripts, then signs, then the East's.
+_EAST = r"[一-龥ࠀ-一가-퟿]+"
+_CASED = (
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-Ჺ"
+    "Ჽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓ"
+    "ℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ"
+    "𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST, r"\p{N}")
+_DEEPSEEK = (r"[\r\n]", rf"\s?[{_CASED}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", _EAST, r"\p{N}+")
 
 _LLAMA3_SPLIT = TextSplit([_isolate(_LLAMA3), _TO_BYTES], ignore_merges=True, adds_bos=True)
 _QWEN2_SPLIT = TextSplit([_isolate(_QWEN2), _TO_BYTES], normalizer=normalizers.NFC())
@@ -76,6 +86,8 @@ TEXT_SPLITS = {
     "dbrx": TextSplit([_isolate(_LLAMA3), _TO_BYTES]),  # OLMo 2, Phi-4
     "qwen2": _QWEN2_SPLIT,  # and Qwen 3, mixtures too
     "qwen35": TextSplit([_isolate(_QWEN35), _TO_BYTES], normalizer=normalizers.NFC()),
+    "deepseek-llm": TextSplit([*map(_isolate, _DEEPSEEK), _TO_BYTES]),
+    "deepseek-coder": TextSplit([*map(_isolate, _DEEPSEEK_CODER), _TO_BYTES]),
     "deepseek-r1-qwen": replace(_QWEN2_SPLIT, normalizer=None),
     "tekken": TextSplit([_isolate(_TEKKEN), _TO_BYTES], ignore_merges=True, adds_bos=True),
     "gpt-4o": _GPT4O_SPLIT,  # Phi-4-mini, GPT-OSS

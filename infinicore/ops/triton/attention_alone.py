@@ -234,7 +234,7 @@ def fold_kernel(
 
 
 def num_splits(num_programs: int, num_values: int, device: torch.device) -> int:
-    """As many as give every processor work, and whose parts take no more memory than they are worth"""
+    """Enough to give every processor work, but no more than their parts' memory is worth"""
     wanted = PROGRAMS * num_processors(device) // num_programs
     most = min(max(MOST_PARTS // num_values, 1), MOST_SPLITS)
     return min(1 << max(wanted - 1, 0).bit_length(), 1 << most.bit_length() - 1)

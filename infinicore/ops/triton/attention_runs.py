@@ -100,7 +100,7 @@ def add_spoilt_keys(
 
 @triton.jit
 def chosen(group, first, second, third, fourth):
-    """Of four numbers the one that each group has"""
+    """The one of four numbers that each group has"""
     return tl.where(group < 2, tl.where(group == 0, first, second), tl.where(group == 2, third, fourth))
 
 

@@ -137,7 +137,7 @@ def values_of(words, DTYPE: tl.constexpr, D: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def place_in_head(row, D: tl.constexpr):
-    """Which d is in a row of values_of"""
+    """The d that a row of values_of holds"""
     return row % 8 * (D // 8) + row // 16 * 2 + row // 8 % 2
 
 
@@ -162,7 +162,7 @@ def attend_warps(
 
 @triton.jit
 def folded_warps(sums, largest, total):
-    """Of all warps, [D, HEADS] and twice [HEADS]"""
+    """The sums, largest scores and totals of all warps: [D, HEADS] and twice [HEADS]"""
     most = tl.max(largest, 0)
     scaled = tl.exp2(largest - tl.where(most == -float("inf"), 0.0, most)[None, :])
     return tl.sum(sums * scaled[:, None, :], 0), most, tl.sum(total * scaled, 0)
@@ -170,7 +170,7 @@ def folded_warps(sums, largest, total):
 
 @triton.jit
 def first_stored(stream_ptr, slot_ptr, stream, slot, N, TOKENS: tl.constexpr):
-    """Of the slots that the tokens of this step have in a stream, the first up to `slot`"""
+    """The first slot, up to `slot`, that a token of this step has in the stream"""
     n = tl.arange(0, TOKENS)
     streams = tl.load(stream_ptr + n, mask=n < N, other=-1)
     slots = tl.load(slot_ptr + n, mask=n < N, other=0).to(tl.int64)

@@ -19,7 +19,7 @@ FP8 = tl.constexpr(-1)  # stands where tiles have ggml's number of their type
 
 @triton.jit
 def columns_of(LENGTH: tl.constexpr, TYPE: tl.constexpr):
-    """Which columns of x and of a weight stand where the tensor cores have their first, second and so on"""
+    """The columns of x and of a weight in the order in which the tensor cores take them"""
     place = tl.arange(0, LENGTH)
     if TYPE == FP8:  # of 64: 16 are a thread's, 4 of them a word's
         word = place % 64 // 16

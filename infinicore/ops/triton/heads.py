@@ -74,7 +74,7 @@ def put(
 
 @triton.jit
 def row_of(pair, half, D, IS_INTERLEAVED: tl.constexpr):
-    """Of a pair, counted through all heads, the first row"""
+    """The first row of a pair, pairs counted through all heads"""
     return pair // half * D + (2 * (pair % half) if IS_INTERLEAVED else pair % half)
 
 

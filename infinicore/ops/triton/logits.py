@@ -38,7 +38,7 @@ NONE = tl.constexpr(-(2**63))
 def count_kernel(
     count_ptr, history_ptr, end_ptr, length, V, TILE: tl.constexpr, OVERLAPS: tl.constexpr
 ):  # fmt: skip
-    """Of each token before a row: 1 if it is of the prompt, and 2 for each time it was drawn since"""
+    """Counts for each token before a row: 1 if it is of the prompt, and 2 for each time it was drawn since"""
     wait_for_inputs(OVERLAPS)
     row = tl.program_id(1).to(tl.int64)
     begin = tl.load(end_ptr + 2 * row - 1, mask=row > 0, other=0)
@@ -149,8 +149,8 @@ def part_kernel(
     key_ptr, part_ptr, logit_ptr, token_ptr, logit_stride, V, num_top,
     TILE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Of a part of a row: its num_top largest logits, how many are above the token's, the largest, and the
-    sum of weights by that, which is NaN where a logit is none"""
+    """The num_top largest logits of a part of a row, how many are above the token's, the largest, and the sum
+    of weights by that, which is NaN where a logit is none"""
     wait_for_inputs(OVERLAPS)
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     column = part * TILE + tl.arange(0, TILE)

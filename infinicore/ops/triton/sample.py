@@ -191,7 +191,7 @@ def at_level(values, index, LEVELS: tl.constexpr):
 
 @triton.jit
 def kept_down_to(parts, lower):
-    """Of each part, how many of the weights that were put together may be as large, and the most of those"""
+    """How many of each part's collected weights may be as large as `lower`, and the most of these counts"""
     _, least_first, num_first, num_kept = parts
     counts = tl.where(lower >= least_first, num_first, num_kept)
     return counts, tl.max(counts, 0)
@@ -199,7 +199,7 @@ def kept_down_to(parts, lower):
 
 @triton.jit
 def kept_at(parts, counts, start, PARTS: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr):
-    """Of each part [PARTS, WIDTH] weights that were put together, 0 where there are no more"""
+    """The next collected weights of each part, [PARTS, WIDTH]; 0 where there are no more"""
     part_ptr = parts[0]
     index = start + tl.arange(0, WIDTH)[None, :]
     at = part_ptr + tl.arange(0, PARTS)[:, None] * PART + index
@@ -235,7 +235,7 @@ def append(list_ptr, weight, lower, upper):
 
 @triton.jit
 def tally(list_ptr, length, key, SEARCHED: tl.constexpr):
-    """Of the list, those whose bits are at least `key`: how many, their sum and the least; and the largest of
+    """The count, the sum and the least of those in the list whose bits are at least `key`; and the largest of
     the others"""
     counts = tl.zeros([SEARCHED], tl.int32)
     sums = tl.zeros([SEARCHED], tl.float64)

@@ -83,7 +83,7 @@ def of_column(x, lane, EMULATES: tl.constexpr):
 
 @triton.jit
 def larger_of(a, b):
-    """Of two floats that are not negative; NaN if one is"""
+    """The larger of two floats that are not negative; NaN if one is"""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -94,7 +94,7 @@ def largest_of(a, b, c, d):
 
 @triton.jit
 def exponent_of(largest):
-    """That of the largest of each column's threads: 16 signed bits count 2^-14 of it. 255 is that of NaN.
+    """The exponent of the largest of each column's threads: 16 signed bits count 2^-14 of it. NaN has 255.
 
     The bits of a float that is not negative are in its order, NaN's last. What would round to more than 127
     times 256 has the next exponent.

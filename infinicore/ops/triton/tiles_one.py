@@ -238,7 +238,7 @@ def add_four(
 
 @triton.jit
 def load_norm(norm_ptr, lane, first, num_groups, NORMS: tl.constexpr):
-    """As x is loaded, if there is a norm"""
+    """The norm's weights in the order of load_x, if there is a norm"""
     return load_x(norm_ptr, lane, first, num_groups) if NORMS else first
 
 
@@ -255,7 +255,7 @@ def load_next(
 
 @triton.jit
 def sums_of(totals, num_groups, eps, NORMS: tl.constexpr, TILES: tl.constexpr):
-    """Of all threads, [tile, g, j % 2, j / 2], normed"""
+    """The sums of all threads, normed: [tile, g, j % 2, j / 2]"""
     EACH: tl.constexpr = totals[4].shape[0] // (32 * TILES)
     by_thread = tl.join(tl.join(totals[0], totals[1]), tl.join(totals[2], totals[3]))  # [L, j % 2, j / 2]
     y = tl.sum(tl.sum(by_thread.reshape(TILES, EACH, 8, 4, 2, 2), 3), 1)
