@@ -40,6 +40,9 @@ LIMITS = {
     "max_position_embeddings": MAX_POSITION,
 }
 LAYER_TYPES = ("full_attention", "sliding_attention")
+# Models that have no window, whatever size their config.json gives one, as files made from another model's
+# do. Their GGUF files may be Mistral's, which has one; those have no model_type.
+WITHOUT_WINDOW = ("granite", "llama", "olmo2", "olmoe")
 MAX_TOKEN_ID = (1 << 31) - 1
 
 # Keys of config.json that would change the computation in ways unknown here, and their harmless values;
@@ -160,7 +163,7 @@ class LlamaConfig:
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Self:
         """The config that the content of a config.json describes; what this model cannot do is refused."""
-        content = cls.adapted({**scaling_part(content), **content})
+        content = cls.adapted({**content, **scaling_part(content)})
         names = {f.name: f.type for f in fields(cls) if f.init}
         for key, harmless in UNSUPPORTED.items():
             if key not in names and content.get(key) not in harmless:
@@ -173,7 +176,10 @@ class LlamaConfig:
             if key in names and (value is not None or "None" in str(names[key]))
         }
         given["torch_dtype"] = content.get("torch_dtype")
-        return cls(**{**given, **rope_keys(content)})
+        config = cls(**{**given, **rope_keys(content)})
+        if content.get("model_type") in WITHOUT_WINDOW and config.layer_types is None:
+            config._set(sliding_window=None)
+        return config
 
     @classmethod
     def adapted(cls, content: Mapping[str, Any]) -> Mapping[str, Any]:

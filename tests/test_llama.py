@@ -218,6 +218,13 @@ def test_windows_are_those_of_transformers_where_the_config_is_silent(kind: str,
     assert [ours.window_of(layer) for layer in range(2)] == wanted
 
 
+def test_a_llama_that_gives_a_window_a_size_has_none_as_in_transformers(make: Any) -> None:
+    theirs, folder = make("Llama")
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(content | {"sliding_window": 9}))
+    check_parity(theirs, folder, torch.float32, FLOAT32_BAR)
+
+
 # ---- the config ----
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from parity import BFLOAT16_BAR, FLOAT32_BAR, check_greedy, check_parity, known, make, nmse, prompt
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -292,3 +293,46 @@ def test_the_text_of_a_gemma_that_also_sees_is_gemma(prefix: str, make: Any) -> 
     (folder / "config.json").write_text(json.dumps(whole))
     check_parity(theirs, folder, torch.float32, FLOAT32_BAR)
     assert LlamaForCausalLM.from_pretrained(folder).config.eos_token_ids == (1, 106)
+
+
+def test_a_quantised_gemma_that_also_sees_is_refused_by_key(make: Any) -> None:
+    kind, options = MODELS["gemma3"]
+    _, folder = make(kind, **options)
+    whole = {"model_type": "gemma3", "text_config": json.loads((folder / "config.json").read_text())}
+    whole["quantization_config"] = {"quant_method": "compressed-tensors"}
+    (folder / "config.json").write_text(json.dumps(whole))
+    with pytest.raises(CheckpointError, match="quantization_config = .* is not supported"):
+        LlamaForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", ["granite", "olmo2", "olmoe"])
+def test_a_window_where_a_model_has_none_changes_nothing(name: str, make: Any) -> None:
+    kind, options = MODELS[name]
+    theirs, folder = make(kind, **options)
+    change_config(folder, sliding_window=9)
+    check_parity(theirs, folder, torch.float32, FLOAT32_BAR)
+
+
+@pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling"])
+def test_how_much_of_a_head_phi_rotates_stands_among_its_rope_first(place: str, make: Any) -> None:
+    _, folder = make("Phi3")
+    rope = {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.75}
+    change_config(folder, ("rope_parameters",), partial_rotary_factor=0.5, **{place: rope})
+    theirs = transformers.Phi3ForCausalLM.from_pretrained(folder)
+    check_parity(theirs, folder, torch.float32, FLOAT32_BAR)
+
+
+def test_a_scaling_beside_the_two_ropes_of_a_gemma_is_that_of_transformers(make: Any) -> None:
+    _, folder = make("Gemma3", **GEMMA3, rope_parameters=GEMMA_ROPES)
+    change_config(folder, rope_scaling={"rope_type": "linear", "factor": 3.0})
+    theirs = transformers.Gemma3ForCausalLM.from_pretrained(folder)
+    check_parity(theirs, folder, torch.float32, FLOAT32_BAR)
+
+
+@pytest.mark.parametrize("key", ["rope_type", "type"])
+def test_a_gemma_whose_windows_are_scaled_is_refused(key: str, make: Any) -> None:
+    _, folder = make("Gemma3", **GEMMA3)
+    scaled = {key: "linear", "factor": 4.0, "rope_theta": 50.0}
+    change_config(folder, rope_parameters={**GEMMA_ROPES, "sliding_attention": scaled})
+    with pytest.raises(CheckpointError, match="is not supported where there is a window"):
+        LlamaForCausalLM.from_pretrained(folder)

@@ -10,13 +10,13 @@ from typing import Any
 from torch import Tensor
 
 from infinicore import nn
-from infinilm.config import LlamaConfig, rope_mapping, scaling_of
+from infinilm.config import LlamaConfig, rope_mapping
 from infinilm.models import gemma2
 from infinilm.models.gguf import GGUF
 from infinilm.models.llama import LlamaDecoderLayer
 from infinilm.models.registry import register
 from infinilm.models.stored import Stored
-from infinilm.rope import MAX_THETA, LlamaRoPE, RopeParameters, check_number, check_whole
+from infinilm.rope import MAX_THETA, LlamaRoPE, RopeParameters, check_number, check_whole, rope_type_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,15 +34,20 @@ class Gemma3Config(gemma2.Gemma2Config):
 
     @classmethod
     def adapted(cls, content: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Of a model that also sees, the text; newer files have two kinds of rope among rope_parameters."""
+        """The text's part of a model that also sees; newer files have two ropes in rope_parameters."""
         if isinstance(content.get("text_config"), Mapping):
-            tokens = {key: content[key] for key in content if key.endswith("token_id")}
-            content = {**content["text_config"], **tokens, "model_type": "gemma3"}
-        content, scaling = dict(super().adapted(content)), scaling_of(content)
-        if "full_attention" in scaling or "sliding_attention" in scaling:
-            content |= {"rope_parameters": None, "rope_scaling": rope_mapping(scaling, "full_attention")}
-            local = rope_mapping(scaling, "sliding_attention")
-            if local.get("rope_type", "default") != "default":
+            whole = [key for key in content if key.endswith("token_id") or key == "quantization_config"]
+            content = {
+                **content["text_config"],
+                **{key: content[key] for key in whole},
+                "model_type": "gemma3",
+            }
+        content, kinds = dict(super().adapted(content)), rope_mapping(content, "rope_parameters")
+        if "full_attention" in kinds or "sliding_attention" in kinds:
+            scaling = {**rope_mapping(kinds, "full_attention"), **rope_mapping(content, "rope_scaling")}
+            content |= {"rope_parameters": None, "rope_scaling": scaling}
+            local = rope_mapping(kinds, "sliding_attention")
+            if rope_type_of(local) != "default":
                 raise ValueError(f"rope_parameters: {short(local)} is not supported where there is a window")
             if local.get("rope_theta") is not None:
                 content["rope_local_base_freq"] = local["rope_theta"]
@@ -62,7 +67,7 @@ class Gemma3Config(gemma2.Gemma2Config):
 
 
 class Gemma3RoPE(LlamaRoPE):
-    """That of layers without a window; `local` is that of layers with one."""
+    """The rope of layers without a window; `local` is that of layers with one."""
 
     def __init__(self, parameters: RopeParameters, local: RopeParameters) -> None:
         super().__init__(parameters)
