@@ -62,7 +62,7 @@ class Stream:
         self.index = index
         self.num_computed = 0
         self.num_whole = self.num_prompt  # tokens at the beginning that are rotated as a whole
-        self.turning_point: int | None = None  # the length beyond which all of it is computed anew
+        self.switch_at: int | None = None  # the length beyond which all of it is computed anew
         self.num_unread = 0  # tokens that were drawn on a device, and are not known here yet
         self.unread_row = 0  # among the rows of the last step, that of the last of them
         self.block_ids: list[int] = []  # another list, never a shorter one, once its blocks are given back
@@ -106,18 +106,18 @@ class Stream:
         return max(self.num_whole, position + 1)
 
     @property
-    def num_before_turn(self) -> int:
+    def num_before_switch(self) -> int:
         """How many tokens may follow those that are known or drawn before all are computed anew"""
-        if self.turning_point is None:
+        if self.switch_at is None:
             return sys.maxsize
-        return self.turning_point + 1 - len(self.token_ids) - self.num_unread
+        return self.switch_at + 1 - len(self.token_ids) - self.num_unread
 
     def begin_anew_if_due(self) -> bool:
         """Where the rope changes, nothing counts as computed any more; whether that is here. Its blocks are
         the caller's matter."""
-        if self.turning_point is None or len(self) <= self.turning_point:
+        if self.switch_at is None or len(self) <= self.switch_at:
             return False
-        self.turning_point, self.num_whole, self.num_computed = None, len(self), 0
+        self.switch_at, self.num_whole, self.num_computed = None, len(self), 0
         return True
 
 

@@ -100,7 +100,7 @@ class GenerationMixin:
             for prompt in prompts
         ]
         for stream in streams:
-            stream.turning_point = self.config.rope.turning_point(len(stream))
+            stream.switch_at = self.config.rope.switch_at(len(stream))
         runner = self.runner(streams, num_new)
         running = streams
         for step in range(num_new):

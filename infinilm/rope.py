@@ -66,6 +66,15 @@ class RopeParameters:
         return int(self.scaling.get("original_max_position_embeddings") or self.max_position)
 
     @property
+    def reach(self) -> int:
+        """How long a sequence may be: by scaling, longer than the model was first trained for"""
+        rope_type, factor = self.scaling["rope_type"], self.scaling.get("factor", 1.0)
+        if rope_type == "dynamic":
+            return MAX_POSITION
+        stretched = {"linear": self.max_position, "yarn": self.original_max_position}.get(rope_type, 0)
+        return min(max(self.max_position, int(stretched * factor)), MAX_POSITION)
+
+    @property
     def is_fixed(self) -> bool:
         """Whether a position has one angle, however long the sequence is."""
         return self.scaling["rope_type"] not in ("dynamic", "longrope")
@@ -79,7 +88,7 @@ class RopeParameters:
             return int(length > self.original_max_position)
         return 0
 
-    def turning_point(self, length: int) -> int | None:
+    def switch_at(self, length: int) -> int | None:
         """The length beyond which a text that begins with so many tokens is computed anew"""
         if not self.is_renewed or self.is_fixed or self.regime(length) != self.regime(1):
             return None

@@ -903,8 +903,26 @@ def test_ends_of_text_that_the_model_has_no_rows_for_do_no_harm(tmp_path: Path, 
 
 
 def test_a_length_beyond_the_models_is_refused(tiny: Tiny) -> None:
-    with pytest.raises(ValueError, match=f"max_model_len is {MAX_LENGTH + 1}, but .* are {MAX_LENGTH}"):
+    with pytest.raises(ValueError, match=f"max_model_len is {MAX_LENGTH + 1}, but .* reaches {MAX_LENGTH}"):
         tiny.engine(max_model_len=MAX_LENGTH + 1)
+
+
+@pytest.mark.parametrize(
+    "scaling, reach",
+    [
+        ({"rope_type": "linear", "factor": 2.0}, 2 * MAX_LENGTH),
+        ({"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 128}, 1024),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128}, MAX_LENGTH),
+    ],
+)
+def test_texts_may_be_as_long_as_scaled_rope_reaches(
+    scaling: dict[str, Any], reach: int, tmp_path: Path, one_thread: None
+) -> None:
+    tiny = Tiny.at(tmp_path, rope_scaling=scaling)
+    engine = tiny.engine(max_model_len=reach)
+    assert len(generated(engine, prompt(reach - 5), max_tokens=5).outputs[0].token_ids) == 5
+    with pytest.raises(ValueError, match=f"rope reaches {reach} positions"):
+        tiny.engine(max_model_len=reach + 1)
 
 
 @pytest.mark.parametrize("max_num_batched_tokens", range(3, 24, 2))

@@ -76,7 +76,7 @@ class RoPE(Module):
             self._rounded[dtype] = sin.to(device, dtype), cos.to(device, dtype)
         return self._rounded[dtype]
 
-    def turning(self, pos: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, bool]:
+    def rotation(self, pos: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, bool]:
         """How far heads of a dtype are rotated at these positions, as ops take it"""
         return pos, *self.tables_as(dtype), self.algo is RopeAlgo.GPT_J
 

@@ -132,7 +132,7 @@ class Engine:
     # ---- what it tells -------------------------------------------------------------------------------------
 
     def stats(self) -> Stats:
-        """Of this moment; any thread may ask."""
+        """The numbers of this moment; any thread may ask."""
         scheduler, blocks = self.scheduler, self.blocks
         return Stats(
             num_running=len(scheduler.running),
@@ -268,7 +268,7 @@ class Engine:
         if item.block_ids is stream.block_ids:  # it was not preempted meanwhile
             self.scheduler.keep(stream, num_computed)
         if stream.finish_reason is None and stream.begin_anew_if_due():
-            self.scheduler.turn(stream, self.intake.salt(len(stream), stream.request))
+            self.scheduler.switch(stream, self.intake.salt(len(stream), stream.request))
 
     def _take_state(self, stream: Completion, result: Drawn) -> None:
         if result.token_ids[0] < 0:
@@ -344,10 +344,10 @@ class Engine:
 
 
 def check_length(config: EngineConfig, llama: LlamaConfig) -> None:
-    """Beyond the length it was trained for a model knows no angles, but for rope that grows with it."""
-    longest, wanted = llama.max_position_embeddings, config.max_model_len
-    if wanted is not None and wanted > longest and llama.rope.scaling["rope_type"] != "dynamic":
-        raise ValueError(f"max_model_len is {wanted}, but the model's max_position_embeddings are {longest}")
+    """Beyond what its rope reaches a model knows no angles."""
+    longest, wanted = llama.rope.reach, config.max_model_len
+    if wanted is not None and wanted > longest:
+        raise ValueError(f"max_model_len is {wanted}, but the model's rope reaches {longest} positions")
 
 
 def prepare_masks(work: Sequence[Work]) -> None:

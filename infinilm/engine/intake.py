@@ -94,18 +94,18 @@ class Intake:
         return request
 
     def _prepare(self, request: Request) -> None:
-        """Its streams learn whose keys they share, when their rope turns, and what may follow."""
+        """Its streams learn whose keys they share, when their rope switches, and what may follow."""
         length, outputs = len(request.prompt_token_ids), request.params.structured_outputs
         matcher = None if outputs is None else self._grammars.compile(outputs)
         for completion in request.completions:
             completion.salt = self.salt(length, request)
-            completion.turning_point = self.model.config.rope.turning_point(length)
+            completion.switch_at = self.model.config.rope.switch_at(length)
             if matcher is not None:
                 completion.matcher = matcher.with_masks(self._threads())
 
     def salt(self, length: int, request: Request) -> bytes:
-        """Who shares it shares keys: the rope's frequencies and the adapter are the same, and nobody asked to
-        be apart."""
+        """Requests with the same salt share keys: their rope's frequencies and adapter are the same, and none
+        asked to be apart."""
         salt = f"{self.model.config.rope.regime(length)}:{request.cache_salt}".encode()
         return salt if request.adapter is None else b"lora " + request.adapter.digest + salt
 

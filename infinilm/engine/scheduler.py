@@ -70,7 +70,7 @@ class Scheduler:
             stream
             for stream in self.running
             if stream.is_answering and not is_ending(stream) and stream not in reading
-            if stream.num_before_turn > 0
+            if stream.num_before_switch > 0
         ]
 
     def schedule(self) -> list[Work]:
@@ -79,7 +79,7 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         for stream in self.answering():
             if budget > 0 and stream in self.running:
-                stream.drafts = stream.drafts[: min(budget, stream.num_before_turn) - 1]
+                stream.drafts = stream.drafts[: min(budget, stream.num_before_switch) - 1]
                 budget -= self._move(stream, stream.num_pending, work)
         if self.beside:
             return work
@@ -135,7 +135,7 @@ class Scheduler:
             stream.block_ids, stream.chain, stream.drafts = [], None, []
             stream.num_computed = stream.num_unread = 0
 
-    def turn(self, stream: Completion, salt: bytes) -> None:
+    def switch(self, stream: Completion, salt: bytes) -> None:
         """All of it is computed anew, as a text that begins with other frequencies."""
         stream.salt = salt
         if stream in self.running:
@@ -227,8 +227,8 @@ def is_ending(stream: Completion) -> bool:
 
 
 def is_ready(stream: Completion) -> bool:
-    """Of n streams the others wait for the first to compute the prompt, and find it in the cache. One that
-    was preempted begins anew when its tokens are known."""
+    """The first of n streams computes the prompt; the others wait, and find it in the cache. One that was
+    preempted begins anew when its tokens are known."""
     first = stream.request.completions[0]
     is_first_done = first is stream or first.num_drawn > 0 or first.finish_reason is not None
     return is_first_done and not stream.num_unread

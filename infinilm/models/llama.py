@@ -151,7 +151,7 @@ class LlamaAttention(nn.Module):
         if rope is None or type(self).project is not LlamaAttention.project:
             return self.rotate(*self.project(x if norm is None else norm(x)), rope, batch, pools)
         layers = self.q_proj, self.k_proj, self.v_proj
-        where = Where(*rope.turning(batch.rope_rows, x.dtype), *pools, *places(batch))
+        where = Where(*rope.rotation(batch.rope_rows, x.dtype), *pools, *places(batch))
         return project_heads(x, layers, norm, where)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -171,7 +171,7 @@ class LlamaAttention(nn.Module):
         if rope is None:
             ops.store_kv(*pools, k, v, *places(batch), out=pools)
             return q
-        return ops.store_heads(q, k, v, *rope.turning(batch.rope_rows, q.dtype), *pools, *places(batch))
+        return ops.store_heads(q, k, v, *rope.rotation(batch.rope_rows, q.dtype), *pools, *places(batch))
 
     def attend(self, q: Tensor, batch: Batch, pools: Pools) -> Tensor:
         """[N, H, D] -> [N, H, D]"""

@@ -114,7 +114,7 @@ def label_of(checkpoint: Checkpoint, weights: Mapping[str, Weight]) -> bytes:
 
 
 def build() -> str:
-    """Of the kernels: others may lay out weights, or round, in another way."""
+    """The build of the kernels: others may lay out weights, or round, in another way."""
     core = os.stat(_native.__file__)
     return f"{infinicore.__version__} {core.st_size} {core.st_mtime_ns}"
 

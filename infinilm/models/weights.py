@@ -255,7 +255,7 @@ def check_names(stored: Stored, wanted: list[str], found: set[str]) -> None:
 def packed_weights(
     model: torch.nn.Module, wanted: list[str], stored: Stored, placement: Placement
 ) -> dict[str, Weight]:
-    """Those whose blocks are packed as they are stored"""
+    """The weights whose blocks are packed as they are stored"""
     layers = {f"{path}.weight": m for path, m in model.named_modules() if isinstance(m, WeightLayer)}
     found = {name: stored[name] for name in wanted if name in layers and placement.packs}
     return {

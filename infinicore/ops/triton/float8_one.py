@@ -83,11 +83,11 @@ def add_word(sums, words, x, y, EMULATES: tl.constexpr):
 @triton.jit
 def load_rows(
     word_ptr, scale_ptr, n, is_row, which, piece, num_pieces, half, gap, D,
-    PAIRS: tl.constexpr, TURNS: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
+    PAIRS: tl.constexpr, ROTATES: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """[P, R, 4] and scales [R]: rows n, or rows n and those that lie `gap` further"""
     row = n
-    if TURNS:
+    if ROTATES:
         row = row_of(n, half, D, IS_INTERLEAVED)
     if PAIRS:
         row += which * gap
@@ -156,38 +156,38 @@ def store_row(
 def one_kernel(
     y_ptr, x_ptr, norm_ptr, word_ptr, scale_ptr, bias_ptr, residual_ptr, where, N, num_pieces, D, eps,
     HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, NORMS: tl.constexpr, GATES: tl.constexpr,
-    TURNS: tl.constexpr, IS_INTERLEAVED: tl.constexpr, S: tl.constexpr, LANES: tl.constexpr,
+    ROTATES: tl.constexpr, IS_INTERLEAVED: tl.constexpr, S: tl.constexpr, LANES: tl.constexpr,
     ROWS: tl.constexpr, PIECES: tl.constexpr, EMULATES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """y[n] = scale[n] * sum(x * weight[n]) + bias[n] + residual[n]; or silu(gate) * up, whose weights are N
     rows apart; or the two halves of heads, which are rotated and put where they belong. N counts y, or pairs.
     """
-    PAIRS: tl.constexpr = GATES or TURNS
+    PAIRS: tl.constexpr = GATES or ROTATES
     EACH: tl.constexpr = ROWS // 2 if PAIRS else ROWS
     each, r, piece = tl.arange(0, EACH), tl.arange(0, ROWS), tl.arange(0, PIECES)
     half = D // 2
-    gap = (1 if IS_INTERLEAVED else half) if TURNS else N
+    gap = (1 if IS_INTERLEAVED else half) if ROTATES else N
     begin, step = tl.program_id(0) * EACH, tl.num_programs(0) * EACH
     pointers, sizes = (word_ptr, scale_ptr), (r // EACH, piece, num_pieces, half, gap, D)
     n = begin + r % EACH
-    words, scale = load_rows(*pointers, n, n < N, *sizes, PAIRS, TURNS, IS_INTERLEAVED)
+    words, scale = load_rows(*pointers, n, n < N, *sizes, PAIRS, ROTATES, IS_INTERLEAVED)
     norm = load_pairs(norm_ptr if NORMS else word_ptr, piece, num_pieces if NORMS else 0)
-    wait_for_inputs(OVERLAPS, TURNS)
-    turn = place_now(where, S) if TURNS else 0
+    wait_for_inputs(OVERLAPS, ROTATES)
+    rotation = place_now(where, S) if ROTATES else 0
     residual = load_residual(residual_ptr, begin + each, N, ADDS)
     x, factor = load_floats(x_ptr, norm, piece, num_pieces, eps, NORMS)
     for start in range(begin, N, step):
         n = start + step + r % EACH
-        next_words, next_scale = load_rows(*pointers, n, n < N, *sizes, PAIRS, TURNS, IS_INTERLEAVED)
+        next_words, next_scale = load_rows(*pointers, n, n < N, *sizes, PAIRS, ROTATES, IS_INTERLEAVED)
         next_residual = load_residual(residual_ptr, start + step + each, N, ADDS)
         y = row_sums(words, x, EMULATES) * (scale * factor)
         if PAIRS:
             first, second = tl.split(y.reshape(2, EACH).permute(1, 0))
         else:
             first, second = y, y
-        if TURNS:
-            store_turned(
-                y_ptr, bias_ptr, first, second, start + each, N, turn, where, half, gap, D,
+        if ROTATES:
+            store_rotated(
+                y_ptr, bias_ptr, first, second, start + each, N, rotation, where, half, gap, D,
                 HAS_BIAS, IS_INTERLEAVED, S, LANES,
             )  # fmt: skip
         else:
@@ -205,11 +205,11 @@ def place_now(where, S: tl.constexpr):
 
 
 @triton.jit
-def store_turned(
-    q_ptr, bias_ptr, first, second, pair, num_pairs, turn, where, half, gap, D,
+def store_rotated(
+    q_ptr, bias_ptr, first, second, pair, num_pairs, rotation, where, half, gap, D,
     HAS_BIAS: tl.constexpr, IS_INTERLEAVED: tl.constexpr, S: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    position, block, place = turn
+    position, block, place = rotation
     _, sin_ptr, cos_ptr, _, _, _, key_ptr, value_ptr = where[0]
     sin_stride, cos_stride, length, _, _, _, H, K = where[1]
     is_pair = pair < num_pairs
@@ -250,7 +250,7 @@ def launch_one(
         y, pairs_of(x), norm, weight.blocks.view(torch.int32), weight.row_scales, bias, beside.residual,
         heads and heads[:2], num_rows // 2 if is_paired else num_rows, size // 16, y.shape[-1], beside.eps,
         HAS_BIAS=bias is not None, ADDS=beside.residual is not None, NORMS=norm is not None,
-        GATES=beside.is_gated, TURNS=heads is not None, IS_INTERLEAVED=is_interleaved,
+        GATES=beside.is_gated, ROTATES=heads is not None, IS_INTERLEAVED=is_interleaved,
         S=heads.block_size if heads else 0, LANES=LANES, ROWS=ROWS, PIECES=pieces,
         EMULATES=IS_INTERPRETED, num_warps=num_warps, num_stages=1, maxnreg=128, **overlap(x.device),
     )  # fmt: skip

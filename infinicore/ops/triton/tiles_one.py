@@ -269,7 +269,7 @@ def one_kernel(
     y_ptr, x_ptr, norm_ptr, word_ptr, half_ptr, byte_ptr, bias_ptr, residual_ptr, where,
     stride, N, num_groups, apart, eps,
     HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, NORMS: tl.constexpr, GATES: tl.constexpr,
-    TURNS: tl.constexpr, S: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, DEPTH: tl.constexpr,
+    ROTATES: tl.constexpr, S: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, DEPTH: tl.constexpr,
     TYPE: tl.constexpr, IS_WHOLE: tl.constexpr, EMULATES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """32 columns of y from a tile, or from two that are some tiles apart: silu(gate) * up, or the two halves
@@ -277,12 +277,12 @@ def one_kernel(
 
     Warps share the groups of a row, and have DEPTH times 4 of them on their way, 1 or 2.
     """
-    TILES: tl.constexpr = 2 if GATES or TURNS else 1
+    TILES: tl.constexpr = 2 if GATES or ROTATES else 1
     EACH: tl.constexpr = WARPS // TILES
     STEP: tl.constexpr = EACH * 4
     thread = tl.arange(0, WARPS * 32)
     lane, first, tile = thread % 32, thread // 32 % EACH * 4, tl.program_id(0)
-    if TURNS:
+    if ROTATES:
         tile += tile // apart * apart
     if TILES == 2:
         base = ((tile + thread // (32 * EACH) * apart).to(tl.int64) * stride)[:, None]
@@ -296,13 +296,13 @@ def one_kernel(
     if DEPTH == 2:
         others = load_four(*source, lane, first + STEP, num_groups, TYPE, IS_WHOLE)
         other_norm = load_norm(norm_ptr, lane, first + STEP, num_groups, NORMS)
-    wait_for_inputs(OVERLAPS, TURNS)
+    wait_for_inputs(OVERLAPS, ROTATES)
     x = load_x(x_ptr, lane, first, num_groups)
     other_x = load_x(x_ptr, lane, first + STEP, num_groups) if DEPTH == 2 else x
     row = tile * 32 + tl.arange(0, 8)[:, None, None] + tl.arange(0, 2)[None, :, None] * 8
     row += tl.arange(0, 2)[None, None, :] * 16  # [g, j % 2, j / 2]
     residual = tl.load(residual_ptr + row, mask=row < N, other=0.0).to(tl.float32) if ADDS else 0.0
-    turn = turn_of(row % (64 * apart), where, S) if TURNS else row
+    rotation = rotation_of(row % (64 * apart), where, S) if ROTATES else row
     zero = tl.zeros([WARPS * 32], tl.float32)
     totals = (zero, zero, zero, zero, zero)
     pointers = source, x_ptr, norm_ptr
@@ -315,15 +315,15 @@ def one_kernel(
             ahead += STEP
             others, other_x, other_norm = load_next(*pointers, lane, ahead, num_groups, TYPE, IS_WHOLE, NORMS)
     y = sums_of(totals, num_groups, eps, NORMS, TILES)
-    if TURNS:
-        store_turned(y_ptr, bias_ptr, y, turn, row, apart * 32, where, HAS_BIAS, S, LANES)
+    if ROTATES:
+        store_rotated(y_ptr, bias_ptr, y, rotation, row, apart * 32, where, HAS_BIAS, S, LANES)
     else:
         store_row(y_ptr, bias_ptr, y, residual, row, N, HAS_BIAS, GATES)
 
 
 @triton.jit
-def turn_of(d, where, S: tl.constexpr):
-    """(sin, cos, block, place): by how much a head is turned at d, and where it is put"""
+def rotation_of(d, where, S: tl.constexpr):
+    """(sin, cos, block, place): by how much a head is rotated at d, and where it is put"""
     position_ptr, sin_ptr, cos_ptr, stream_ptr, slot_ptr, table_ptr, _, _ = where[0]
     sin_stride, cos_stride, length, B, M, P, _, _ = where[1]
     position = tl.load(position_ptr).to(tl.int64)
@@ -333,11 +333,12 @@ def turn_of(d, where, S: tl.constexpr):
 
 
 @triton.jit
-def store_turned(
-    q_ptr, bias_ptr, y, turn, row, half, where, HAS_BIAS: tl.constexpr, S: tl.constexpr, LANES: tl.constexpr
-):
+def store_rotated(
+    q_ptr, bias_ptr, y, rotation, row, half, where,
+    HAS_BIAS: tl.constexpr, S: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
     """[tile, g, j % 2, j / 2], the two halves of heads, `half` rows each: to rows, or to their block"""
-    sin, cos, block, place = turn
+    sin, cos, block, place = rotation
     key_ptr, value_ptr, H, K = where[0][6], where[0][7], where[1][6], where[1][7]
     first, second = tl.split(y.permute(1, 2, 3, 0))
     if HAS_BIAS:
@@ -367,7 +368,7 @@ def store_row(y_ptr, bias_ptr, y, residual, row, N, HAS_BIAS: tl.constexpr, GATE
 
 
 class Heads(NamedTuple):
-    """How heads are rotated, and where they belong: what `turn_of` reads, its sizes, and slots of a block"""
+    """How heads are rotated, and where they belong: what `rotation_of` reads, sizes, and slots of a block"""
 
     pointers: tuple[Tensor, ...]
     sizes: tuple[int, ...]
@@ -426,7 +427,7 @@ def launch_one(
         y, pairs_of(x), norm, *shape.pointers, bias, beside.residual, heads and heads[:2], shape.stride,
         y.shape[-1], shape.num_groups, apart, beside.eps,
         HAS_BIAS=bias is not None, ADDS=beside.residual is not None, NORMS=norm is not None,
-        GATES=beside.is_gated, TURNS=heads is not None, S=heads.block_size if heads else 0, LANES=LANES,
+        GATES=beside.is_gated, ROTATES=heads is not None, S=heads.block_size if heads else 0, LANES=LANES,
         WARPS=num_warps, DEPTH=plan.depth, TYPE=weight.type.ggml_id, IS_WHOLE=shape.num_groups % 4 == 0,
         EMULATES=IS_INTERPRETED, num_warps=num_warps, num_stages=1, **overlap(x.device),
     )  # fmt: skip
