@@ -24,75 +24,49 @@ TILE = 1024
 
 
 @triton.jit
-def silu_kernel(
-    y_ptr, x_ptr, up_ptr, x_stride, up_stride, E,
-    GATES: tl.constexpr, TILE: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    """y = x * sigmoid(x), times up if there is one"""
-    wait_for_inputs(OVERLAPS)
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    is_in = column < E
-    x = tl.load(x_ptr + row * x_stride + column, mask=is_in, other=0.0).to(tl.float32)
-    y = x * tl.sigmoid(x)
-    if GATES:
-        y *= tl.load(up_ptr + row * up_stride + column, mask=is_in, other=0.0).to(tl.float32)
-    tl.store(y_ptr + row * E + column, y.to(y_ptr.dtype.element_ty), mask=is_in)
+def result_of(a, b, by, OP: tl.constexpr):
+    if OP == "silu":
+        y = a * tl.sigmoid(a)
+    elif OP == "swiglu":
+        y = a * tl.sigmoid(a) * b
+    elif OP == "geglu":  # gelu_tanh(a) is a * sigmoid(2 sqrt(2/pi) (a + 0.044715 a^3))
+        y = a * tl.sigmoid(1.5957691216057308 * (a + 0.044715 * a * a * a)) * b
+    elif OP == "add":
+        y = a + b
+    elif OP == "add_scaled":
+        y = a + by * b
+    elif OP == "scale":
+        y = by * a
+    else:
+        tl.static_assert(OP == "softcap")
+        y = by * tanh(a / by)
+    return y
 
 
 @triton.jit
-def geglu_kernel(
-    y_ptr, x_ptr, up_ptr, x_stride, up_stride, E, TILE: tl.constexpr, OVERLAPS: tl.constexpr
-):  # fmt: skip
-    """y = gelu_tanh(x) * up, where gelu_tanh(x) = x * sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3))"""
-    wait_for_inputs(OVERLAPS)
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    is_in = column < E
-    x = tl.load(x_ptr + row * x_stride + column, mask=is_in, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + row * up_stride + column, mask=is_in, other=0.0).to(tl.float32)
-    y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x)) * up
-    tl.store(y_ptr + row * E + column, y.to(y_ptr.dtype.element_ty), mask=is_in)
-
-
-@triton.jit
-def scale_kernel(
-    y_ptr, x_ptr, unused_ptr, x_stride, unused_stride, E, by,
-    CAPS: tl.constexpr, TILE: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    """y = by * x, or by * tanh(x / by)"""
-    wait_for_inputs(OVERLAPS)
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    is_in = column < E
-    x = tl.load(x_ptr + row * x_stride + column, mask=is_in, other=0.0).to(tl.float32)
-    y = by * (tanh(x / by) if CAPS else x)
-    tl.store(y_ptr + row * E + column, y.to(y_ptr.dtype.element_ty), mask=is_in)
-
-
-@triton.jit
-def add_kernel(
+def elementwise_kernel(
     y_ptr, a_ptr, b_ptr, a_stride, b_stride, E, by,
-    SCALES: tl.constexpr, TILE: tl.constexpr, OVERLAPS: tl.constexpr,
+    OP: tl.constexpr, HAS_B: tl.constexpr, TILE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """y = a + b, or a + by * b"""
     wait_for_inputs(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     is_in = column < E
     a = tl.load(a_ptr + row * a_stride + column, mask=is_in, other=0.0).to(tl.float32)
-    b = tl.load(b_ptr + row * b_stride + column, mask=is_in, other=0.0).to(tl.float32)
-    b = by * b if SCALES else b
-    tl.store(y_ptr + row * E + column, (a + b).to(y_ptr.dtype.element_ty), mask=is_in)
+    b = tl.load(b_ptr + row * b_stride + column, mask=is_in, other=0.0).to(tl.float32) if HAS_B else a
+    y = result_of(a, b, by, OP)
+    tl.store(y_ptr + row * E + column, y.to(y_ptr.dtype.element_ty), mask=is_in)
 
 
-def launch(kernel: Any, y: Tensor, a: Tensor, b: Tensor, *numbers: float, **options: bool) -> None:
-    rows, others = rows_of(a), rows_of(b)
+def computed(name: str, out: Tensor | None, a: Tensor, b: Tensor | None = None, by: float = 1.0) -> Tensor:
+    y = target(out, a, rows=(a,) if b is None else (a, b))
+    rows, others = rows_of(a), rows_of(a if b is None else b)
     num_rows, size = rows.shape
-    kernel[(num_rows, triton.cdiv(size, TILE))](
-        y, rows, others, rows.stride(0), others.stride(0), size, *numbers,
-        TILE=TILE, num_warps=4, **options, **overlap(a.device),
+    elementwise_kernel[(num_rows, triton.cdiv(size, TILE))](
+        y, rows, others, rows.stride(0), others.stride(0), size, by,
+        OP=name, HAS_B=b is not None, TILE=TILE, num_warps=4, **overlap(a.device),
     )  # fmt: skip
+    return settled(y, out)
 
 
 def accepts_silu(out: Any, x: Tensor) -> bool:
@@ -101,9 +75,7 @@ def accepts_silu(out: Any, x: Tensor) -> bool:
 
 
 def silu(out: Tensor | None, x: Tensor) -> Tensor:
-    y = target(out, x, rows=(x,))
-    launch(silu_kernel, y, x, x, GATES=False)
-    return settled(y, out)
+    return computed("silu", out, x)
 
 
 def accepts_swiglu(out: Any, gate: Tensor, up: Tensor) -> bool:
@@ -112,9 +84,7 @@ def accepts_swiglu(out: Any, gate: Tensor, up: Tensor) -> bool:
 
 
 def swiglu(out: Tensor | None, gate: Tensor, up: Tensor) -> Tensor:
-    y = target(out, gate, rows=(gate, up))
-    launch(silu_kernel, y, gate, up, GATES=True)
-    return settled(y, out)
+    return computed("swiglu", out, gate, up)
 
 
 def accepts_geglu(out: Any, gate: Tensor, up: Tensor, approximate: str) -> bool:
@@ -122,9 +92,7 @@ def accepts_geglu(out: Any, gate: Tensor, up: Tensor, approximate: str) -> bool:
 
 
 def geglu(out: Tensor | None, gate: Tensor, up: Tensor, approximate: str) -> Tensor:
-    y = target(out, gate, rows=(gate, up))
-    launch(geglu_kernel, y, gate, up)
-    return settled(y, out)
+    return computed("geglu", out, gate, up)
 
 
 def accepts_add(out: Any, a: Tensor, b: Tensor) -> bool:
@@ -132,9 +100,7 @@ def accepts_add(out: Any, a: Tensor, b: Tensor) -> bool:
 
 
 def add(out: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    y = target(out, a, rows=(a, b))
-    launch(add_kernel, y, a, b, 1.0, SCALES=False)
-    return settled(y, out)
+    return computed("add", out, a, b)
 
 
 def accepts_add_scaled(out: Any, a: Tensor, b: Tensor, factor: float) -> bool:
@@ -142,9 +108,7 @@ def accepts_add_scaled(out: Any, a: Tensor, b: Tensor, factor: float) -> bool:
 
 
 def add_scaled(out: Tensor | None, a: Tensor, b: Tensor, factor: float) -> Tensor:
-    y = target(out, a, rows=(a, b))
-    launch(add_kernel, y, a, b, factor, SCALES=True)
-    return settled(y, out)
+    return computed("add_scaled", out, a, b, factor)
 
 
 def accepts_scale(out: Any, x: Tensor, factor: float) -> bool:
@@ -152,9 +116,7 @@ def accepts_scale(out: Any, x: Tensor, factor: float) -> bool:
 
 
 def scale(out: Tensor | None, x: Tensor, factor: float) -> Tensor:
-    y = target(out, x, rows=(x,))
-    launch(scale_kernel, y, x, x, factor, CAPS=False)
-    return settled(y, out)
+    return computed("scale", out, x, by=factor)
 
 
 def accepts_softcap(out: Any, x: Tensor, cap: float) -> bool:
@@ -162,6 +124,4 @@ def accepts_softcap(out: Any, x: Tensor, cap: float) -> bool:
 
 
 def softcap(out: Tensor | None, x: Tensor, cap: float) -> Tensor:
-    y = target(out, x, rows=(x,))
-    launch(scale_kernel, y, x, x, cap, CAPS=True)
-    return settled(y, out)
+    return computed("softcap", out, x, by=cap)
