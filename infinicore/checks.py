@@ -75,7 +75,7 @@ def check_usable(device: torch.device | str | None) -> None:
     try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, TypeError, ValueError, ImportError) as error:
-        reason = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0].split(". ")[0]  # what follows may be a list of all that torch has
         raise ValueError(
             f"device {device!r} cannot be used here: {reason}; take 'cpu', or 'cuda' on a GPU"
         ) from error

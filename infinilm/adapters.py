@@ -58,7 +58,7 @@ class AdaptedModel:
     """A model whose layers add what these adapters have; it takes the steps that the model itself takes."""
 
     def __init__(self, model: Any, adapters: Sequence[Adapter]) -> None:
-        # Who nobody else knows any more has no place in the next of these.
+        # Adapters that nobody else holds any more get no place in the next AdaptedModel.
         self.places = WeakKeyDictionary({adapter: place for place, adapter in enumerate(adapters)})
         self.recordings: dict[tuple[int, int], Any] = {}  # of its steps, which are gone with it
         self._rows = Rows()

@@ -247,7 +247,7 @@ class AsyncLLM:
             return request.state()
 
     async def logits(self, states: Tensor) -> Tensor:
-        """Of what follows, by states that `encode` gave: [*, hidden_size] -> [*, vocab_size]"""
+        """Logits of what follows states that `encode` gave: [*, hidden_size] -> [*, vocab_size]"""
         model, size = self.model, self.model.config.hidden_size
         if not isinstance(states, Tensor) or states.shape[-1:] != (size,):
             found = tuple(states.shape) if isinstance(states, Tensor) else states
@@ -314,7 +314,7 @@ class AsyncLLM:
 
     @contextmanager
     def _ending(self, request: Request, listener: Listener) -> Iterator[None]:
-        """Who leaves the block early gives up the request."""
+        """A context whose request is given up by leaving it early"""
         worker = self._worker
         try:
             yield

@@ -186,7 +186,7 @@ class Answers:
         self._file.truncate(end)
 
     def _told(self, count: int, raw: bytes) -> tuple[int, str | None]:
-        """Which line an answer is to, and its custom_id; a file that is not ours is left as it is."""
+        """The line that an answer is to, and its custom_id; a file that is not ours is left as it is."""
         with suppress(ValueError, KeyError, TypeError, RecursionError):
             answer = json.loads(raw)
             number = int(answer["id"].removeprefix(ID))

@@ -60,7 +60,7 @@ class BlockShape:
 
     @property
     def num_bytes(self) -> int:
-        """Of the keys and values of one block"""
+        """The bytes of the keys and values of one block"""
         keys, values = self.pools(1, "meta")
         return keys.nbytes + values.nbytes
 

@@ -331,7 +331,11 @@ def rope_mapping(content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "q8_0")
 BLOCK_SIZES = (16, 32, 64, 128, 256)
-UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
+UNITS = {
+    "": 1,
+    **{"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12},
+    **{"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -397,11 +401,10 @@ def checked_bytes(name: str, value: Any) -> int | None:
     """A number of bytes, also written as "512MB" or "2GiB"."""
     if value is None:
         return None
-    match = (
-        re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([kmg]i?)?b?\s*", value.lower())
-        if isinstance(value, str)
-        else None
-    )
-    if match:
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d{1,16}(?:\.\d{1,9})?)\s*([kmgt]i?)?b?\s*", value.lower())
+        if match is None:
+            units = "kB, MB, GB, TB, KiB, MiB, GiB, TiB"
+            raise ValueError(f"{name} must be a number of bytes, or of {units}, but is {short(value)}")
         value = int(float(match[1]) * UNITS[match[2] or ""])
     return check_whole(name, value, 1, 1 << 50)

@@ -50,7 +50,7 @@ class Inputs(NamedTuple):
 
 
 def page_kinds(num_tokens: int, num_rows: int) -> Kinds:
-    """Of Inputs, and after them of Settings"""
+    """The arrays of Inputs, then those of Settings"""
     return *[("q", num_tokens)] * 7, ("q", num_rows), *Settings.kinds(num_rows)
 
 
@@ -100,7 +100,7 @@ class Recording:
 
     @property
     def inputs(self) -> Inputs:
-        """Of the page that was filled last"""
+        """What was filled in last"""
         return self._filled[0][0]
 
     def fill(

@@ -85,7 +85,7 @@ def tokenizer_of(checkpoint: Checkpoint, chat_template: str | None = None) -> To
         else Tokenizer.from_folder(checkpoint.path)
     )
     if chat_template is not None:
-        found.chat_template = chat_template
+        found.chat_template = found.tool_template = chat_template
     return found
 
 

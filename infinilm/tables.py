@@ -37,7 +37,7 @@ class Tables:
         return self._rows[id(item.block_ids)]
 
     def of(self, work: Sequence[Placed], num_blocks: int) -> Tensor:
-        """Those of some work alone"""
+        """The tables of some work alone"""
         return torch.from_numpy(self._numbers[list(map(self.row_of, work)), :num_blocks])
 
     def show(self, work: Sequence[Placed]) -> None:

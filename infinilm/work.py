@@ -35,7 +35,7 @@ class Work:
 
     @property
     def prompt_positions(self) -> range:
-        """Those of the prompt whose logprobs are wanted and follow a token of this work"""
+        """Positions of the prompt whose logprobs are wanted and follow a token of this work"""
         stream = self.stream
         if stream.params.prompt_logprobs is None:
             return NOWHERE
@@ -130,7 +130,7 @@ def without_prompts(work: Sequence[Work], logits: Tensor, results: list[Drawn]) 
 
 
 def chosen_logprobs(logits: Tensor, streams: Sequence[Stream], tokens: list[int]) -> list[list[Ranked]]:
-    """Of each row the drawn token and the likeliest ones, as far as its stream asks for them"""
+    """The drawn token of each row and the likeliest ones, as far as its stream asks for them"""
     found: list[list[Ranked]] = [[] for _ in streams]
     wanted = [i for i, s in enumerate(streams) if s.params.logprobs is not None and tokens[i] >= 0]
     if wanted:

@@ -174,18 +174,27 @@ def test_a_warning_is_one_line_without_a_place_in_the_sources(tiny_folder: Path)
     assert "keys and values" in second
 
 
-def test_memory_that_cannot_be_had_is_one_line(default_model_path: Path) -> None:
-    program = """
+def generated_within_2_gib(*options: str) -> subprocess.CompletedProcess[str]:
+    program = f"""
 import resource, sys
 import infinilm.llm
 from infinilm.cli import main
 taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (taken + (2 << 30),) * 2)
-sys.exit(main(["generate", "x", "--kv-cache-memory", "8GiB"]))
+sys.exit(main(["generate", "x", "--max-tokens", "2", *{options}]))
 """
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+
+
+def test_memory_that_cannot_be_had_is_one_line(default_model_path: Path) -> None:
+    result = generated_within_2_gib("--kv-cache-memory", "8GiB")
     assert result.returncode == 1 and "Traceback" not in result.stderr
-    assert "not enough memory: you tried to allocate" in result.stderr.splitlines()[-1]
+    assert "8,590 MB of keys and values do not fit in memory, of" in result.stderr.splitlines()[-1]
+
+
+def test_keys_and_values_take_a_share_of_a_processs_own_limit(default_model_path: Path) -> None:
+    result = generated_within_2_gib()
+    assert result.returncode == 0, result.stderr
 
 
 def test_logits_that_are_no_numbers_are_one_line_and_a_chat_goes_on(here: Here, tmp_path: Path) -> None:

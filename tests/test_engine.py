@@ -863,7 +863,7 @@ def test_logprobs_are_not_given_unasked(tiny: Tiny) -> None:
         "max_num_batched_tokens": (0, -1, 1.0, 1 << 40),
         "block_size": (0, 1, 8, 15, 17, 48, 512, 16.5, "16", True, None),
         "kv_cache_dtype": ("int8", "", None, 16, "bf16"),
-        "kv_cache_memory": (0, -1, "much", "1TB", 1.5, "-1GB", True),
+        "kv_cache_memory": (0, -1, "much", "1PB", "9999TiB", 1.5, "-1GB", True),
         "enable_prefix_caching": (1, "yes", None),
         "seed": (-1, 1 << 63, 0.5, "1"),
         "max_queue": (0, -1, None),
@@ -891,10 +891,25 @@ def test_blocks_have_any_of_five_sizes_and_outputs_are_the_same(block_size: int,
 
 
 @pytest.mark.parametrize(
-    "text, num_bytes", [("2GiB", 2 << 30), ("512MB", 512 * 10**6), ("64 kb", 64000), (7, 7)]
+    "text, num_bytes",
+    [
+        ("2GiB", 2 << 30),
+        ("512MB", 512 * 10**6),
+        ("64 kb", 64000),
+        ("100TiB", 100 << 40),
+        ("1.5t", 15 * 10**11),
+        ("4294967296", 1 << 32),
+        (7, 7),
+    ],
 )
 def test_memory_is_said_in_bytes_or_with_a_unit(text: Any, num_bytes: int) -> None:
     assert EngineConfig(kv_cache_memory=text).kv_cache_memory == num_bytes
+
+
+@pytest.mark.parametrize("text", ["much", "2 gigabytes", "1PB", "", "-2GiB"])
+def test_memory_in_no_known_unit_is_told_which_there_are(text: str) -> None:
+    with pytest.raises(ValueError, match=f"kv_cache_memory .* kB, .*, TiB, but is '{text}'"):
+        EngineConfig(kv_cache_memory=text)
 
 
 def test_ends_of_text_that_the_model_has_no_rows_for_do_no_harm(tmp_path: Path, one_thread: None) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import resource
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -233,6 +237,25 @@ def test_a_full_disk_is_a_warning_and_leaves_nothing(
     assert "no packed copy is kept" in caplog.text and "packed_cache" in caplog.text
     assert not list(folder.iterdir())
     assert torch.equal(logits(model), logits(loaded(source, None)))
+
+
+def test_what_a_killed_writer_left_is_removed_by_the_next_and_what_is_being_written_stays(
+    source: Path, folder: Path
+) -> None:
+    program = f"""
+import os, signal
+from test_packed_copy import Path, loaded
+os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+loaded(Path({str(source)!r}), Path({str(folder)!r}))
+"""
+    options = {"cwd": Path(__file__).parent, "stderr": subprocess.DEVNULL, "timeout": 120}
+    assert subprocess.run([sys.executable, "-c", program], **options).returncode == -signal.SIGKILL
+    left = copy_in(folder)
+    current = left.with_suffix(".current")
+    with current.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        loaded(source, folder)
+        assert not left.exists() and current.exists() and len(list(folder.iterdir())) == 2
 
 
 def test_a_folder_that_cannot_be_made_is_a_warning(

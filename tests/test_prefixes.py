@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from engines import Tiny, finish, prompt, said
+from safetensors import SafetensorError
 from safetensors.torch import load_file, safe_open, save_file
 from torch import Tensor
 
 from infinilm import RequestOutput, SamplingParams
+from infinilm.checkpoint import huggingface
 from infinilm.engine import prefixes
 from infinilm.engine.engine import Engine
 
@@ -194,6 +196,25 @@ def test_prefixes_of_other_kernels_are_refused(
     monkeypatch.setattr(prefixes, "build", lambda: "another")
     with pytest.raises(ValueError, match=": build is"):
         load(tiny.engine(), tmp_path / "file")
+
+
+def test_prefixes_for_a_folder_that_is_not_there_are_an_error_that_names_it(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    path = tmp_path / "none" / "prefixes"
+    with pytest.raises(FileNotFoundError, match=f"^{path}: there is no folder {path.parent}$"):
+        save(tiny.engine(), path)
+
+
+def test_prefixes_that_cannot_be_written_are_an_error_of_the_system(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise SafetensorError("No space left on device (os error 28)")
+
+    monkeypatch.setattr(huggingface, "save_file", fail)
+    with pytest.raises(OSError, match=f"^{tmp_path / 'file'}: cannot be written: No space left"):
+        save(tiny.engine(), tmp_path / "file")
 
 
 def test_a_file_that_is_none_of_ours_is_refused(tiny: Tiny, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from infinilm.engine.request import CompletionOutput
 from infinilm.server.calls import Settings
 from infinilm.server.parts import CallStart, Text
 from infinilm.server.reader import Reader
-from infinilm.server.tools import MAX_CALLS, OURS, Tool
+from infinilm.server.tools import MAX_CALLS, OURS, Family, Tool
 from infinilm.server.turn import Reading
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -227,7 +227,9 @@ def test_items_become_what_the_template_knows(thinker: Running) -> None:
     )
 
 
-def test_thoughts_are_an_item_of_their_own(thinker: Running) -> None:
+def test_thoughts_are_an_item_of_their_own(thinker: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A schema that is held to from the first thought on makes a model that knows nothing think and answer.
+    monkeypatch.setattr(Family, "beside", lambda family, structure, *rest: (structure, []))
     asked: Any = {"model": NAME, "input": "hello", "text": of_schema({"const": "</think>b"})}
     with thinker.client() as client:
         whole = client.responses.create(**asked)

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from infinicore import nn
 from infinicore.nn import functional as F
-from infinicore.ops import RopeAlgo, RopeDescriptor
+from infinicore.ops import RopeAlgo, RopeDescriptor, reference
+from infinicore.ops.registry import Kernel
 
 DATA_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 POSITION_TYPES = [getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)]
@@ -200,6 +201,22 @@ def test_a_descriptor_runs_on_any_tensors_of_its_layout_and_refuses_others(level
         descriptor.calculate(y, x, pos + 10, made["sin"], made["cos"])  # type: ignore[arg-type]
     descriptor.calculate(x, x, pos, made["sin"], made["cos"])  # type: ignore[arg-type]
     assert torch.equal(x, y)
+
+
+def test_a_kernel_that_is_not_native_leaves_a_descriptor_to_the_reference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run(*_: object) -> None:
+        raise NotImplementedError
+
+    stand_in = Kernel("torch", accepts=lambda *_: True, run=run, bind=run)
+    monkeypatch.setattr(reference.rope, "kernels", [stand_in])
+    made = {
+        name: value.to("meta") if isinstance(value, torch.Tensor) else value
+        for name, value in arguments().items()
+    }
+    descriptor = RopeDescriptor.create(**made)  # type: ignore[arg-type]
+    descriptor.calculate(*(made[name] for name in ("y", "x", "pos", "sin", "cos")))  # type: ignore[arg-type]
 
 
 # ---- the module ----

@@ -94,6 +94,13 @@ def test_a_port_that_is_taken_is_told(capsys: pytest.CaptureFixture[str]) -> Non
     assert "take another --port" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1", "a" * 64])
+def test_a_host_that_is_not_here_is_told(host: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--host", host]) == 1
+    told = capsys.readouterr().err
+    assert f"cannot listen on {host!r}" in told and told.endswith("; take another --host\n")
+
+
 def test_without_its_libraries_it_says_how_to_get_them() -> None:
     program = (
         "import sys; sys.modules['uvicorn'] = None; from infinilm.cli import main; sys.exit(main(['serve']))"

@@ -25,6 +25,7 @@ from servers import (
     NAME,
     PATIENCE,
     Running,
+    answered,
     error_of,
     loading,
     read_until,
@@ -187,6 +188,40 @@ def test_a_forced_call_is_one_which_no_stop_string_ends(choice: Any, idle: Runni
     (call,) = answer["message"]["tool_calls"]
     assert json.loads(call["function"]["arguments"])["digit"] in (1, 2)
     assert answer["finish_reason"] == "tool_calls"
+
+
+YES_OR_NO = {
+    "type": "object",
+    "properties": {"yes": {"type": "boolean"}},
+    "required": ["yes"],
+    "additionalProperties": False,
+}
+ANSWER = {"type": "json_schema", "json_schema": {"name": "answer", "schema": YES_OR_NO}}
+
+
+def first_letter(server: Running, letter: str) -> dict[str, Any]:
+    """What makes an answer begin with it, if it may"""
+    (token,) = server.post("/tokenize", prompt=letter).json()["tokens"]
+    return {"logit_bias": {str(token): 100}, "max_tokens": 4000}
+
+
+@pytest.mark.parametrize("is_strict", [True, False])
+def test_who_is_free_to_call_may_say_what_a_schema_wants(is_strict: bool, idle: Running) -> None:
+    tool = {**DIAL, "function": {**DIAL["function"], "strict": is_strict}}
+    asked = {"tools": [tool], "response_format": ANSWER, **first_letter(idle, "{")}
+    (choice,) = answered(idle.chat(**asked))["choices"]
+    assert json.loads(choice["message"]["content"])["yes"] in (True, False)
+    assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_who_has_a_schema_to_answer_by_may_call_a_tool(choice: str, idle: Running) -> None:
+    tool = {**DIAL, "function": {**DIAL["function"], "strict": True}}
+    asked = {"tools": [tool], "tool_choice": choice, "response_format": ANSWER, **first_letter(idle, "<")}
+    (found,) = answered(idle.chat(**asked))["choices"]
+    (call,) = found["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"])["digit"] in (1, 2)
+    assert found["message"]["content"] is None and found["finish_reason"] == "tool_calls"
 
 
 def note_calls(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, calls: list[str]) -> None:
@@ -377,6 +412,20 @@ def test_fields_of_vllm_with_its_own_values_are_no_matter(idle: Running) -> None
     assert idle.post("/v1/completions", **asked).json()["choices"] == plain
 
 
+def test_how_an_answer_is_cached_and_how_long_it_should_be_are_no_matter(idle: Running) -> None:
+    plain = idle.chat(max_tokens=5, **GREEDY).json()["choices"]
+    hints = {"prompt_cache_options": {"mode": "explicit", "ttl": "30m"}, "verbosity": "low"}
+    assert idle.chat(max_tokens=5, **GREEDY, **hints).json()["choices"] == plain
+
+
+def test_stop_strings_may_be_as_many_as_editors_send(idle: Running) -> None:
+    asked = {"prompt": "hello", "max_tokens": 8, **GREEDY}
+    said = answered(idle.post("/v1/completions", **asked))["choices"][0]["text"]
+    stop = [*(f"<|fim_{number}|>" for number in range(9)), said[0]]
+    (choice,) = answered(idle.post("/v1/completions", **asked, stop=stop))["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("", "stop")
+
+
 # ---- what is refused ---------------------------------------------------------------------------------------
 
 WRONG: list[tuple[str, Any]] = [
@@ -394,7 +443,7 @@ WRONG: list[tuple[str, Any]] = [
     ("max_tokens", 0),
     ("max_tokens", 1 << 31),
     ("n", 1_000_000),
-    ("stop", ["a", "b", "c", "d", "e"]),
+    ("stop", ["a"] * 65),
     ("stop", "x" * 1_000_000),
     ("stop", [1]),
     ("stop_token_ids", [VOCAB_SIZE]),
@@ -459,6 +508,21 @@ def test_a_wrong_field_is_told_by_its_name(name: str, value: Any, idle: Running)
     response = idle.http.post("/v1/chat/completions", content=json.dumps(body))
     assert response.status_code == 400, response.text
     assert error_of(response)["param"] == name and name in error_of(response)["message"]
+
+
+@pytest.mark.parametrize(
+    "name, value, way_out",
+    [
+        ("guided_json", {"type": "object"}, "structured_outputs"),
+        ("guided_choice", ["yes", "no"], "structured_outputs"),
+        ("functions", [{"name": "dial"}], "tools"),
+        ("function_call", {"name": "dial"}, "tool_choice"),
+    ],
+)
+def test_a_field_of_old_is_told_the_one_that_took_its_place(
+    name: str, value: Any, way_out: str, idle: Running
+) -> None:
+    assert error_of(idle.chat(**{name: value}))["message"].endswith(f"use {way_out}")
 
 
 def test_an_object_that_may_be_a_word_too_is_told_what_it_lacks(idle: Running) -> None:

@@ -218,6 +218,7 @@ CORPUS = [
     "  a\t\tb\n\n",
 ]
 SPECIALS = ["<s>", "</s>", "<|user|>"]
+TOOL = {"type": "function", "function": {"name": "clock", "parameters": {}}}
 MESSAGES = [
     {"role": "system", "content": " Be <b>kind</b> & 'brief'. "},
     {"role": "user", "content": "Hi\n", "name": "Ann", "tags": [1, "é"]},
@@ -431,9 +432,14 @@ def test_a_template_may_stand_in_the_file_of_a_processor(tmp_path):
         {"tool_use": "tools", "default": "plain"},
     ],
 )
-def test_the_default_of_several_templates_is_used(tmp_path, named):
+def test_of_several_templates_the_one_for_tools_is_used_where_there_are_some(
+    tmp_path, named, load_with_transformers
+):
     folder = write_folder(tmp_path, byte_level_library(), chat_template=named)
-    assert Tokenizer.from_folder(folder).chat_template == "plain"
+    ours, theirs = Tokenizer.from_folder(folder), load_with_transformers(folder)
+    for tools, wanted in ((None, "plain"), ([], "tools"), ([TOOL], "tools")):
+        assert ours.apply_chat_template(MESSAGES, tools=tools) == wanted
+        assert theirs.apply_chat_template(MESSAGES, tools=tools, tokenize=False) == wanted
 
 
 def test_eos_ids_are_the_tokenizers_and_those_of_the_generation_config(tmp_path):
@@ -843,6 +849,13 @@ def test_a_chat_template_that_takes_too_much_is_an_error_and_the_tokenizer_lives
     with pytest.raises(TokenizerError, match="chat template: needs more than 256 MB of memory"):
         ours.encode_chat(MESSAGES[:1])
     assert ours.decode(ours.encode_chat(MESSAGES[:2])) == "two"
+
+
+def test_a_gguf_files_template_for_tools_is_used_with_tools():
+    templates = {"tokenizer.chat_template": "plain", "tokenizer.chat_template.tool_use": "tools"}
+    ours = Tokenizer.from_gguf(byte_level_metadata(["a b"]) | templates)
+    assert ours.apply_chat_template(MESSAGES) == "plain"
+    assert ours.apply_chat_template(MESSAGES, tools=[TOOL]) == "tools"
 
 
 def test_a_chat_template_that_is_no_text_is_refused():

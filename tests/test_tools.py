@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from test_grammar import Case
 from test_grammar import Tiny as Vocabulary
 
-from infinilm import LLM, RequestError, SamplingParams
+from infinilm import LLM, RequestError, SamplingParams, StructuredOutputsParams
 from infinilm.engine.grammar import Matcher
 from infinilm.engine.request import CompletionOutput
 from infinilm.server.answers import finish_reason
@@ -36,7 +36,7 @@ from infinilm.server.tools import (
     Tool,
     family_of,
 )
-from infinilm.server.turn import Reading, Turn
+from infinilm.server.turn import Reading, Turn, enforced
 from infinilm.tokenizer import Tokenizer
 from infinilm.tokenizer.chat import Renderer
 
@@ -617,6 +617,15 @@ def test_llama_loses_neither_what_is_said_beside_a_call_nor_a_result_of_none():
     assert [message["content"] for message in found] == ["Well.", "", "?"]
 
 
+@pytest.mark.parametrize("content", ["", "Well."])
+def test_llama_keeps_the_reasoning_before_calls_once(content):
+    calls = [function_call("a", "clock", "{}"), function_call("b", "clock", "{}")]
+    message = {"role": "assistant", "content": content, "reasoning_content": "Hm.", "tool_calls": calls}
+    found, _ = LLAMA3.conversation([message])
+    first, *others = [message.get("reasoning_content") for message in found]
+    assert first == "Hm." and others == [None] * (len(found) - 1)
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_call_from_before_there_were_tools_is_shown_as_one(name):
     call = {"name": "clock", "arguments": '{"zone": "UTC"}'}
@@ -820,6 +829,32 @@ def test_calls_may_be_several_where_they_are_parallel(case, family):
 )
 def test_forced_calls_are_several_only_where_that_is_asked_for(choice, parallel, found):
     assert Turn(params=SamplingParams(), choice=choice, parallel=parallel).is_parallel == found
+
+
+STRUCTURES = {
+    "a schema": (StructuredOutputsParams(json={"type": "object", "required": ["a"]}), '{"a":1}'),
+    "an object": (StructuredOutputsParams(json_object=True), '{"b":2}'),
+    "a choice": (StructuredOutputsParams(choice=["yes", "no"]), "no"),
+}
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+@pytest.mark.parametrize("tools", [[], [CLOCK]], ids=["no tools", "a tool"])
+def test_a_structure_follows_the_reasoning_that_a_prompt_has_begun(name, tools, case):
+    structure, text = STRUCTURES[name]
+    turn = Turn(params=SamplingParams(structured_outputs=structure), tools=tuple(tools))
+    params = enforced(turn, HERMES, starts_in_reasoning=True).structured_outputs
+    call = f"<tool_call>\n{CLOCK_CALL}\n</tool_call>"
+    assert case.accepts(f"hm</think>\n\n{text}", grammar=params.grammar)
+    assert case.accepts(f"hm</think>\n\n{call}", grammar=params.grammar) == bool(tools)
+    assert not case.accepts(f"hm</think>\n\n{text}{call}", grammar=params.grammar)
+    assert not case.accepts("hm</think>\n\nmaybe", grammar=params.grammar)
+
+
+@pytest.mark.parametrize("kind", ["regex", "grammar"])
+def test_a_structure_that_no_call_can_stand_beside_is_kept(kind):
+    structure = StructuredOutputsParams(**{kind: "a+" if kind == "regex" else "start: /a+/"})
+    assert HERMES.beside(structure, [CLOCK]) == (structure, [])
 
 
 def test_a_schema_without_all_its_keywords_still_makes_objects(case):

@@ -91,7 +91,8 @@ class RopeDescriptor:
     ) -> RopeDescriptor:
         info = RopeInfo.create(y, x, pos, sin, cos, algo)
         is_interleaved = algo is RopeAlgo.GPT_J
-        if reference.rope.pick(x, pos, sin, cos, is_interleaved, out=y):
+        kernel = reference.rope.pick(x, pos, sin, cos, is_interleaved, out=y)
+        if kernel is not None and kernel.name == "native":
             return cls(info, _native.bind_rope(y, x, pos, sin, cos, is_interleaved))
         return cls(info, lambda *tensors: run_reference(info, *tensors))
 

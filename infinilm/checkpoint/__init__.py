@@ -77,7 +77,7 @@ class Checkpoint(ABC):
         return self._read(name, info)
 
     def stamps(self) -> list[tuple[str, int, int]]:
-        """Of the files that tensors are read from, where that is known: name, bytes, when it was written"""
+        """The files that tensors are read from, where they are known: name, bytes, when it was written"""
         return []
 
     @property

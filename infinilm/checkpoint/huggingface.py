@@ -92,10 +92,14 @@ class HuggingFaceCheckpoint(Checkpoint):
 def write_tensors(path: str | Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
     """A safetensors file of our own; it takes its place when it is whole."""
     target = Path(path)
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"{target}: there is no folder {target.parent}")
     partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
     try:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, metadata)
         partial.replace(target)
+    except SafetensorError as error:
+        raise OSError(f"{target}: cannot be written: {error}") from error
     finally:
         partial.unlink(missing_ok=True)
 
@@ -155,7 +159,7 @@ def _shards_of(folder: Folder) -> dict[str, _Shard]:
 
 
 def _read_index(folder: Folder) -> dict[str, str] | None:
-    """Which file each tensor is in; None if there is one file for all."""
+    """The file of each tensor; None if there is one file for all."""
     if folder.find(SINGLE_FILE) is not None:
         return None
     path, index = folder.path / INDEX_FILE, folder.read_object(INDEX_FILE, MAX_HEADER_BYTES)

@@ -43,7 +43,7 @@ class LoRARequest:
 
 
 class Adapters:
-    """Those of one model. Any thread may ask; of more than max_loras, the one longest not asked for goes."""
+    """The adapters of one model. Any thread may ask; beyond max_loras the one longest not asked for goes."""
 
     def __init__(self, model: LlamaForCausalLM, config: EngineConfig) -> None:
         self._model, self._config = model, config

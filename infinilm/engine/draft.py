@@ -68,8 +68,8 @@ def may_guess(stream: Completion) -> bool:
 
 
 def note_guesses(stream: Completion, num_guessed: int, num_right: int) -> None:
-    """Who guesses right guesses more the next time; who guesses in vain fewer, and rests for a while, longer
-    each time."""
+    """A stream that guesses right guesses more the next time; one that guesses in vain fewer, and rests for a
+    while, longer each time."""
     if num_right == num_guessed:
         stream.most_guesses *= 2
     elif num_right == 0:

@@ -228,7 +228,7 @@ def words_of(token_ids: list[int], vocab_size: int) -> Tensor:
 
 
 def grammar_of(wanted: StructuredOutputsParams) -> tuple[str, str]:
-    """Which kind it is, and the grammar."""
+    """The kind of the grammar, and its text."""
     if wanted.json is not None:
         return "json", grammar_of_schema(str(wanted.json))
     if wanted.regex is not None:

@@ -1,9 +1,10 @@
-"""How much memory a process may still take, by the machine and by the group it is confined to."""
+"""How much memory a process may still take, by the machine, its groups and its own limit."""
 
 from __future__ import annotations
 
 import os
 import re
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,13 +14,19 @@ import torch
 # Of what is free, for keys and values. Nobody else is on a GPU; what is left there is for steps.
 SHARES = {"cpu": 0.4, "cuda": 0.8}
 CGROUP = Path("/sys/fs/cgroup")
+OWN_GROUPS = Path("/proc/self/cgroup")
+# By the name that version 1 has for its controller of memory; version 2 names none.
+LIMIT_AND_USE = {
+    "": ("memory.max", "memory.current"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+}
 
 
 def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # and not in use
         return int(torch.cuda.mem_get_info(device)[0]) + held
-    return min(free_of_machine(), *free_of_groups())
+    return min(free_of_machine(), *free_of_groups(), *free_of_addresses())
 
 
 def share_of(device: torch.device) -> int:
@@ -29,7 +36,7 @@ def share_of(device: torch.device) -> int:
 
 @contextmanager
 def told_of_memory(what: str, device: torch.device) -> Iterator[None]:
-    """A GPU that is too small is a MemoryError, of one line with the numbers."""
+    """Memory that is too small is a MemoryError, of one line with the numbers."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -39,6 +46,13 @@ def told_of_memory(what: str, device: torch.device) -> Iterator[None]:
             f"{what} do not fit on {device}: of its {total / 1e6:,.0f} MB this process has taken "
             f"{taken / 1e6:,.0f}, and {free / 1e6:,.0f} are free; take a smaller model, weights of fewer "
             "bits, less kv_cache_memory, or device='cpu'"
+        ) from error
+    except RuntimeError as error:
+        if "DefaultCPUAllocator" not in str(error):  # by which alone torch tells that the CPU has no memory
+            raise
+        raise MemoryError(
+            f"{what} do not fit in memory, of which {free_bytes(torch.device('cpu')) / 1e6:,.0f} MB are free; "
+            "take a smaller model, weights of fewer bits, or less kv_cache_memory"
         ) from error
 
 
@@ -53,16 +67,38 @@ def free_of_machine() -> int:
 
 
 def free_of_groups() -> list[int]:
-    """By the limits of cgroups, of both versions, as far as there are any"""
-    pairs = (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    )
-    limits = [(number_in(CGROUP / limit), number_in(CGROUP / used)) for limit, used in pairs]
-    return [
-        1 << 62,
-        *(max(limit - used, 0) for limit, used in limits if limit is not None and used is not None),
-    ]
+    """By the limits of cgroups, as far as there are any: of its own group, and of each around it"""
+    limits = [(number_in(limit), number_in(used)) for limit, used in files_of_groups()]
+    return [max(limit - used, 0) for limit, used in limits if limit is not None and used is not None]
+
+
+def files_of_groups() -> Iterator[tuple[Path, Path]]:
+    """Of both versions. In a container the path may be the host's, and nothing but its root be there."""
+    try:
+        lines = OWN_GROUPS.read_text().splitlines()
+    except OSError:  # no Linux
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        for controller in LIMIT_AND_USE.keys() & set(controllers.split(",")):
+            root = CGROUP / controller
+            limit, used = LIMIT_AND_USE[controller]
+            own = root / path.lstrip("/")
+            yield from (
+                (group / limit, group / used) for group in (own, *own.parents) if group.is_relative_to(root)
+            )
+
+
+def free_of_addresses() -> list[int]:
+    """By `ulimit -v`, which counts what is mapped, whether it is in use or not"""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return []
+    try:
+        num_pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except OSError:  # no Linux
+        num_pages = 0
+    return [max(limit - num_pages * resource.getpagesize(), 0)]
 
 
 def number_in(path: Path) -> int | None:

@@ -24,8 +24,8 @@ class Pace:
         self._usual[num_tokens] = 0.5 * (known + min(seconds, 2 * known))
 
     def seconds_beside(self, num_tokens: int, num_answers: int, num_prompts: int) -> float:
-        """That answers of so many tokens may wait for prompts. Where more streams wait for a first token than
-        for a next one, their time counts for more."""
+        """How long answers of so many tokens may wait for prompts. Where more streams wait for a first token
+        than for a next one, their time counts for more."""
         if not self._usual:
             return 0.0
         usual = self._usual[min(self._usual, key=lambda known: abs(known - num_tokens))]

@@ -36,7 +36,7 @@ def fingerprint(model: Any, cache: PagedCache) -> dict[str, str]:
 
 
 def digest_of_weights(model: Any) -> str:
-    """Of every byte, in the form the weights are used in"""
+    """A digest of every byte, in the form the weights are used in"""
     return digest_of(weights_of(model)).hex()
 
 

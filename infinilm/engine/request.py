@@ -39,7 +39,7 @@ class EngineDead(RuntimeError):
 
 @dataclass(frozen=True)
 class Logprob:
-    """Of one token at one place: by the model's own logits, before penalties, temperature and masks."""
+    """How likely a token is at a place, by the model's own logits: before penalties, temperature, masks"""
 
     logprob: float
     rank: int | None = None
@@ -152,7 +152,7 @@ class Completion(Stream):
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Who goes first: by priority, then by arrival"""
+        """Lowest goes first: by priority, then by arrival"""
         return self.request.priority, self.request.serial, self.index
 
     def append(self, token_id: int, ranked: list[Ranked]) -> None:
@@ -224,7 +224,7 @@ class Request:
         return self.error is not None or all(c.finish_reason is not None for c in self.completions)
 
     def note_prompt_logprobs(self, positions: range, found: Sequence[list[Ranked]]) -> None:
-        """Of positions that were computed again, and by others of the n, there is one already."""
+        """Keep those of new positions: some are computed again, and by others of the n."""
         for position, ranked in zip(positions, found, strict=False):
             if position == len(self.prompt_logprobs):
                 self.prompt_logprobs.append(self.named(ranked))

@@ -157,7 +157,7 @@ def has_text(choice: Mapping[str, Any]) -> bool:
 
 
 def message_of(body: bytes) -> str:
-    """Of an error, whatever its shape"""
+    """The message of an error, whatever its shape"""
     try:
         error = json.loads(body)["error"]
         return str(error["message"] if isinstance(error, dict) else error)[:300]

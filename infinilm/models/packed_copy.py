@@ -9,12 +9,15 @@ holds may make answers wrong, but is never read as a place or a size.
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import hashlib
 import logging
 import mmap
 import os
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -84,8 +87,11 @@ class PackedCopy:
             return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self.path.parent, prefix=".", delete=False) as file:
+            remove_abandoned(self.path)
+            prefix = f".{self.path.name}."
+            with tempfile.NamedTemporaryFile(dir=self.path.parent, prefix=prefix, delete=False) as file:
                 try:
+                    fcntl.flock(file, fcntl.LOCK_EX)
                     self._write_to(file, model)
                     os.replace(file.name, self.path)
                 except BaseException:
@@ -105,6 +111,15 @@ class PackedCopy:
             file.write(bytes(padded(packed.num_bytes) - packed.num_bytes))
         file.flush()
         os.fsync(file.fileno())  # or its name could outlive what it holds
+
+
+def remove_abandoned(path: Path) -> None:
+    """Remove what writers of this copy left behind that were killed: nobody holds its lock any more"""
+    for partial in path.parent.glob(f".{glob.escape(path.name)}.*"):
+        if partial.is_file():
+            with suppress(OSError), partial.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                partial.unlink()
 
 
 def label_of(checkpoint: Checkpoint, weights: Mapping[str, Weight]) -> bytes:

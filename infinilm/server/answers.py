@@ -159,7 +159,7 @@ def with_prompt(piece: Piece, output: RequestOutput, prompt: str) -> Piece:
 
 
 def without_tokens(piece: Piece) -> Piece:
-    """Of a prompt that is wanted back and nothing after it"""
+    """The piece of a prompt that is wanted back with nothing after it"""
     return replace(piece, text="", token_ids=[], logprobs=None if piece.logprobs is None else [])
 
 
@@ -198,7 +198,7 @@ def text_choices(
     pieces: Sequence[Sequence[Piece]],
     tokenizer: Tokenizer,
 ) -> list[Json]:
-    """Of the pieces of each prompt, which are whole"""
+    """The choices, from the whole pieces of each prompt"""
     choices = []
     for turn, output, some in zip(turns, outputs, pieces, strict=True):
         for piece in some:

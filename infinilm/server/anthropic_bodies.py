@@ -21,7 +21,7 @@ class ThinkingBlock(Inner):
 
 
 class RedactedThinkingBlock(Inner):
-    """Which only the model that wrote it can read"""
+    """Thoughts that only the model that wrote them can read"""
 
     type: Literal["redacted_thinking"]
 

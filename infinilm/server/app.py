@@ -145,7 +145,7 @@ class Front:
             log(scope, request_id, status, time.monotonic() - start)
 
     def count(self, scope: Scope, status: int) -> None:
-        """As soon as there is a status, so that a caller who has it finds it counted."""
+        """Called as soon as there is a status, so that a caller who has it finds it counted."""
         self.server.statuses[(*routed(scope), status)] += 1
 
     def refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> HttpError | None:
@@ -178,7 +178,7 @@ CHALLENGE = {"www-authenticate": "Bearer"}
 
 
 def digest(key: bytes) -> bytes:
-    """Of one length for all keys"""
+    """A digest, which has one length for all keys"""
     return hashlib.sha256(key).digest()
 
 

@@ -108,7 +108,7 @@ def structure(body: Generation) -> StructuredOutputsParams | None:
 
 
 def own_structure(given: Mapping[str, Any]) -> StructuredOutputsParams:
-    """Of vLLM's object, whose further keys ask for nothing where they are null or false."""
+    """vLLM's object, read; its further keys ask for nothing where they are null or false."""
     for name, value in given.items():
         if name not in STRUCTURED_CHECKS and value not in (None, False):
             raise ValueError(f"{name[:64]!r} is not supported; leave it out")
@@ -144,7 +144,7 @@ def schema_of(given: Mapping[str, Any]) -> Any:
 
 
 def message_dict(message: Message) -> Json:
-    """As templates know it; developers speak in the system's role."""
+    """The message that templates know; developers speak in the system's role."""
     role = "system" if message.role == "developer" else message.role
     return {"content": None, **message.model_dump(exclude_unset=True), "role": role}
 

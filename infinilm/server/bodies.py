@@ -122,7 +122,7 @@ def part_text(part: Any) -> str:
 
 
 def several_prompts(prompt: Any) -> list[str | list[int]]:
-    """Of a text, token ids, or a list of either"""
+    """Prompts from a text, token ids, or a list of either"""
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt, list) and prompt:
@@ -229,7 +229,7 @@ WANTED = {
 
 
 def body_error(error: ValidationError, kind: type[Body], asked: Mapping[str, Any]) -> BodyError:
-    """Of the first field that is wrong; where it may be of several kinds, all of them."""
+    """An error that names the first field that is wrong, with all kinds that it may be of."""
     first, *others = error.errors(include_url=False)
     name = str(first["loc"][0])
     wanted = [kind_wanted(one) for one in (first, *others) if one["loc"][0] == first["loc"][0]]
@@ -252,7 +252,7 @@ def has_kinds(kind: type[Body], name: str) -> bool:
 
 
 def place_of(location: Sequence[int | str], value: Any) -> str:
-    """As a caller would write it: without the types by which pydantic tells objects apart"""
+    """A place as a caller would write it, without the types by which pydantic tells objects apart"""
     place = ""
     for i, at in enumerate(location):
         is_key = not isinstance(value, dict) or at in value or i == len(location) - 1
@@ -269,7 +269,7 @@ def item_of(value: Any, at: int | str) -> Any:
 
 
 def kind_wanted(error: Any) -> str:
-    """Of one kind among several: the place after the field's name and the kind's is inside an object."""
+    """One kind among several: the place after the field's name and the kind's is inside an object."""
     inside = ".".join(part for part in error["loc"][2:] if isinstance(part, str))
     return f"an object whose {inside} is {wanted_of(error)}" if inside else wanted_of(error)
 

@@ -103,8 +103,10 @@ def one_call_each(messages: list[Message]) -> list[Message]:
         results = []
         while calls and waiting and waiting[-1]["role"] == "tool":
             results.append(waiting.pop())
+        rest = {} if message["content"] else message  # such as reasoning, which comes before the first call
         for call in calls:
-            found.append({"role": "assistant", "content": "", "tool_calls": [call]})
+            found.append({**rest, "role": "assistant", "content": "", "tool_calls": [call]})
+            rest = {}
             found += [result for result in results if result.get("tool_call_id") == call["id"]]
         ids = {call["id"] for call in calls}
         found += [result for result in results if result.get("tool_call_id") not in ids]

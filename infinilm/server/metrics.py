@@ -60,7 +60,7 @@ async def metrics(call: Call) -> Reply:
 
 
 def registry_of(service: Service, statuses: Mapping[tuple[str, str, int], int]) -> CollectorRegistry:
-    """Of one server, and of the process it runs in"""
+    """The metrics of one server, and of the process it runs in"""
     registry = CollectorRegistry()
     registry.register(ServiceCollector(service))
     registry.register(StatusCollector(statuses))

@@ -224,7 +224,7 @@ async def model(call: Call) -> Reply:
 
 
 def model_body(service: Service, name: str) -> Chunk:
-    """As OpenAI's clients and Anthropic's know it"""
+    """A model with the fields of OpenAI's clients and of Anthropic's"""
     return {
         "id": name,
         "object": "model",

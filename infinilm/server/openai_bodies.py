@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, FailFast, Field
 
+from infinilm.sampling import MAX_STOPS
 from infinilm.server.bodies import Body, Content, Count, Function, Inner, Limit, Prompts, Sampled, Variables
 
-MAX_STOPS = 4
 MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_TOOLS = 128
@@ -57,6 +57,10 @@ UNASKED: dict[str, tuple[Any, ...]] = {
 }
 
 
+# What structured_outputs was before
+GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+
+
 class StreamOptions(Inner):
     model_config = ConfigDict(extra="forbid")
 
@@ -67,6 +71,8 @@ class StreamOptions(Inner):
 
 class Generation(Sampled):
     """What chats and completions have in common; from skip_special_tokens on the fields are vLLM's."""
+
+    refused = dict.fromkeys(GUIDED, "use structured_outputs")
 
     n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
     stop: Stop | None = None
@@ -79,6 +85,7 @@ class Generation(Sampled):
     # These change nothing here.
     metadata: Any = None
     prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
     safety_identifier: Any = None
     service_tier: Any = None
@@ -100,8 +107,8 @@ class ChatBody(Generation):
         "function_call": ("none", "auto"),
         "include_reasoning": (True,),
         "modalities": (["text"],),
-        "verbosity": ("medium",),
     }
+    refused = {**Generation.refused, "functions": "use tools", "function_call": "use tool_choice"}
 
     messages: Annotated[list[Message], FailFast()]
     max_completion_tokens: Limit | None = None
@@ -112,7 +119,9 @@ class ChatBody(Generation):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Variables = {}
     reasoning_effort: str | None = None
-    prediction: Any = None  # would only make it faster
+    # These change nothing here.
+    prediction: Any = None
+    verbosity: Any = None
 
 
 class CompletionBody(Generation):

@@ -11,7 +11,7 @@ from infinilm.server.bodies import TEXT, Body, Count, Prompts
 
 
 def several_documents(given: Any) -> list[str]:
-    """Of texts, or of objects that have one"""
+    """The documents, given as texts or as objects that have one"""
     if not isinstance(given, list) or not given:
         raise ValueError("must be a list of at least one text")
     return [document_text(one, index) for index, one in enumerate(given)]
@@ -25,7 +25,7 @@ def document_text(given: Any, index: int) -> str:
 
 
 def several_texts(given: Any) -> list[str]:
-    """Of a text, or a list of such"""
+    """The texts, given as one or as a list"""
     texts = [given] if isinstance(given, str) else given
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
         raise ValueError("must be a text or a list of texts")

@@ -355,7 +355,7 @@ def usage_body(usage: Usage, num_thoughts: int) -> dict[str, Any]:
 
 
 def code_of(error: HttpError) -> str:
-    """As Codex knows them: it asks again after a server's error, and later where the rate was too high."""
+    """A code that Codex knows: it asks again after a server's error, later where the rate was too high."""
     if error.code == "context_length_exceeded":
         return error.code
     known = {429: "rate_limit_exceeded", 503: "server_is_overloaded"}

@@ -99,7 +99,7 @@ class Scanner:
         return self._text[start : self._at]
 
     def _take_half(self, length: int) -> None:
-        """Of an escape in the midst of which the text ends"""
+        """Take the rest of an escape in the midst of which the text ends."""
         self._take(length)
 
     # ---- JSON ----------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import stat
@@ -30,9 +31,10 @@ def inet_socket(host: str, port: int) -> socket.socket:
     try:
         ((family, *_, place), *_) = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         sock = socket.create_server(place[:2], family=family, backlog=2048)
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"cannot listen on {host!r}, port {port}: {reason}; take another --port") from error
+    except (OSError, UnicodeError) as error:
+        reason, code = getattr(error, "strerror", None) or error, getattr(error, "errno", None)
+        other = "--port" if code in (errno.EADDRINUSE, errno.EACCES) else "--host"
+        raise ValueError(f"cannot listen on {host!r}, port {port}: {reason}; take another {other}") from error
     # For the connections too: else what follows a first small write waits 40 ms for the caller's kernel.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # else a caller who reads nothing keeps an answer here for ever

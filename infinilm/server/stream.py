@@ -119,7 +119,7 @@ class Endpoint:
 
 
 def timed_out(settings: Settings) -> HttpError:
-    """Which the same request would be again"""
+    """An error that clients should not answer by asking again: the next time would take as long"""
     told = f"the answer was not complete within {settings.request_seconds:g} s"
     headers = {"x-should-retry": "false"}
     return HttpError(503, told, "timeout_error", code="request_timeout", headers=headers)

@@ -34,7 +34,7 @@ def counts_up_to(most: int) -> list[int]:
 
 
 class Tally:
-    """Of all requests that the engine was given, by the names that metrics have."""
+    """What became of all requests that the engine was given, by the names that metrics have."""
 
     def __init__(self, max_length: int) -> None:
         lengths = counts_up_to(max_length)

@@ -61,7 +61,7 @@ class Tool:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """Of the arguments: an object"""
+        """The schema of the arguments: an object"""
         if self.kind == "function":
             return dict(self.parameters) or NO_PARAMETERS
         kind, definition = self.input_grammar or ("", "")
@@ -78,7 +78,7 @@ class Tool:
 
 
 def input_schema(pattern: str | None = None) -> dict[str, Any]:
-    """Of what a custom tool takes: text, under one key"""
+    """The schema of what a custom tool takes: text, under one key"""
     text = {"type": "string"} | ({"pattern": pattern} if pattern else {})
     return {**NO_PARAMETERS, "properties": {"input": text}, "required": ["input"]}
 
@@ -180,10 +180,32 @@ class Family:
         except RequestError as error:
             raise RequestError(f"{error}; change that, or let tool_choice be 'auto'") from error
 
+    def beside(
+        self,
+        structure: StructuredOutputsParams,
+        tools: Sequence[Tool] = (),
+        is_parallel: bool = True,
+        starts_in_reasoning: bool = False,
+    ) -> tuple[StructuredOutputsParams, list[str]]:
+        """What lets a model that is free to call answer in a structure or by calls, after its reasoning if
+        the prompt has begun that, and what a client should be told. Where no grammar can hold both, it is the
+        structure alone."""
+        rule = structure_rule(structure)
+        if rule is None:
+            return structure, []
+        strict = [tool for tool in tools if tool.is_strict]
+        faults = {tool.full_name: fault for tool in strict if (fault := fault_of(tool))}
+        held = [tool for tool in strict if tool.full_name not in faults]
+        try:
+            rules = self._answers(tools, held, is_parallel, starts_in_reasoning, rule)
+            return enforced(rules, held), [*faults.values()]
+        except RequestError as error:
+            return structure, [f"tools: none is called beside a structure: {error}"]
+
     def _held_to(
         self, strict: Sequence[Tool], tools: Sequence[Tool], is_parallel: bool
     ) -> tuple[StructuredOutputsParams | None, list[str]]:
-        """Those of the strict tools whose schemas can be enforced, and what is wrong with the others."""
+        """The strict tools whose schemas can be enforced, and what is wrong with the others."""
         if strict and not self.is_marked_by_text:
             why = "this model's calls cannot be told from its text beforehand"
             return None, [f"tools: {tool.full_name!r} is strict, but not enforced: {why}" for tool in strict]
@@ -199,11 +221,27 @@ class Family:
 
     def _forced(self, tools: Sequence[Tool], is_parallel: bool, starts_in_reasoning: bool) -> str:
         """Calls and nothing else, but for reasoning that the prompt has begun"""
+        return self._answers(tools, tools, is_parallel, starts_in_reasoning)
+
+    def _answers(
+        self,
+        tools: Sequence[Tool],
+        held: Sequence[Tool],
+        is_parallel: bool,
+        starts_in_reasoning: bool,
+        structure: str | None = None,
+    ) -> str:
+        """Calls, or a structure if there is a rule for one"""
         thoughts = f"thoughts {literal(AFTER_REASONING)}" if starts_in_reasoning else ""
         more = f"({literal(self.between)}call){{0,{MAX_CALLS - 1}}} " if is_parallel else ""
-        rules = [f"start: {thoughts}{literal(self.begin)}call {more}{literal(self.end)}"]
+        kinds = [*(["calls"] if tools else []), *(["structure"] if structure else [])]
+        rules = [f"start: {thoughts}({' | '.join(kinds)})"]
         rules += [r"thoughts[lazy]: /(?s:.*)<\/think>/"] if starts_in_reasoning else []
-        return "\n".join([*rules, *call_rules(self.head, self.tail, tools, tools)])
+        rules += [f"structure: {structure}"] if structure else []
+        if tools:
+            rules += [f"calls: {literal(self.begin)}call {more}{literal(self.end)}"]
+            rules += call_rules(self.head, self.tail, tools, held)
+        return "\n".join(rules)
 
     def _free(self, tools: Sequence[Tool], strict: Sequence[Tool], is_parallel: bool) -> str:
         """Any text, and calls after the marker"""
@@ -271,6 +309,18 @@ def family_of(chat_template: str | None) -> Family:
 # ---- grammars ----------------------------------------------------------------------------------------------
 
 
+def structure_rule(wanted: StructuredOutputsParams) -> str | None:
+    """The right side of a Lark rule for a structure; None for those that cannot stand among other rules, or
+    cannot be enforced, of which the engine tells."""
+    if wanted.choice is not None:
+        return " | ".join(map(json.dumps, wanted.choice))
+    schema = {"type": "object"} if wanted.json_object else json.loads(str(wanted.json or "null"))
+    try:
+        return json_rule(schema) if isinstance(schema, dict) else None
+    except ValueError:
+        return None
+
+
 def call_rules(head: str, tail: str, tools: Sequence[Tool], held: Sequence[Tool]) -> Iterator[str]:
     """One call of any of the tools; only those that are held have just the arguments of their schemas."""
     yield f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}"
@@ -282,7 +332,7 @@ def call_rules(head: str, tail: str, tools: Sequence[Tool], held: Sequence[Tool]
 
 
 def literal(text: str) -> str:
-    """As Lark writes it"""
+    """The text as Lark writes it"""
     return f"{json.dumps(text)} " if text else ""
 
 

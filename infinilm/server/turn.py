@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from infinilm.engine.request import Aborted, CompletionOutput, Logprobs, Request, RequestOutput
 from infinilm.engine.stats import Progress
 from infinilm.sampling import SamplingParams
-from infinilm.server.bodies import BodyError
 from infinilm.server.parts import CallEnd, CallStart, Part
 from infinilm.server.reader import Reader
 from infinilm.server.tools import Choice, Family, Named, Tool
@@ -82,7 +81,7 @@ class Prepared:
 
 @dataclass(eq=False)
 class Caller:
-    """Who asks: an id for the engine and the log, the size of the body, and what ends with the request."""
+    """The one who asks: an id for the engine and the log, the size of the body, and what ends with it."""
 
     request_id: str
     num_bytes: int = 0
@@ -103,18 +102,22 @@ def encode(turn: Turn, tokenizer: Tokenizer, family: Family) -> list[int]:
 
 
 def enforced(turn: Turn, family: Family, starts_in_reasoning: bool) -> SamplingParams:
-    """The turn's parameters with the grammar that its tools need."""
-    params = turn.params
-    if not turn.called:
+    """The turn's parameters with the grammar that its tools need. A structure is of what is said: where calls
+    are forced, nothing is."""
+    params, structure = turn.params, turn.params.structured_outputs
+    is_free = turn.choice in ("auto", "none")
+    if is_free and structure is not None and (turn.called or starts_in_reasoning):
+        is_parallel = turn.parallel is True  # as where calls are forced: small models find no end
+        structure, warnings = family.beside(structure, turn.called, is_parallel, starts_in_reasoning)
+        params = replace(params, structured_outputs=structure)
+    elif turn.called:
+        grammar, warnings = family.grammar(turn.called, turn.choice, turn.is_parallel, starts_in_reasoning)
+        params = params if grammar is None else replace(params, structured_outputs=grammar)
+    else:
         return params
-    grammar, warnings = family.grammar(turn.called, turn.choice, turn.is_parallel, starts_in_reasoning)
-    if grammar is not None and params.structured_outputs is not None:
-        raise BodyError("tools that are forced or strict exclude other structures", "response_format")
-    if grammar is not None:
-        params = replace(params, structured_outputs=grammar)
-    if turn.choice != "auto":  # a stop string would be found in what callers never see, and cut the call off
+    if not is_free:  # a stop string would be found in what callers never see, and cut the call off
         params = replace(params, stop=())
-    if family.keeps_special_tokens:
+    if turn.called and family.keeps_special_tokens:
         params = replace(params, skip_special_tokens=False)
     for warning in warnings:
         LOG.warning("%s", warning)
@@ -239,7 +242,7 @@ class Run:
         return replace(usage_of(self.outputs), prompt=prompt)
 
     def timings(self) -> dict[str, Any]:
-        """As llama.cpp tells them"""
+        """Times and rates, named as llama.cpp names them"""
         usage, now = self.usage, time.monotonic()
         firsts = [output.metrics.first_token_time for output in self.outputs if output.metrics]
         first = min((found for found in firsts if found is not None), default=now)

@@ -26,7 +26,7 @@ from infinilm.tokenizer.chat import (
 )
 from infinilm.tokenizer.error import TokenizerError, errors_of
 from infinilm.tokenizer.gguf import GgufVocabulary
-from infinilm.tokenizer.huggingface import eos_ids_in, read_names, read_vocabulary, template_in
+from infinilm.tokenizer.huggingface import eos_ids_in, read_names, read_vocabulary, templates_in
 from infinilm.tokenizer.library import mark_special, try_out, vocab_size, with_special_tokens_as_text
 from infinilm.tokenizer.normalizer import Normalizer, any_of, any_token
 from infinilm.tokenizer.spelling import spelling_of
@@ -47,6 +47,7 @@ class Tokenizer:
         eos_token_ids: tuple[int, ...],
         chat_template: str | None,
         normalizer: Normalizer | None = None,
+        tool_template: str | None = None,
     ) -> None:
         self._library = library
         self._plain_library = with_special_tokens_as_text(library)
@@ -58,6 +59,7 @@ class Tokenizer:
         self.vocab_size = vocab_size(library)
         self.eos_token_ids = eos_token_ids
         self.chat_template = chat_template
+        self.tool_template = tool_template  # in its place where there are tools
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Self:
@@ -68,8 +70,8 @@ class Tokenizer:
             found = read_vocabulary(folder, config)
             mark_special(found.library, {*found.roles.values(), *names_given(config)})
             try_out(found.library, str(found.path))
-            eos_ids, template = eos_ids_in(folder, found), template_in(folder, config)
-            return cls(found.library, found.roles, eos_ids, template, found.normalizer)
+            eos_ids, (template, for_tools) = eos_ids_in(folder, found), templates_in(folder, config)
+            return cls(found.library, found.roles, eos_ids, template, found.normalizer, for_tools)
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, object]) -> Self:
@@ -78,9 +80,10 @@ class Tokenizer:
             vocabulary = GgufVocabulary(metadata)
             library, roles = vocabulary.build_library(), vocabulary.roles
             eos_token_ids, chat_template = vocabulary.eos_token_ids, vocabulary.chat_template
+            tool_template = vocabulary.tool_template
             del vocabulary  # hundreds of thousands of objects, whose memory others would keep a few of
             try_out(library, "GGUF tokenizer")
-            return cls(library, roles, eos_token_ids, chat_template)
+            return cls(library, roles, eos_token_ids, chat_template, tool_template=tool_template)
 
     @property
     def bos_token_id(self) -> int | None:
@@ -146,7 +149,8 @@ class Tokenizer:
             variables = {"tools": None, "documents": None, **self._roles, **template_variables}
             told = with_thoughts(with_content(messages))
             prompted = {"messages": told, "add_generation_prompt": add_generation_prompt}
-            return self._renderer.render({**variables, **prompted})
+            renderer = self._renderer if variables["tools"] is None else self._tool_renderer
+            return renderer.render({**variables, **prompted})
 
     def encode_chat(
         self,
@@ -201,6 +205,10 @@ class Tokenizer:
     @functools.cached_property
     def _renderer(self) -> Renderer:
         return Renderer(self.chat_template or "")
+
+    @functools.cached_property
+    def _tool_renderer(self) -> Renderer:
+        return self._renderer if self.tool_template is None else Renderer(self.tool_template)
 
 
 class Detokenizer:

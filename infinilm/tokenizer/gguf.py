@@ -57,7 +57,10 @@ class GgufVocabulary:
         self.eos_token_ids = tuple(
             dict.fromkeys([*self._token_ids("eos", "eot", "eom"), *self._ends_by_name()])
         )
-        self.chat_template = self._entry("chat_template", lambda v: isinstance(v, str | None), "text")
+        self.chat_template, self.tool_template = (
+            self._entry(name, lambda v: isinstance(v, str | None), "text")
+            for name in ("chat_template", "chat_template.tool_use")
+        )
 
     def build_library(self) -> tokenizers.Tokenizer:
         library = self._byte_level() if self._kind == "gpt2" else self._sentencepiece()

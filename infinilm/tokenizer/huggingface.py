@@ -133,17 +133,19 @@ def eos_ids_in(folder: Folder, found: Vocabulary) -> tuple[int, ...]:
     return tuple(dict.fromkeys(token_id for token_id in ids if token_id is not None))
 
 
-def template_in(folder: Folder, config: Mapping[str, Any]) -> str | None:
+def templates_in(folder: Folder, config: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """The chat template, and one for conversations with tools where there is another"""
     with errors_of(f"{folder.path}: 'chat_template'"):
         raw = folder.read("chat_template.jinja", MAX_TEMPLATE_BYTES)
         template = _template_beside(folder, config) if raw is None else raw.decode("utf-8")
         if isinstance(template, list):  # several, each with a name
             template = {entry["name"]: entry["template"] for entry in template}
-        if isinstance(template, dict):
-            template = template.get("default")
-        if not isinstance(template, str | None):
-            raise TypeError(f"must be a string, but is a {type(template).__name__}")
-    return template
+        named = template if isinstance(template, dict) else {"default": template}
+        found = named.get("default"), named.get("tool_use")
+        for template in found:
+            if not isinstance(template, str | None):
+                raise TypeError(f"must be a string, but is a {type(template).__name__}")
+    return found
 
 
 def _template_beside(folder: Folder, config: Mapping[str, Any]) -> Any:
