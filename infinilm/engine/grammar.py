@@ -66,7 +66,7 @@ class GrammarCompiler:
     def compile(self, wanted: StructuredOutputsParams) -> Matcher:
         """RequestError if there is no such text, or if llguidance cannot tell it from others."""
         if not self._eos_token_ids:
-            raise RequestError("structured_outputs need a model with an end-of-text token; this one has none")
+            raise wrong_structure("structured_outputs need a model with an end of text; this one has none")
         kind, grammar = grammar_of(wanted)
         try_out(kind, grammar)
         view = self._vocabulary.view
@@ -110,7 +110,7 @@ class Matcher:
         self._check_state()
         words &= self._vocabulary.text_or_end if self._matcher.is_accepting() else self._vocabulary.text
         if not words.any():
-            raise RequestError(f"structured_outputs.{self._kind}: no token of this model can follow here")
+            raise wrong_structure(f"structured_outputs.{self._kind}: no token of this model can follow here")
 
     def new_mask(self) -> Tensor:
         """The words that `fill` writes"""
@@ -267,7 +267,7 @@ def json_rule(schema: dict[str, Any]) -> str:
 def check_enforceable(wanted: StructuredOutputsParams) -> None:
     """RequestError if no vocabulary could enforce it; what this model's cannot spell shows in `compile`."""
     if error := refusal_of(wanted):
-        raise RequestError(error)
+        raise wrong_structure(error)
 
 
 @functools.lru_cache(maxsize=NUM_TRIED)
@@ -368,7 +368,11 @@ def refused(kind: str, message: str) -> RequestError:
         reason = "no text is of this kind"
     if len(reason) > MAX_MESSAGE_LENGTH:
         reason = f"{reason[:MAX_MESSAGE_LENGTH]}..."
-    return RequestError(f"structured_outputs.{kind} cannot be enforced: {reason}")
+    return wrong_structure(f"structured_outputs.{kind} cannot be enforced: {reason}")
+
+
+def wrong_structure(message: str) -> RequestError:
+    return RequestError(message, "structured_outputs")
 
 
 @contextmanager

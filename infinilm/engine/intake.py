@@ -168,7 +168,7 @@ class Intake:
     def _check_ids(self, token_ids: Sequence[int], params: SamplingParams) -> None:
         vocab_size = self.model.config.vocab_size
         named = {
-            "the prompt": token_ids,
+            None: token_ids,
             "stop_token_ids": params.stop_token_ids,
             "allowed_token_ids": params.allowed_token_ids or (),
             "logit_bias": [token_id for token_id, _ in params.logit_bias],
@@ -176,9 +176,8 @@ class Intake:
         for name, ids in named.items():
             for token_id in ids:
                 if not 0 <= token_id < vocab_size:
-                    raise RequestError(
-                        f"{name} has token id {token_id}; the model's are 0 to {vocab_size - 1}"
-                    )
+                    has = f"{name or 'the prompt'} has token id {token_id}"
+                    raise RequestError(f"{has}; the model's are 0 to {vocab_size - 1}", name)
 
     def _room_for(self, num_prompt: int, params: SamplingParams, wants_state: bool) -> int:
         """How many tokens may follow a prompt."""
@@ -233,6 +232,7 @@ def check_options(priority: Any, request_id: Any, cache_salt: Any) -> None:
         raise RequestError(f"priority must be a whole number, but is {priority!r}")
     for name, value in (("request_id", request_id), ("cache_salt", cache_salt)):
         if not isinstance(value, str | None):
-            raise RequestError(f"{name} must be a string, but is {value!r}")
+            raise RequestError(f"{name} must be a string, but is {value!r}", name)
         if value is not None and not is_text(value):
-            raise RequestError(f"{name} must be text, without halves of surrogate pairs, but is {value!r}")
+            wanted = "text, without halves of surrogate pairs"
+            raise RequestError(f"{name} must be {wanted}, but is {value!r}", name)

@@ -18,7 +18,11 @@ from infinilm.sampling import SamplingParams
 
 
 class RequestError(ValueError):
-    """A user's mistake; nothing else is one."""
+    """A user's mistake; nothing else is one. The field is what it is about, where that is not the prompt."""
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class QueueFull(RuntimeError):

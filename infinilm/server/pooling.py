@@ -21,7 +21,7 @@ from infinilm.models.pooling import PoolingError
 from infinilm.server.bodies import BodyError
 from infinilm.server.calls import Call, Operation, Raw, Reply, dumps
 from infinilm.server.pooling_bodies import EmbeddingBody, Judged, RerankBody, ScoreBody
-from infinilm.server.service import BYTES_A_TOKEN, Served, Service, field_of
+from infinilm.server.service import BYTES_A_TOKEN, Served, Service
 from infinilm.tokenizer import TokenizerError
 
 T = TypeVar("T")
@@ -194,7 +194,7 @@ class Encoding:
                 prompt, self.priority, cache_salt=self.salt, lora_request=self.lora
             )
         except RequestError as error:
-            wrong = field_of(str(error), self.name, self.name)
+            wrong = error.field or self.name
             raise BodyError(f"{wrong}: {error}", wrong) from error
 
     async def state(self, prompt: list[int]) -> Tensor:

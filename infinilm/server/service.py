@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -121,7 +120,7 @@ class Service:
         except BodyError:
             raise
         except RequestError as error:
-            wrong = field_of(str(error), name, turn.structure_field)
+            wrong = turn.structure_field if error.field == "structured_outputs" else error.field or name
             told = str(error) if str(error).startswith(wrong) else f"{wrong}: {error}"
             raise BodyError(told, wrong) from error
         return Prepared(turn, request, starts)
@@ -152,14 +151,6 @@ class Service:
 
     async def is_alive(self) -> bool:
         return await self._pulse.beats()
-
-
-def field_of(message: str, prompt: str, structure: str) -> str:
-    """The field of a body that an error of the engine is about, which it names first."""
-    first = re.split(r"[ :.]", message)[0]
-    if first in ("stop_token_ids", "allowed_token_ids", "logit_bias", "bad_words", "tools", "cache_salt"):
-        return first
-    return structure if first == "structured_outputs" else prompt
 
 
 def default_sampling(model: Any) -> dict[str, Any]:

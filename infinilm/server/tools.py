@@ -178,7 +178,7 @@ class Family:
         try:
             return enforced(self._forced(wanted, is_parallel, starts_in_reasoning), wanted), []
         except RequestError as error:
-            raise RequestError(f"{error}; change that, or let tool_choice be 'auto'") from error
+            raise RequestError(f"{error}; change that, or let tool_choice be 'auto'", "tools") from error
 
     def beside(
         self,
@@ -339,7 +339,8 @@ def literal(text: str) -> str:
 def enforced(rules: str, tools: Sequence[Tool]) -> StructuredOutputsParams:
     if len(rules) > MAX_GRAMMAR_LENGTH:
         length = f"their schemas have {len(rules)} characters together"
-        raise RequestError(f"tools: {length}, but {MAX_GRAMMAR_LENGTH} are the most that can be enforced")
+        most = f"{MAX_GRAMMAR_LENGTH} are the most that can be enforced"
+        raise RequestError(f"tools: {length}, but {most}", "tools")
     found = StructuredOutputsParams(grammar=rules)
     try:
         check_enforceable(found)
@@ -371,7 +372,7 @@ def naming(tool: Tool) -> Iterator[None]:
     except ValueError as error:
         reason = str(error).partition("cannot be enforced: ")[2] or str(error)
         found = f"the parameters of {tool.full_name!r} cannot be enforced"
-        raise RequestError(f"tools: {found}: {reason}") from error
+        raise RequestError(f"tools: {found}: {reason}", "tools") from error
 
 
 def forced_schema(tool: Tool) -> dict[str, Any]:
