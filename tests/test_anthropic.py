@@ -628,6 +628,7 @@ def test_an_error_ends_a_stream_and_the_client_raises_it(idle: Running) -> None:
 def test_who_leaves_frees_the_place(stream: bool, idle: Running) -> None:
     with idle.ask(MESSAGES, stream=stream, messages=HELLO, **ENDLESS):
         idle.wait_for_tokens()
+    idle.check_idle()
 
 
 def test_an_answer_that_takes_too_long_ends_with_an_error(folder: Path) -> None:

@@ -205,12 +205,33 @@ def test_an_output_matrix_is_the_lm_head_and_unties_it():
             },
             {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 16.0},
         ),
+        (
+            # as Olmo 3 has it
+            {
+                "type": text("yarn"),
+                "factor": real(8.0),
+                "original_context_length": integer(32),
+                "yarn_attn_factor": real(1.2079441541679836),
+            },
+            {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32},
+        ),
     ],
 )
 def test_rope_scaling_is_translated(values, wanted):
     file = llama_file()
     file.values += [(f"llama.rope.scaling.{name}", value) for name, value in values.items()]
     assert opened(file).config["rope_scaling"] == wanted
+
+
+@pytest.mark.parametrize(
+    "kind, factor, usual", [("yarn", 1.0, "1.20794"), ("yarn", 1.5, "1.20794"), ("linear", 1.5, "1")]
+)
+def test_an_attention_factor_of_yarn_that_is_not_the_usual_one_is_refused(kind, factor, usual):
+    file = llama_file()
+    values = {"type": text(kind), "factor": real(8.0), "yarn_attn_factor": real(factor)}
+    file.values += [(f"llama.rope.scaling.{name}", value) for name, value in values.items()]
+    with pytest.raises(CheckpointError, match=f"yarn_attn_factor' is {factor}; only {usual} is supported"):
+        opened(file)
 
 
 def test_the_frequency_divisors_of_llama_3_become_longrope_factors():

@@ -172,8 +172,12 @@ def test_load_blob_of_something_without_bytes_is_refused(thing):
         Parameter(torch.zeros(4)).load_blob(thing)
 
 
-def test_load_blob_of_an_empty_parameter():
-    Parameter(torch.zeros(0, 3)).load_blob(b"")
+def test_an_empty_parameter_loads_a_blob_of_no_bytes_and_no_other():
+    empty = Parameter(torch.zeros(0, 3))
+    empty.load_blob(b"")
+    assert empty.shape == (0, 3)
+    with pytest.raises(ValueError, match="1 bytes.*0 bytes"):
+        empty.load_blob(b"x")
 
 
 def pickled(parameter: Parameter) -> Parameter:

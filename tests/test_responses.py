@@ -586,6 +586,7 @@ def test_an_error_ends_a_stream_as_a_failed_response(idle: Running) -> None:
 def test_who_leaves_frees_the_place(stream: bool, idle: Running) -> None:
     with idle.ask(RESPONSES, stream=stream, input="hello", **GREEDY):
         idle.wait_for_tokens()
+    idle.check_idle()
 
 
 def test_an_answer_that_takes_too_long_fails_and_is_not_asked_for_again(folder: Path) -> None:

@@ -760,6 +760,7 @@ def test_the_server_can_end_what_is_under_way(idle: Running) -> None:
 def test_who_leaves_during_an_answer_frees_its_place(stream: bool, idle: Running) -> None:
     with idle.ask(stream=stream, **ENDLESS):
         idle.wait_for_tokens()
+    idle.check_idle()
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -768,6 +769,7 @@ def test_who_leaves_before_the_engine_has_looked_frees_its_place(stream: bool, i
         with idle.ask(stream=stream, **ENDLESS):
             wait_until(lambda: idle.process.server.calls)
         wait_until(lambda: not idle.process.server.calls)
+    idle.check_idle()
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -803,6 +805,7 @@ def service_of(server: Running) -> Service:
 def test_who_leaves_while_sending_a_body_leaves_nothing(idle: Running) -> None:
     with idle.open(b"POST /v1/completions HTTP/1.1\r\nhost: here\r\ncontent-length: 100\r\n\r\n{"):
         pass
+    idle.check_idle()
 
 
 def test_who_reads_nothing_is_given_up(idle: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from typing import Any
 from infinicore.quantization import QuantizedTensor
 from infinilm.checkpoint import Checkpoint
 from infinilm.checkpoint.gguf_fields import Fields, as_written
+from infinilm.rope import yarn_attention_factor
 
 MODEL_MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER_MODULES = {
@@ -53,6 +55,7 @@ KNOWN_KEYS = {
     "rope.scaling.finetuned",
     "rope.scaling.original_context_length",
     "rope.scaling.type",
+    "rope.scaling.yarn_attn_factor",
     "rope.scaling.yarn_beta_fast",
     "rope.scaling.yarn_beta_slow",
     "tensor_data_layout",
@@ -239,6 +242,7 @@ def _rope_scaling(fields: ModelFields, checkpoint: Checkpoint) -> dict[str, Any]
     if kind not in ("none", "linear", "yarn", "longrope"):
         known = "none, linear, yarn, longrope"
         raise fields.error(f"metadata key {prefix + 'scaling.type'!r} is {short(kind)}; known are {known}")
+    _check_yarn_factor(fields, kind)
     factors = [name for name in ROPE_FACTORS if name in checkpoint.names()]
     if factors and kind in ("linear", "yarn"):
         raise fields.error(f"has both tensor {factors[0]!r} and rope scaling of type {kind!r}")
@@ -262,6 +266,17 @@ def _check_no_factors(fields: ModelFields, kind: str) -> None:
             raise fields.error(
                 f"metadata key {key!r} is not supported; its value is {short(value)}, but has no factors"
             )
+
+
+def _check_yarn_factor(fields: ModelFields, kind: str) -> None:
+    """Only yarn's usual factor of attention means one thing: converters write here a key of config.json that
+    replaces it, or else one that multiplies it, and for these models llama.cpp reads neither."""
+    key = fields.key("rope.scaling.yarn_attn_factor")
+    scaling = {"factor": fields.number(fields.key("rope.scaling.factor")) if kind == "yarn" else 1.0}
+    usual = yarn_attention_factor(scaling)
+    found = fields.number(key, usual)
+    if not math.isclose(found, usual, rel_tol=1e-6):
+        raise fields.error(f"metadata key {key!r} is {found}; only {usual:.6g} is supported")
 
 
 def _yarn(fields: ModelFields, prefix: str) -> dict[str, Any]:
