@@ -22,11 +22,12 @@ from typing import BinaryIO, Self
 from infinilm.engine.request import Request, RequestError
 from infinilm.folder import parse_object
 from infinilm.llm import LLM
-from infinilm.server.answers import answer_of
-from infinilm.server.asks import CHAT, COMPLETIONS, Ask, Json, ask_of
+from infinilm.server.answers import whole_answer
+from infinilm.server.asks import CHAT, COMPLETIONS, Asked, Json, turns_of
 from infinilm.server.bodies import BodyError
 from infinilm.server.errors import http_error, openai_error
-from infinilm.tokenizer import TokenizerError
+from infinilm.server.service import Preparer, Served
+from infinilm.server.turn import Prepared, pieces_of
 
 MAX_LINE = 16 << 20  # bytes of a request
 CHUNK = 1 << 20
@@ -205,11 +206,11 @@ def checksum(custom_id: str | None) -> int:
 
 @dataclass
 class Job:
-    """A question in the engine, by a request for each of its prompts."""
+    """A question in the engine, by a request for each of its turns."""
 
     question: Question
-    ask: Ask
-    requests: list[Request]
+    asked: Asked
+    prepared: list[Prepared]
     num_finished: int = 0
 
 
@@ -224,8 +225,9 @@ class Run:
     """Keeps the engine busy with a window of lines, and writes the answers as they come."""
 
     def __init__(self, llm: LLM, questions: Questions, answers: Answers, report: Report) -> None:
-        self.llm = llm
         self.engine = llm.engine
+        self.served = Served(Path(str(llm.config.model)).name)
+        self.preparer = Preparer(llm)
         self.lines = iter(questions)
         self.answers = answers
         self.report = report
@@ -265,27 +267,35 @@ class Run:
         try:
             if question.error is not None:
                 raise question.error
-            ask = ask_of(question.url, question.body, self.llm.tokenizer)
-            requests = [self.engine.make(prompt, ask.params) for prompt in ask.prompts]
-        except (RequestError, TokenizerError) as error:
+            job = self.job(question)
+        except RequestError as error:
             self.refuse(question, error)
             return
-        job = Job(question, ask, requests)
+        requests = [one.request for one in job.prepared]
         self.jobs |= {request.request_id: job for request in requests}
         self.waiting.extend(requests)
+
+    def job(self, question: Question) -> Job:
+        asked, turns = turns_of(question.url, question.body, self.preparer.defaults)
+        named = [(turn, f"{question.number}-{i}") for i, turn in enumerate(turns)]
+        return Job(question, asked, [self.preparer.prepare(turn, own, self.served) for turn, own in named])
 
     def finish(self, job: Job) -> None:
         """One more of a job's requests has ended; the last brings the answer."""
         job.num_finished += 1
-        if job.num_finished < len(job.requests):
+        if job.num_finished < len(job.prepared):
             return
-        errors = [request.error for request in job.requests if request.error is not None]
+        errors = [one.request.error for one in job.prepared if one.request.error is not None]
         if errors:
             self.refuse(job.question, errors[0])
-            return
-        outputs = [request.output() for request in job.requests]
-        name = Path(str(self.llm.config.model)).name
-        self.answer(job.question, 200, answer_of(job.ask, outputs, self.llm.tokenizer, name))
+        else:
+            self.answer(job.question, 200, self.told(job))
+
+    def told(self, job: Job) -> Json:
+        outputs = [one.request.output() for one in job.prepared]
+        pieces = list(map(pieces_of, self.preparer.readings(job.prepared), outputs))
+        name = job.asked.model or self.served.name
+        return whole_answer(job.asked, job.prepared, outputs, pieces, name, self.preparer.tokenizer)
 
     def refuse(self, question: Question, error: BaseException) -> None:
         told = http_error(error)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import tokenizers
+from engines import write_model
 from gguf_files import VOCAB_SIZE, llama_weights, write_folder
 from tokenizers import decoders, models
 
@@ -210,6 +211,18 @@ def test_a_structure_is_kept(wanted: dict[str, Any], content: str, files: Files,
     assert fnmatch(choice["message"]["content"], content) and choice["finish_reason"] == "stop"
 
 
+def test_a_tool_that_must_be_called_is_called(files: Files, tmp_path: Path) -> None:
+    (folder := tmp_path / "bytes").mkdir()
+    speaker = LLM(write_model(folder, max_position_embeddings=4096), kv_cache_memory=CACHE)
+    digits = {"type": "object", "properties": {"digits": {"enum": ["911"]}}, "required": ["digits"]}
+    tool = {"type": "function", "function": {"name": "dial", "parameters": digits}}
+    line = chat(tools=[tool], tool_choice="required", max_tokens=200, temperature=0)
+    (choice,) = files.body(speaker, line)["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert choice["finish_reason"] == "tool_calls" and call["function"]["name"] == "dial"
+    assert json.loads(call["function"]["arguments"]) == {"digits": "911"}
+
+
 def test_fields_that_change_nothing_are_taken(files: Files, llm: LLM) -> None:
     idle = {"stream": False, "user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "flex"}
     body = files.body(
@@ -228,13 +241,13 @@ def test_fields_that_change_nothing_are_taken(files: Files, llm: LLM) -> None:
         (chat(messages="hi"), "messages", "'hi'"),
         (chat(messages=None), "messages", "None"),
         (chat(content=[{"type": "image_url"}]), "messages", "image_url"),
-        (chat(content="%"), None, "no tokens"),
+        (chat(content="%"), "messages", "no tokens"),
         (completion(prompt=None), "prompt", "None"),
         (completion(prompt=[]), "prompt", "[]"),
         (completion(prompt=["a", 1]), "prompt", "['a', 1]"),
         (completion(prompt=[True]), "prompt", "[True]"),
-        (completion(prompt=[99]), None, "token id 99"),
-        (completion(prompt="a" * 500), None, "500 tokens"),
+        (completion(prompt=[99]), "prompt", "token id 99"),
+        (completion(prompt="a" * 500), "prompt", "500 tokens"),
         (completion(prompt=["a"] * 600, n=2), "n", "1200 choices"),
         (chat(temperature=-1), "temperature", "from 0"),
         (chat(temperature="hot"), "temperature", "'hot'"),
@@ -246,14 +259,14 @@ def test_fields_that_change_nothing_are_taken(files: Files, llm: LLM) -> None:
         (chat(logprobs=2), "logprobs", "true or false"),
         (completion(logprobs=True), "logprobs", "True"),
         (chat(logit_bias={"x": 1}), "logit_bias", "'x'"),
-        (chat(logit_bias={"999": 1}), None, "999"),
+        (chat(logit_bias={"999": 1}), "logit_bias", "999"),
         (chat(response_format={"type": "xml"}), "response_format", "xml"),
         (chat(response_format="json_object"), "response_format", "json_object"),
         (chat(response_format={"type": "json_schema", "json_schema": {}}), "response_format", "no schema"),
-        (chat(structured_outputs={"regex": "(a"}), None, "regex"),
+        (chat(structured_outputs={"regex": "(a"}), "structured_outputs", "regex"),
         (chat(structured_outputs={"regexp": "a"}), "structured_outputs", "regexp"),
         (chat(structured_outputs={"regex": "a", "choice": ["b"]}), "structured_outputs", "regex"),
-        (chat(tools=[{"type": "function"}]), "tools", "not supported"),
+        (chat(tools=[{"type": "function"}]), "tools", "function must be given"),
         (chat(echo=True), "echo", "not supported"),
         (completion(suffix="end"), "suffix", "not supported"),
         (chat(wings=2), "wings", "not supported"),

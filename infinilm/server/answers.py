@@ -10,12 +10,10 @@ from itertools import accumulate
 
 from infinilm.engine.request import Logprob, Logprobs, RequestOutput
 from infinilm.engine.stats import Progress
-from infinilm.server.asks import CHAT, COMPLETIONS, Ask, Json, is_echo_alone
+from infinilm.server.asks import CHAT, COMPLETIONS, Asked, Json, is_echo_alone
 from infinilm.server.openai_bodies import ChatBody, CompletionBody
 from infinilm.server.parts import CallArguments, CallStart, Part, Reasoning, Text
-from infinilm.server.reader import Reader
-from infinilm.server.tools import family_of
-from infinilm.server.turn import Piece, Reading, Turn, Usage, usage_of
+from infinilm.server.turn import Piece, Prepared, Turn, Usage, usage_of
 from infinilm.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
@@ -76,11 +74,22 @@ def calls_of(parts: Sequence[Part]) -> list[Json]:
     calls: dict[int, Json] = {}
     for part in parts:
         if isinstance(part, CallStart):
-            function = {"name": part.name, "arguments": ""}
-            calls[part.index] = {"id": part.id, "type": "function", "function": function}
+            calls[part.index] = call_body(part)
+            kind, key = call_keys(part)
         elif isinstance(part, CallArguments):
-            calls[part.index]["function"]["arguments"] += part.text
+            calls[part.index][kind][key] += part.text
     return list(calls.values())
+
+
+def call_body(part: CallStart) -> Json:
+    """A call that begins"""
+    kind, key = call_keys(part)
+    return {"id": part.id, "type": kind, kind: {"name": part.name, key: ""}}
+
+
+def call_keys(part: CallStart) -> tuple[str, str]:
+    """Under which a call stands, and in that what it takes"""
+    return part.tool.kind, "input" if part.tool.kind == "custom" else "arguments"
 
 
 def chat_logprobs_of(piece: Piece, num_top: int | None, tokenizer: Tokenizer) -> Json | None:
@@ -174,21 +183,23 @@ def as_json(found: Logprob) -> float:
 # ---- whole answers -----------------------------------------------------------------------------------------
 
 
-def answer_of(ask: Ask, outputs: Sequence[RequestOutput], tokenizer: Tokenizer, model: str) -> Json:
-    """The whole answer, of the outputs of each prompt; `model` is its name where the body gave none."""
-    reader = Reader(family_of(tokenizer.chat_template), (), False, False)
-    pieces = [
-        [Reading(number * ask.params.n + found.index, reader).piece(found) for found in output.outputs]
-        for number, output in enumerate(outputs)
-    ]
-    whole = [[piece for piece in some if piece is not None] for some in pieces]
-    if isinstance(ask.body, ChatBody):
-        choices = [chat_choice(piece, ask.params.logprobs, tokenizer) for piece in whole[0]]
+def whole_answer(
+    asked: Asked,
+    prepared: Sequence[Prepared],
+    outputs: Sequence[RequestOutput],
+    pieces: Sequence[Sequence[Piece]],
+    model: str,
+    tokenizer: Tokenizer,
+) -> Json:
+    """From the last output of each turn, and the pieces that its choices are whole"""
+    usage, turns = usage_of(outputs), [one.turn for one in prepared]
+    if isinstance(asked, ChatBody):
+        url = CHAT
+        choices = [chat_choice(piece, turns[0].params.logprobs, tokenizer) for piece in pieces[0]]
     else:
-        choices = text_choices(ask.body, ask.turns, outputs, whole, tokenizer)
-    url = CHAT if isinstance(ask.body, ChatBody) else COMPLETIONS
-    usage = usage_body(usage_of(outputs))
-    return {**head_of(url, ask.body.model or model), "choices": choices, "usage": usage}
+        url, choices = COMPLETIONS, text_choices(asked, turns, outputs, pieces, tokenizer)
+        usage = replace(usage, drawn=0) if is_echo_alone(asked) else usage
+    return {**head_of(url, model), "choices": choices, "usage": usage_body(usage)}
 
 
 def text_choices(

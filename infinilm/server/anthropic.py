@@ -179,7 +179,7 @@ class Answer:
         yield encoded(self.end())
 
     async def whole(self) -> Event:
-        for piece in await self.run.whole():
+        for piece in (await self.run.whole())[0]:
             for _ in self.add(piece):
                 pass
         told = {"content": self.content, **self.reason(), "usage": usage_body(self.run.usage)}

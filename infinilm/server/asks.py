@@ -2,38 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from reprlib import repr as short
 from typing import Any
 
 from infinilm.sampling import STRUCTURED_CHECKS, SamplingParams, StructuredOutputsParams
 from infinilm.server.bodies import BodyError, as_body_errors, read, sampled
-from infinilm.server.openai_bodies import ChatBody, CompletionBody, Generation, Message, NamedTool
-from infinilm.server.tools import Choice, Named, Tool, family_of
-from infinilm.server.turn import Turn, encode
-from infinilm.tokenizer import Tokenizer
+from infinilm.server.openai_bodies import (
+    AllowedChoice,
+    ChatBody,
+    CompletionBody,
+    Generation,
+    Message,
+    NamedTool,
+    OfferedTool,
+)
+from infinilm.server.tools import Choice, Named, Tool
+from infinilm.server.turn import Turn
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 MAX_CHOICES = 1024  # of one answer: n for each prompt
 
 Json = dict[str, Any]
+Asked = ChatBody | CompletionBody
 
 
 # ---- turns -------------------------------------------------------------------------------------------------
+
+
+def turns_of(url: str, given: Json, defaults: Mapping[str, Any]) -> tuple[Asked, list[Turn]]:
+    """The body of a request to CHAT or COMPLETIONS, and its turns; BodyError if that cannot be done."""
+    if url == CHAT:
+        chat = read(ChatBody, given)
+        return chat, [chat_turn(chat, defaults)]
+    body = read(CompletionBody, given)
+    return body, completion_turns(body, defaults)
 
 
 def chat_turn(body: ChatBody, defaults: Mapping[str, Any]) -> Turn:
     """The turn that a chat asks for; BodyError if that cannot be done."""
     effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
     with as_body_errors({}, "tools"):
-        tools = tuple(tool_of(given.function.model_dump()) for given in body.tools)
+        tools = tuple(map(tool_of, body.tools))
+    choice, allowed = choice_of(body)
     return Turn(
         params=sampling_params(body, defaults, chat_max_tokens(body), chat_logprobs(body)),
         messages=[message_dict(message) for message in body.messages],
         tools=tools,
-        choice=choice_of(body),
+        choice=choice,
+        allowed=allowed,
         parallel=body.parallel_tool_calls,
         variables={**effort, **body.chat_template_kwargs},
         salt=body.cache_salt,
@@ -149,48 +168,27 @@ def message_dict(message: Message) -> Json:
     return {"content": None, **message.model_dump(exclude_unset=True), "role": role}
 
 
-def tool_of(given: Mapping[str, Any]) -> Tool:
-    return Tool(given["name"], given["description"], given["parameters"], "function", given["strict"])
+def tool_of(given: OfferedTool) -> Tool:
+    inner = given.inner
+    if given.type == "function":
+        return Tool(inner.name, inner.description, inner.parameters, is_strict=inner.strict)
+    wanted = inner.format.grammar if inner.format and inner.format.type == "grammar" else None
+    grammar = None if wanted is None else (wanted.syntax, wanted.definition)
+    return Tool(inner.name, inner.description, kind="custom", input_grammar=grammar)
 
 
-def choice_of(body: ChatBody) -> Choice:
-    choice, names = body.tool_choice, [given.function.name for given in body.tools]
+def choice_of(body: ChatBody) -> tuple[Choice, frozenset[str] | None]:
+    """What has to be called, and what alone may be, if that is said"""
+    choice, names = body.tool_choice, [given.inner.name for given in body.tools]
+    named = [choice] if isinstance(choice, NamedTool) else []
+    named = choice.allowed_tools.tools if isinstance(choice, AllowedChoice) else named
+    for one in named:
+        if one.inner.name not in names:
+            raise BodyError(f"tool_choice: there is no tool {one.inner.name!r}", "tool_choice")
+    if isinstance(choice, AllowedChoice):
+        return choice.allowed_tools.mode, frozenset(one.inner.name for one in named)
     if isinstance(choice, NamedTool):
-        if choice.function.name not in names:
-            raise BodyError(f"tool_choice: there is no tool {choice.function.name!r}", "tool_choice")
-        return Named(choice.function.name)
+        return Named(choice.inner.name), None
     if choice == "required" and not names:
         raise BodyError("tool_choice is 'required', but there are no tools", "tool_choice")
-    return choice or "auto"
-
-
-# ---- a whole request, for those who run the engine themselves ----------------------------------------------
-
-
-@dataclass(frozen=True)
-class Ask:
-    """What a body asks for: each prompt continued n times."""
-
-    body: ChatBody | CompletionBody
-    turns: Sequence[Turn]
-    prompts: Sequence[list[int]]
-
-    @property
-    def params(self) -> SamplingParams:
-        return self.turns[0].params
-
-
-def ask_of(url: str, given: Json, tokenizer: Tokenizer) -> Ask:
-    """What the body of a request to CHAT or COMPLETIONS asks for; BodyError if that cannot be done."""
-    if given.get("tools"):
-        raise BodyError("tools is not supported in a file of requests; leave it out", "tools")
-    body: ChatBody | CompletionBody
-    if url == CHAT:
-        body = read(ChatBody, given)
-        turns = [chat_turn(body, {})]
-    else:
-        body = read(CompletionBody, given)
-        turns = completion_turns(body, {})
-    family = family_of(tokenizer.chat_template)
-    with as_body_errors({}, "messages" if url == CHAT else "prompt"):
-        return Ask(body, turns, [encode(turn, tokenizer, family) for turn in turns])
+    return choice or "auto", None

@@ -34,19 +34,18 @@ async def chat(call: Call) -> Reply:
     run = await service.start([turn], call, served)
     if body.stream:
         return Events(ChatStream(run, body, service).events(), openai_ending)
+    return await whole_answer(run, body, service)
+
+
+async def whole_answer(run: Run, body: asks.Asked, service: Service) -> Raw:
     pieces = await run.whole()
 
     def answer() -> bytes:
-        choices = [answers.chat_choice(piece, turn.params.logprobs, service.tokenizer) for piece in pieces]
-        return whole_answer(CHAT, choices, run)
+        told = answers.whole_answer(body, run.prepared, run.outputs, pieces, run.model, service.tokenizer)
+        return dumps({**told, "timings": run.timings()}).encode()
 
-    return Raw(await service.off_loop(answer) if turn.params.logprobs is not None else answer())
-
-
-def whole_answer(url: str, choices: list[Chunk], run: Run, is_empty: bool = False) -> bytes:
-    usage = replace(run.usage, drawn=0) if is_empty else run.usage
-    told = {**answers.head_of(url, run.model), "choices": choices, "usage": answers.usage_body(usage)}
-    return dumps({**told, "timings": run.timings()}).encode()
+    takes_long = run.prepared[0].params.logprobs is not None or getattr(body, "echo", False)
+    return Raw(await service.off_loop(answer) if takes_long else answer())
 
 
 class Stream:
@@ -108,6 +107,7 @@ class ChatStream(Stream):
     def __init__(self, run: Run, body: ChatBody, service: Service) -> None:
         super().__init__(CHAT, run, body, service)
         self.num_top = run.prepared[0].params.logprobs
+        self.calls: dict[tuple[int, int], CallStart] = {}  # by the numbers of their choices and their own
 
     def begin(self) -> bytes:
         """The role, once for each choice"""
@@ -116,7 +116,7 @@ class ChatStream(Stream):
 
     def told(self, piece: Piece) -> bytes:
         logprobs = answers.chat_logprobs_of(piece, self.num_top, self.service.tokenizer)
-        deltas = [delta_of(part) for part in piece.parts]
+        deltas = [self.delta(piece.index, part) for part in piece.parts]
         chunks = [self.choice(piece.index, delta) for delta in deltas if delta]
         if logprobs is not None and piece.token_ids:
             chunks = chunks or [self.choice(piece.index, {"content": ""})]
@@ -132,20 +132,18 @@ class ChatStream(Stream):
     def empty(self) -> Chunk:
         return self.choice(0, {})
 
-
-def delta_of(part: Part) -> Chunk | None:
-    if isinstance(part, Text):
-        return {"content": part.text}
-    if isinstance(part, Reasoning):
-        return {"reasoning": part.text, "reasoning_content": part.text}
-    if isinstance(part, CallStart):
-        function = {"name": part.name, "arguments": ""}
-        return {
-            "tool_calls": [{"index": part.index, "id": part.id, "type": "function", "function": function}]
-        }
-    if isinstance(part, CallArguments):
-        return {"tool_calls": [{"index": part.index, "function": {"arguments": part.text}}]}
-    return None
+    def delta(self, index: int, part: Part) -> Chunk | None:
+        if isinstance(part, Text):
+            return {"content": part.text}
+        if isinstance(part, Reasoning):
+            return {"reasoning": part.text, "reasoning_content": part.text}
+        if isinstance(part, CallStart):
+            self.calls[index, part.index] = part
+            return {"tool_calls": [{"index": part.index, **answers.call_body(part)}]}
+        if isinstance(part, CallArguments):
+            kind, key = answers.call_keys(self.calls[index, part.index])
+            return {"tool_calls": [{"index": part.index, kind: {key: part.text}}]}
+        return None
 
 
 # ---- completions -------------------------------------------------------------------------------------------
@@ -160,14 +158,7 @@ async def completions(call: Call) -> Reply:
     run = await service.start(turns, call, served)
     if body.stream:
         return Events(CompletionStream(run, body, service).events(), openai_ending)
-    pieces = await run.whole()
-
-    def answer() -> bytes:
-        several = [pieces[start : start + body.n] for start in range(0, len(pieces), body.n)]
-        choices = answers.text_choices(body, turns, run.outputs, several, service.tokenizer)
-        return whole_answer(COMPLETIONS, choices, run, asks.is_echo_alone(body))
-
-    return Raw(await service.off_loop(answer) if body.logprobs is not None or body.echo else answer())
+    return await whole_answer(run, body, service)
 
 
 class CompletionStream(Stream):
@@ -268,7 +259,7 @@ def tokens_of(body: TokenizeBody, service: Service) -> list[int]:
         turn = Turn(
             params=SamplingParams(),
             messages=[asks.message_dict(message) for message in body.messages],
-            tools=tuple(asks.tool_of(given.function.model_dump()) for given in body.tools),
+            tools=tuple(map(asks.tool_of, body.tools)),
             variables={"add_generation_prompt": body.add_generation_prompt, **body.chat_template_kwargs},
         )
         return encode(turn, service.tokenizer, service.family)

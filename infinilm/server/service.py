@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from reprlib import repr as short
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -27,6 +28,7 @@ from infinilm.tokenizer import Tokenizer, TokenizerError
 
 if TYPE_CHECKING:
     from infinilm.async_llm import AsyncLLM
+    from infinilm.llm import LLM
 
 T = TypeVar("T")
 PULSE_SECONDS = 5.0  # that a sign of life of the engine is believed
@@ -49,7 +51,65 @@ class Served(NamedTuple):
     lora: LoRARequest | None = None
 
 
-class Service:
+class Preparer:
+    """Requests to the engine from turns, and what its outputs are read by"""
+
+    def __init__(self, llm: LLM | AsyncLLM) -> None:
+        self.engine = llm.engine
+        self.max_model_len: int = llm.engine.max_length
+        self.tokenizer: Tokenizer = llm.tokenizer
+        self.family = family_of(self.tokenizer.chat_template)
+        self.has_reasoning = has_reasoning(self.tokenizer.chat_template or "")
+        self.defaults = default_sampling(llm.config.model)
+
+    def prepare(self, turn: Turn, request_id: str, served: Served) -> Prepared:
+        """In any thread: make a turn's request, so that what is wrong is known before an answer begins."""
+        name = turn.prompt_field
+        try:
+            token_ids = encode(turn, self.tokenizer, self.family)
+        except TokenizerError as error:
+            raise BodyError(f"{name}: {error}", name) from error
+        self.check_length(token_ids, name)
+        starts = self._starts_in_reasoning(turn, token_ids)
+        try:
+            params = enforced(turn, self.family, starts)
+            request = self.engine.make(token_ids, params, turn.priority, request_id, turn.salt, served.lora)
+        except BodyError:
+            raise
+        except RequestError as error:
+            wrong = turn.structure_field if error.field == "structured_outputs" else error.field or name
+            told = str(error) if str(error).startswith(wrong) else f"{wrong}: {error}"
+            raise BodyError(told, wrong) from error
+        return Prepared(turn, request, starts)
+
+    def check_length(self, token_ids: Sequence[int], name: str) -> None:
+        if len(token_ids) >= self.max_model_len:
+            raise BodyError(
+                f"This model's maximum context length is {self.max_model_len} tokens, of a prompt and its "
+                f"answer together, but {name} has {len(token_ids)} tokens; shorten it",
+                name,
+                "context_length_exceeded",
+            )
+
+    def readings(self, prepared: Sequence[Prepared]) -> list[list[Reading]]:
+        """One for each choice of each turn, numbered through"""
+        numbers = count()
+        return [[self._reading(one, next(numbers)) for _ in range(one.params.n)] for one in prepared]
+
+    def _reading(self, prepared: Prepared, index: int) -> Reading:
+        turn, reader = prepared.turn, None
+        if turn.messages is not None:
+            reader = Reader(self.family, turn.called, prepared.starts_in_reasoning, self.has_reasoning)
+        return Reading(index, reader, turn.is_parallel)
+
+    def _starts_in_reasoning(self, turn: Turn, token_ids: Sequence[int]) -> bool:
+        """Some templates begin the model's thoughts themselves."""
+        if turn.messages is None or not self.has_reasoning:
+            return False
+        return starts_in_reasoning(self.tokenizer.decode(token_ids[-8:], skip_special_tokens=False))
+
+
+class Service(Preparer):
     """A model as the APIs see it."""
 
     def __init__(
@@ -60,16 +120,12 @@ class Service:
         max_tokens: int = 1 << 22,
         loras: Sequence[LoRARequest] = (),
     ) -> None:
+        super().__init__(llm)
         self.llm = llm
         self.names = tuple(names)  # that it is asked for by; the first is the one it tells
         self.loras = {lora.lora_name: lora for lora in loras}
         self.created = int(time.time())
-        self.max_model_len: int = llm.engine.max_length
         self.vocab_size: int = llm.model.config.vocab_size
-        self.tokenizer: Tokenizer = llm.tokenizer
-        self.family = family_of(self.tokenizer.chat_template)
-        self.has_reasoning = has_reasoning(self.tokenizer.chat_template or "")
-        self.defaults = default_sampling(llm.config.model)
         self.admission = Admission(max_answers, max_tokens)
         self._threads = ThreadPoolExecutor(2, "infinilm-server")
         self.tally = Tally(self.max_model_len)
@@ -102,49 +158,6 @@ class Service:
         prepared = await self.off_loop(lambda: [self.prepare(turn, own, served) for turn, own in named])
         place.takes(sum(len(one.token_ids) for one in prepared))
         return Run(self, prepared, place, served.name)
-
-    def prepare(self, turn: Turn, request_id: str, served: Served) -> Prepared:
-        """In any thread: make a turn's request, so that what is wrong is known before an answer begins."""
-        name = turn.prompt_field
-        try:
-            token_ids = encode(turn, self.tokenizer, self.family)
-        except TokenizerError as error:
-            raise BodyError(f"{name}: {error}", name) from error
-        self.check_length(token_ids, name)
-        starts = self._starts_in_reasoning(turn, token_ids)
-        try:
-            params = enforced(turn, self.family, starts)
-            request = self.llm.engine.make(
-                token_ids, params, turn.priority, request_id, turn.salt, served.lora
-            )
-        except BodyError:
-            raise
-        except RequestError as error:
-            wrong = turn.structure_field if error.field == "structured_outputs" else error.field or name
-            told = str(error) if str(error).startswith(wrong) else f"{wrong}: {error}"
-            raise BodyError(told, wrong) from error
-        return Prepared(turn, request, starts)
-
-    def check_length(self, token_ids: Sequence[int], name: str) -> None:
-        if len(token_ids) >= self.max_model_len:
-            raise BodyError(
-                f"This model's maximum context length is {self.max_model_len} tokens, of a prompt and its "
-                f"answer together, but {name} has {len(token_ids)} tokens; shorten it",
-                name,
-                "context_length_exceeded",
-            )
-
-    def reading(self, prepared: Prepared, index: int) -> Reading:
-        turn, reader = prepared.turn, None
-        if turn.messages is not None:
-            reader = Reader(self.family, turn.called, prepared.starts_in_reasoning, self.has_reasoning)
-        return Reading(index, reader, turn.is_parallel)
-
-    def _starts_in_reasoning(self, turn: Turn, token_ids: Sequence[int]) -> bool:
-        """Some templates begin the model's thoughts themselves."""
-        if turn.messages is None or not self.has_reasoning:
-            return False
-        return starts_in_reasoning(self.tokenizer.decode(token_ids[-8:], skip_special_tokens=False))
 
     def progress(self, request_id: str) -> Progress | None:
         return self.llm.progress(request_id)

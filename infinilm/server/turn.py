@@ -41,6 +41,7 @@ class Turn:
     prompt: str | Sequence[int] = ""
     tools: tuple[Tool, ...] = ()
     choice: Choice = "auto"
+    allowed: frozenset[str] | None = None  # full names of the tools that alone may be called, if not all
     parallel: bool | None = None  # several calls in one answer; None where nothing is said of it
     variables: Mapping[str, Any] = field(default_factory=dict)  # that the template sees
     salt: str | None = None  # prefixes are shared with turns of the same alone
@@ -51,7 +52,9 @@ class Turn:
     @property
     def called(self) -> tuple[Tool, ...]:
         """The tools that the answer may call"""
-        return () if self.choice == "none" else self.tools
+        if self.choice == "none" or self.allowed is None:
+            return () if self.choice == "none" else self.tools
+        return tuple(tool for tool in self.tools if tool.full_name in self.allowed)
 
     @property
     def is_parallel(self) -> bool:
@@ -97,7 +100,10 @@ def encode(turn: Turn, tokenizer: Tokenizer, family: Family) -> list[int]:
     """The tokens of a turn's prompt. It may take long."""
     if turn.messages is None:
         return tokenizer.encode(turn.prompt) if isinstance(turn.prompt, str) else list(turn.prompt)
-    messages, tools = family.conversation(turn.messages, turn.tools, turn.choice)
+    # All tools are shown, so that prompts begin alike, but where no grammar rules out those not allowed.
+    is_limited = turn.choice == "auto" and not family.is_marked_by_text
+    shown = turn.called if is_limited else turn.tools
+    messages, tools = family.conversation(turn.messages, shown, turn.choice)
     return tokenizer.encode_chat(messages, **{"tools": tools, **turn.variables})
 
 
@@ -111,7 +117,10 @@ def enforced(turn: Turn, family: Family, starts_in_reasoning: bool) -> SamplingP
         structure, warnings = family.beside(structure, turn.called, is_parallel, starts_in_reasoning)
         params = replace(params, structured_outputs=structure)
     elif turn.called:
-        grammar, warnings = family.grammar(turn.called, turn.choice, turn.is_parallel, starts_in_reasoning)
+        is_limited = len(turn.called) < len(turn.tools)
+        grammar, warnings = family.grammar(
+            turn.called, turn.choice, turn.is_parallel, starts_in_reasoning, is_limited
+        )
         params = params if grammar is None else replace(params, structured_outputs=grammar)
     else:
         return params
@@ -200,6 +209,12 @@ class Reading:
         return parts if self.is_parallel else [part for part in parts if getattr(part, "index", 0) == 0]
 
 
+def pieces_of(readings: Sequence[Reading], output: RequestOutput) -> list[Piece]:
+    """What there is to tell of the choices of a turn"""
+    found = zip(readings, output.outputs, strict=True)
+    return [piece for reading, one in found if (piece := reading.piece(one)) is not None]
+
+
 class Run:
     """Turns under way, the choices of each numbered after those of the one before."""
 
@@ -209,10 +224,7 @@ class Run:
         self.start = time.monotonic()
         self._service, self._place = service, place
         self._outputs: dict[int, RequestOutput] = {}  # the last of each turn
-        self._readings = [
-            [service.reading(one, number * one.params.n + index) for index in range(one.params.n)]
-            for number, one in enumerate(prepared)
-        ]
+        self._readings = service.readings(prepared)
 
     async def pieces(self, has_progress: bool = False) -> AsyncGenerator[Piece | Progress, None]:
         """What there is to tell, as it comes; leaving ends the turns."""
@@ -221,12 +233,12 @@ class Run:
                 for told in [item] if isinstance(item, Progress) else self._told(item):
                     yield told
 
-    async def whole(self) -> list[Piece]:
-        """Each choice as one piece"""
+    async def whole(self) -> list[list[Piece]]:
+        """Each choice of each turn as one piece"""
         async with aclosing(self._news()) as news:
             async for _ in news:
                 pass
-        return [piece for number in range(len(self.prepared)) for piece in self._told(number)]
+        return [self._told(number) for number in range(len(self.prepared))]
 
     def output(self, number: int) -> RequestOutput:
         """The last of one turn"""
@@ -262,9 +274,7 @@ class Run:
         )
 
     def _told(self, number: int) -> list[Piece]:
-        output = self._outputs[number]
-        found = zip(self._readings[number], output.outputs, strict=True)
-        return [piece for reading, one in found if (piece := reading.piece(one)) is not None]
+        return pieces_of(self._readings[number], self._outputs[number])
 
     def _news(self) -> AsyncGenerator[int, None]:
         """The number of a turn whenever there is more of it."""
