@@ -9,11 +9,10 @@ from dataclasses import replace
 from itertools import accumulate
 
 from infinilm.engine.request import Logprob, Logprobs, RequestOutput
-from infinilm.engine.stats import Progress
 from infinilm.server.asks import CHAT, COMPLETIONS, Asked, Json, is_echo_alone
 from infinilm.server.openai_bodies import ChatBody, CompletionBody
 from infinilm.server.parts import CallArguments, CallStart, Part, Reasoning, Text
-from infinilm.server.turn import Piece, Prepared, Turn, Usage, usage_of
+from infinilm.server.turn import Piece, Prepared, Turn, Usage, cache_miss, usage_of
 from infinilm.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
@@ -33,16 +32,6 @@ def usage_body(usage: Usage) -> Json:
         "total_tokens": usage.prompt + usage.drawn,
         "prompt_tokens_details": {"cached_tokens": usage.cached, **cache_miss(usage)},
     }
-
-
-def cache_miss(usage: Usage) -> Json:
-    """Where a prompt of which more could have been cached parts from the one before"""
-    return {} if usage.miss is None else {"cache_miss": {"position": usage.miss}}
-
-
-def progress_body(progress: Progress) -> Json:
-    told = {"total": progress.total, "cache": progress.cached, "processed": progress.processed}
-    return {"prompt_progress": told}
 
 
 def finish_reason(piece: Piece) -> str | None:
@@ -71,12 +60,11 @@ def message_of(parts: Sequence[Part]) -> Json:
 
 
 def calls_of(parts: Sequence[Part]) -> list[Json]:
-    calls: dict[int, Json] = {}
+    starts = {part.index: part for part in parts if isinstance(part, CallStart)}
+    calls = {index: call_body(start) for index, start in starts.items()}
     for part in parts:
-        if isinstance(part, CallStart):
-            calls[part.index] = call_body(part)
-            kind, key = call_keys(part)
-        elif isinstance(part, CallArguments):
+        if isinstance(part, CallArguments):
+            kind, key = call_keys(starts[part.index])
             calls[part.index][kind][key] += part.text
     return list(calls.values())
 

@@ -15,7 +15,6 @@ from pydantic_core import from_json
 
 from infinilm.engine.stats import Progress
 from infinilm.sampling import SamplingParams, StructuredOutputsParams
-from infinilm.server import answers
 from infinilm.server.anthropic_bodies import (
     BlockMessage,
     CountBody,
@@ -32,7 +31,7 @@ from infinilm.server.errors import HttpError
 from infinilm.server.parts import CallArguments, CallStart, Part, Reasoning, Text
 from infinilm.server.service import Service
 from infinilm.server.tools import Choice, Named, Tool
-from infinilm.server.turn import Piece, Run, Turn, Usage, encode
+from infinilm.server.turn import Piece, Run, Turn, Usage, cache_miss, encode, progress_body
 
 MESSAGES = "/v1/messages"
 # Claude Code's first words to the system, new with every request: no two prompts would begin alike.
@@ -288,7 +287,7 @@ def usage_body(usage: Usage) -> dict[str, Any]:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached,
         "output_tokens": usage.drawn,
-        **answers.cache_miss(usage),
+        **cache_miss(usage),
     }
 
 
@@ -297,7 +296,7 @@ def encoded(events: Iterable[Event]) -> bytes:
 
 
 def ping(progress: Progress) -> Event:
-    return {"type": "ping", **answers.progress_body(progress)}
+    return {"type": "ping", **progress_body(progress)}
 
 
 PING = named_event("ping", {"type": "ping"})

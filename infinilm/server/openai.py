@@ -17,7 +17,7 @@ from infinilm.server.calls import DONE, Call, Events, Operation, Raw, Reply, dum
 from infinilm.server.openai_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from infinilm.server.parts import CallArguments, CallStart, Part, Reasoning, Text
 from infinilm.server.service import Service
-from infinilm.server.turn import Piece, Run, Turn, encode
+from infinilm.server.turn import Piece, Run, Turn, encode, progress_body
 
 Chunk = dict[str, Any]
 
@@ -97,7 +97,7 @@ class Stream:
         return self.run.usage
 
     def progress(self, progress: Progress) -> bytes:
-        return self.chunk(self.empty(), **answers.progress_body(progress))
+        return self.chunk(self.empty(), **progress_body(progress))
 
     def empty(self) -> Chunk:
         raise NotImplementedError

@@ -11,13 +11,13 @@ from typing import Any
 
 from infinilm.engine.stats import Progress
 from infinilm.sampling import SamplingParams, StructuredOutputsParams
-from infinilm.server import answers
 from infinilm.server.bodies import BodyError, as_body_errors, sampled
 from infinilm.server.calls import Call, Events, Operation, Reply, named_event
 from infinilm.server.conversation import led_by
 from infinilm.server.errors import HttpError
 from infinilm.server.parts import CallArguments, CallEnd, CallStart, Part, Reasoning, Text
 from infinilm.server.responses_bodies import (
+    AllowedTools,
     CallOutputItem,
     ChosenTool,
     CustomCallItem,
@@ -31,7 +31,7 @@ from infinilm.server.responses_bodies import (
 )
 from infinilm.server.service import Service
 from infinilm.server.tools import Choice, Named, Tool, full_name
-from infinilm.server.turn import Piece, Run, Turn, Usage
+from infinilm.server.turn import Piece, Run, Turn, Usage, cache_miss, progress_body
 
 Message = dict[str, Any]
 Event = dict[str, Any]
@@ -44,11 +44,13 @@ def turn_of(body: ResponsesBody, defaults: Mapping[str, Any]) -> Turn:
     """The turn that a body asks for; BodyError if that cannot be done."""
     tools = tuple(tool for given in body.tools for tool in tools_of(given))
     effort = {} if body.reasoning.effort is None else {"reasoning_effort": body.reasoning.effort}
+    choice, allowed = choice_of(body.tool_choice, tools)
     return Turn(
         params=params_of(body, defaults),
         messages=led_by(body.instructions, conversation(body.input)),
         tools=tools,
-        choice=choice_of(body.tool_choice, tools),
+        choice=choice,
+        allowed=allowed,
         parallel=body.parallel_tool_calls,
         variables={**effort, **body.chat_template_kwargs},
         salt=body.cache_salt,
@@ -90,14 +92,23 @@ def tools_of(given: Any, namespace: str | None = None) -> Iterator[Tool]:
         yield Tool(given.name, given.description, kind="custom", namespace=namespace, input_grammar=grammar)
 
 
-def choice_of(choice: str | ChosenTool, tools: Sequence[Tool]) -> Choice:
-    if not isinstance(choice, ChosenTool):
-        return choice  # type: ignore[return-value]
+def choice_of(
+    choice: str | ChosenTool | AllowedTools, tools: Sequence[Tool]
+) -> tuple[Choice, frozenset[str] | None]:
+    """What has to be called, and what alone may be, if that is said"""
+    if isinstance(choice, AllowedTools):
+        return choice.mode, frozenset(name_of(one, tools) for one in choice.tools)
+    if isinstance(choice, ChosenTool):
+        return Named(name_of(choice, tools)), None
+    return choice, None  # type: ignore[return-value]
+
+
+def name_of(choice: ChosenTool, tools: Sequence[Tool]) -> str:
     wanted = full_name(choice.name, choice.namespace)
     found = [tool for tool in tools if wanted in (tool.full_name, tool.name)]
     if not found:
         raise BodyError(f"tool_choice: there is no tool {wanted!r}", "tool_choice")
-    return Named(found[0].full_name)
+    return found[0].full_name
 
 
 def conversation(items: Iterable[Any]) -> list[Message]:
@@ -247,7 +258,7 @@ class Answer:
         return self.encoded([self.about("in_progress")])
 
     def progress(self, progress: Progress) -> Event:
-        return {**self.about("in_progress"), **answers.progress_body(progress)}
+        return {**self.about("in_progress"), **progress_body(progress)}
 
     def ending(self, error: HttpError) -> bytes:
         self.status = "failed"
@@ -336,7 +347,7 @@ def head_of(run: Run, body: ResponsesBody) -> Event:
         "store": False,
         "temperature": params.temperature,
         "text": body.text.model_dump(by_alias=True, exclude_none=True),
-        "tool_choice": choice.model_dump(exclude_none=True) if isinstance(choice, ChosenTool) else choice,
+        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(exclude_none=True),
         "tools": [tool.model_dump(exclude_none=True) for tool in body.tools],
         "top_p": params.top_p,
         "truncation": "disabled",
@@ -344,7 +355,7 @@ def head_of(run: Run, body: ResponsesBody) -> Event:
 
 
 def usage_body(usage: Usage, num_thoughts: int) -> dict[str, Any]:
-    cached = {"cached_tokens": usage.cached, "cache_write_tokens": 0, **answers.cache_miss(usage)}
+    cached = {"cached_tokens": usage.cached, "cache_write_tokens": 0, **cache_miss(usage)}
     return {
         "input_tokens": usage.prompt,
         "input_tokens_details": cached,
@@ -375,4 +386,21 @@ async def responses(call: Call) -> Reply:
     return Events(answer.events(), answer.ending, answer.beat) if body.stream else await answer.whole()
 
 
-OPERATIONS = (Operation("POST", "/v1/responses", responses, ResponsesBody, can_stream=True),)
+async def input_tokens(call: Call) -> Reply:
+    """How many tokens the model would read"""
+    body = await call.read(ResponsesBody)
+    service = call.service
+    service.served(body.model)
+    num_tokens = await service.off_loop(num_input_tokens, body, service)
+    return {"object": "response.input_tokens", "input_tokens": num_tokens}
+
+
+def num_input_tokens(body: ResponsesBody, service: Service) -> int:
+    with as_body_errors({}, "input"):
+        return len(encode(turn_of(body, service.defaults), service.tokenizer, service.family))
+
+
+OPERATIONS = (
+    Operation("POST", "/v1/responses", responses, ResponsesBody, can_stream=True),
+    Operation("POST", "/v1/responses/input_tokens", input_tokens, ResponsesBody),
+)

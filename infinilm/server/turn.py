@@ -52,9 +52,9 @@ class Turn:
     @property
     def called(self) -> tuple[Tool, ...]:
         """The tools that the answer may call"""
-        if self.choice == "none" or self.allowed is None:
-            return () if self.choice == "none" else self.tools
-        return tuple(tool for tool in self.tools if tool.full_name in self.allowed)
+        if self.choice == "none":
+            return ()
+        return tuple(tool for tool in self.tools if self.allowed is None or tool.full_name in self.allowed)
 
     @property
     def is_parallel(self) -> bool:
@@ -171,6 +171,16 @@ def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
         sum(len(found.token_ids) for output in outputs for found in output.outputs),
         next((place for place in misses if place is not None), None),
     )
+
+
+def cache_miss(usage: Usage) -> dict[str, Any]:
+    """Where a prompt of which more could have been cached parts from the one before"""
+    return {} if usage.miss is None else {"cache_miss": {"position": usage.miss}}
+
+
+def progress_body(progress: Progress) -> dict[str, Any]:
+    told = {"total": progress.total, "cache": progress.cached, "processed": progress.processed}
+    return {"prompt_progress": told}
 
 
 class Reading:
