@@ -18,13 +18,11 @@ from infinilm.rope import (
     MAX_POSITION,
     MAX_THETA,
     RopeParameters,
-    check_flag,
     check_frequencies,
-    check_number,
-    check_whole,
     checked_scaling,
     rope_type_of,
 )
+from infinilm.values import check_flag, check_number, check_whole
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -333,8 +331,14 @@ KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "q8_0")
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 UNITS = {
     "": 1,
-    **{"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12},
-    **{"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40},
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 1 << 10,
+    "mi": 1 << 20,
+    "gi": 1 << 30,
+    "ti": 1 << 40,
 }
 
 

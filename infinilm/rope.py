@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from infinicore import nn
 from infinicore.nn.functional import RopeAlgo
+from infinilm.values import check_flag, check_number, check_whole
 
 # What rope_scaling may say for each type: required keys, then optional ones.
 KEYS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
@@ -254,20 +255,6 @@ MAX_THETA = 1e15
 MAX_FACTOR = 1e6
 
 
-def check_whole(name: str, value: Any, low: int, high: int) -> int:
-    if type(value) is not int or not low <= value <= high:
-        raise ValueError(f"{name} must be a whole number from {low} to {high}, but is {short(value)}")
-    return value
-
-
-def check_number(name: str, value: Any, high: float, low: float = 0.0) -> float:
-    """The number as a float. It is compared first, since JSON has integers that no float can hold."""
-    if type(value) not in (int, float) or not low <= value <= high or value <= 0:
-        wanted = f"from {low} to {high}" if low else f"above 0, up to {high}"
-        raise ValueError(f"{name} must be a number {wanted}, but is {short(value)}")
-    return float(value)
-
-
 def checked_scaling(scaling: Mapping[str, Any] | None, rotary_dim: int) -> dict[str, Any]:
     """rope_scaling with its type under `rope_type`; every rule that is broken is a ValueError."""
     if scaling is None:
@@ -314,12 +301,6 @@ def checked_value(name: str, key: str, value: Any, rotary_dim: int) -> Any:
         is_whole_float = isinstance(value, float) and value.is_integer()
         return check_whole(name, int(value) if is_whole_float else value, 2, MAX_POSITION)
     return check_number(name, value, MAX_FACTOR, 1.0 if key == "factor" else 0.0)
-
-
-def check_flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be true or false, but is {short(value)}")
-    return value
 
 
 def check_frequencies(rope: RopeParameters) -> None:

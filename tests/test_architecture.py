@@ -34,6 +34,7 @@ LAYERS = (
     ("checkpoint", "hub", "sampling", "tokenizer"),
     ("config", "folder", "pages"),
     ("progress", "rope"),
+    ("values",),
 )
 ROW = {part: row for row, parts in enumerate(LAYERS) for part in parts}
 

@@ -16,7 +16,7 @@ from infinilm.models import llama
 from infinilm.models.gguf import GGUF
 from infinilm.models.registry import register
 from infinilm.models.stored import Stored
-from infinilm.rope import check_number
+from infinilm.values import check_number
 
 NORMS = [f"{at}_layernorm" for at in ("input", "post_attention", "pre_feedforward", "post_feedforward")]
 GGUF_NORMS = dict(zip(("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"), NORMS, strict=True))

@@ -16,7 +16,8 @@ from infinilm.models.gguf import GGUF
 from infinilm.models.llama import LlamaDecoderLayer
 from infinilm.models.registry import register
 from infinilm.models.stored import Stored
-from infinilm.rope import MAX_THETA, LlamaRoPE, RopeParameters, check_number, check_whole, rope_type_of
+from infinilm.rope import MAX_THETA, LlamaRoPE, RopeParameters, rope_type_of
+from infinilm.values import check_number, check_whole
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from infinilm.config import LlamaConfig
 from infinilm.models.gguf import GGUF
 from infinilm.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
 from infinilm.models.registry import register
-from infinilm.rope import check_number
+from infinilm.values import check_number
 
 MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 MAX_MULTIPLIER = 1e6

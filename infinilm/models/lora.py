@@ -22,7 +22,7 @@ from infinilm.checkpoint import Checkpoint, CheckpointError
 from infinilm.checkpoint.huggingface import open_adapter
 from infinilm.config import DTYPES
 from infinilm.models.stored import Stored, Weight
-from infinilm.rope import check_whole
+from infinilm.values import check_whole
 
 if TYPE_CHECKING:
     from infinilm.models.llama import LlamaForCausalLM

@@ -11,7 +11,7 @@ from torch import Tensor
 from infinicore import nn, ops
 from infinilm.config import LIMITS, LlamaConfig
 from infinilm.models.stored import Stored
-from infinilm.rope import check_whole
+from infinilm.values import check_whole
 
 MAX_EXPERTS = 1 << 12
 PARTS = {f"{part}_proj": f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")}

@@ -17,7 +17,7 @@ from infinilm.models.gguf import GGUF
 from infinilm.models.llama import LlamaForCausalLM
 from infinilm.models.registry import register
 from infinilm.models.stored import Stored
-from infinilm.rope import check_number
+from infinilm.values import check_number
 
 
 @dataclass(frozen=True, kw_only=True)

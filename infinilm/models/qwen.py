@@ -13,7 +13,8 @@ from infinilm.models.gguf import GGUF
 from infinilm.models.judging import QWEN3
 from infinilm.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaRMSNorm
 from infinilm.models.registry import register
-from infinilm.rope import MAX_POSITION, check_flag, check_whole
+from infinilm.rope import MAX_POSITION
+from infinilm.values import check_flag, check_whole
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from infinilm.models.mixture import GGUF_KEYS, GGUF_MODULES, MixtureConfig, Mixt
 from infinilm.models.qwen import Qwen2Config
 from infinilm.models.registry import register
 from infinilm.models.stored import Stored
-from infinilm.rope import check_whole
+from infinilm.values import check_whole
 
 SHARED_KEYS = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
 SHARED_MODULES = {

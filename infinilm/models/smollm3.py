@@ -12,7 +12,7 @@ from infinilm.config import LlamaConfig
 from infinilm.models.gguf import GGUF
 from infinilm.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM
 from infinilm.models.registry import register
-from infinilm.rope import check_flag, check_whole
+from infinilm.values import check_flag, check_whole
 
 
 @dataclass(frozen=True, kw_only=True)
