@@ -14,7 +14,7 @@ from infinilm.engine.intake import Prompt
 from infinilm.engine.request import RequestError
 from infinilm.models.pooling import PoolingError
 from infinilm.sampling import SamplingParams
-from infinilm.tokenizer import TokenizerError
+from infinilm.tokenizer import ChatPrompt, TokenizerError
 
 NO_VARIABLES = (
     "messages",
@@ -43,7 +43,7 @@ def with_options(init: Any) -> Any:
 
 def as_prompts(given: Any) -> list[Prompt]:
     """One prompt, or several: a text, token ids, or a mapping with either"""
-    if isinstance(given, str | Mapping):
+    if isinstance(given, str | Mapping | ChatPrompt):
         return [given]
     items = items_of("prompts", "a text, token ids, or a list of such", given, str | Mapping | Sequence | int)
     if items and all(isinstance(item, int) for item in items):

@@ -30,7 +30,6 @@ from infinilm.engine.request import (
     RequestOutput,
     ScoringRequestOutput,
 )
-from infinilm.engine.text import Text
 from infinilm.models.judging import Judge
 from infinilm.progress import progress
 from infinilm.sampling import SamplingParams
@@ -175,7 +174,7 @@ class LLM:
         with as_request_errors():
             request = self.engine.make(prompt, checked, lora_request=lora_request)
         (completion,) = request.completions
-        text = Text(self.tokenizer, checked)  # a step may bring several tokens, which are told apart here
+        text = request.new_text()  # a step may bring several tokens, which are told apart here
         with closing(self._steps([request])) as steps:  # it ends with its caller, whoever still holds it
             for _ in steps:
                 start = completion.num_prompt + text.num_tokens

@@ -73,6 +73,14 @@ def test_what_is_free_is_the_least_of_the_own_group_and_those_around_it(
     assert free_bytes(CPU) == (800 if tightest == "elsewhere" else 400)
 
 
+def test_without_any_limit_all_that_the_machine_has_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "OWN_GROUPS", tmp_path / "none")
+    monkeypatch.setattr(memory, "free_of_machine", lambda: 700)
+    assert free_bytes(CPU) == 700
+
+
 def test_what_is_free_is_no_more_than_may_still_be_mapped() -> None:
     limits = resource.getrlimit(resource.RLIMIT_AS)
     try:

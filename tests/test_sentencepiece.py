@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import sentencepiece
+from engines import write_model
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sentencepiece_files import (
@@ -22,7 +23,9 @@ from sentencepiece_files import (
     train,
     varint,
 )
+from servers import running
 
+from infinilm import LLM, SamplingParams
 from infinilm.tokenizer import Detokenizer, Tokenizer, TokenizerError
 from infinilm.tokenizer.normalizer import CharacterTable
 from infinilm.tokenizer.sentencepiece_format import SentencePieceFile
@@ -125,6 +128,21 @@ def test_pieces_stream_as_sentencepiece_decodes_them(both, data):
     text = "".join(map(detokenizer.add, ids)) + detokenizer.finish()
     assert text == ours.decode(ids)
     assert text.lstrip() == theirs.decode(ids).lstrip()
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_what_follows_a_text_reads_as_the_whole_does(both, data):
+    ours, theirs = both
+    normal = [i for i in range(len(theirs)) if not theirs.is_unknown(i) and not theirs.is_byte(i)]
+    shown = [i for i in normal if not theirs.is_control(i)]
+    before, after = (
+        data.draw(st.lists(st.sampled_from(shown), min_size=1)),
+        data.draw(st.lists(st.sampled_from(normal))),
+    )
+    detokenizer = Detokenizer(ours, is_start=False)
+    text = "".join(map(detokenizer.add, after)) + detokenizer.finish()
+    assert ours.decode(before) + text == ours.decode(before + after)
 
 
 def test_vocabulary_and_roles_are_those_of_the_model(both):
@@ -413,3 +431,64 @@ def test_changed_models_are_loaded_and_encode_or_are_refused(tmp_path):
             assert all(token_id < ours.vocab_size for token_id in ours.encode("a <s> \U0001f600 aa"))
             num_loaded += 1
     assert 0 < num_loaded < 600
+
+
+# --- What follows a prompt ----------------------------------------------------------------------------------
+
+ASKED = [{"role": "user", "content": "the quick"}]
+
+
+@pytest.fixture(scope="module")
+def speaking(tmp_path_factory) -> Path:
+    """A model whose template ends in text, as that of Llama 2"""
+    folder = write_model(tmp_path_factory.mktemp("speaking"), vocab_size=420)
+    (folder / "tokenizer.json").unlink()
+    model = train(**MODELS["Llama 2"])
+    return write_folder(folder, model, chat_template="[INST] {{ messages[0].content }} [/INST]")
+
+
+@pytest.fixture(scope="module")
+def llm(speaking: Path) -> LLM:
+    return LLM(speaking, kv_cache_memory="4MB", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def only_fox(llm: LLM) -> dict[str, Any]:
+    return {"allowed_token_ids": [encode(llm.tokenizer, "fox")[0]], "max_tokens": 2}
+
+
+def test_a_continuation_has_the_space_that_parts_it_from_its_prompt(llm, only_fox):
+    params = SamplingParams(**only_fox)
+    ids = llm.tokenizer.encode("the quick")
+    for prompt in ("the quick", ids):
+        (found,) = llm.generate(prompt, params)
+        assert found.outputs[0].text == " fox fox"
+        assert "".join(text for _, text in llm.stream(prompt, params)) == " fox fox"
+    assert llm.tokenizer.decode([*ids, *found.outputs[0].token_ids]) == "the quick fox fox"
+
+
+def test_an_answer_begins_without_a_space(llm, only_fox):
+    params, tokenizer = SamplingParams(**only_fox), llm.tokenizer
+    (found,) = llm.chat(ASKED, params)
+    assert found.outputs[0].text == "fox fox"
+    control = tokenizer.encode("<ctl>", add_special_tokens=False)[-1]
+    for prompt in (tokenizer.encode_chat(ASKED), [*tokenizer.encode("the quick"), control]):
+        assert llm.generate(prompt, params)[0].outputs[0].text == "fox fox"
+        assert "".join(text for _, text in llm.stream(prompt, params)) == "fox fox"
+
+
+def test_a_message_of_the_assistant_that_is_continued_is_text_before(llm, only_fox):
+    prompt = llm.tokenizer.encode_chat(ASKED, add_generation_prompt=False)
+    assert llm.generate(prompt, SamplingParams(**only_fox))[0].outputs[0].text == " fox fox"
+
+
+def test_an_echoed_prompt_and_its_continuation_are_one_text(speaking, only_fox):
+    with running(speaking) as server:
+        for prompt in ("the quick", [1, *only_fox["allowed_token_ids"]]):
+            asked = {"prompt": prompt, "echo": True, **only_fox}
+            text = server.post("/v1/completions", **asked).json()["choices"][0]["text"]
+            assert text == ("the quick" if isinstance(prompt, str) else "<s> fox") + " fox fox"
+            streamed = server.stream("/v1/completions", **asked)
+            assert "".join(chunk["choices"][0]["text"] for chunk in streamed) == text
+        answer = server.post("/v1/chat/completions", messages=ASKED, **only_fox).json()
+        assert answer["choices"][0]["message"]["content"] == "fox fox"

@@ -19,7 +19,7 @@ from infinilm.engine.request import Request, RequestError
 from infinilm.generation import NO_HEAD
 from infinilm.models.llama import LlamaForCausalLM
 from infinilm.sampling import SamplingParams, is_text
-from infinilm.tokenizer import Tokenizer
+from infinilm.tokenizer import ChatPrompt, Tokenizer
 
 if TYPE_CHECKING:
     from infinilm.engine.grammar import GrammarCompiler
@@ -154,7 +154,7 @@ class Intake:
             prompt = content_of(prompt)
         if isinstance(prompt, str):
             return prompt, self.tokenizer.encode(prompt)
-        return None, token_ids_of(prompt)
+        return None, prompt if isinstance(prompt, ChatPrompt) else token_ids_of(prompt)
 
     def _encoded(self, prompt: Prompt, prompt_name: str | None) -> Prompt:
         """Text to be embedded as its tokens; token ids stay as they are."""

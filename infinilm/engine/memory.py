@@ -26,7 +26,7 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # and not in use
         return int(torch.cuda.mem_get_info(device)[0]) + held
-    return min(free_of_machine(), *free_of_groups(), *free_of_addresses())
+    return min([free_of_machine(), *free_of_groups(), *free_of_addresses()])
 
 
 def share_of(device: torch.device) -> int:
@@ -50,9 +50,10 @@ def told_of_memory(what: str, device: torch.device) -> Iterator[None]:
     except RuntimeError as error:
         if "DefaultCPUAllocator" not in str(error):  # by which alone torch tells that the CPU has no memory
             raise
+        free = free_bytes(torch.device("cpu"))
         raise MemoryError(
-            f"{what} do not fit in memory, of which {free_bytes(torch.device('cpu')) / 1e6:,.0f} MB are free; "
-            "take a smaller model, weights of fewer bits, or less kv_cache_memory"
+            f"{what} do not fit in memory, of which {free / 1e6:,.0f} MB are free; take a smaller "
+            "model, weights of fewer bits, or less kv_cache_memory"
         ) from error
 
 

@@ -15,6 +15,7 @@ from infinilm.draw import Ranked
 from infinilm.engine.blocks import Chain
 from infinilm.engine.text import Text
 from infinilm.sampling import SamplingParams
+from infinilm.tokenizer import ChatPrompt
 
 
 class RequestError(ValueError):
@@ -138,7 +139,7 @@ class Completion(Stream):
     def __init__(self, request: Request, index: int) -> None:
         super().__init__(request.prompt_token_ids, request.params, request.seed, index)
         self.request = request
-        self.text = Text(request.tokenizer, request.params)
+        self.text = request.new_text()
         self.max_tokens = request.max_tokens
         self.stop_ids = request.stop_ids
         self.bad_words = request.bad_words
@@ -226,6 +227,12 @@ class Request:
     @property
     def is_finished(self) -> bool:
         return self.error is not None or all(c.finish_reason is not None for c in self.completions)
+
+    def new_text(self) -> Text:
+        """For what follows, which is a text of its own after a conversation or a special token"""
+        ids = self.prompt_token_ids
+        is_start = isinstance(ids, ChatPrompt) or ids[-1] in self.tokenizer.special_token_ids
+        return Text(self.tokenizer, self.params, is_start)
 
     def note_prompt_logprobs(self, positions: range, found: Sequence[list[Ranked]]) -> None:
         """Keep those of new positions: some are computed again, and by others of the n."""

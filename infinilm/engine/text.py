@@ -20,10 +20,12 @@ class Text:
     tokens is text like any other. Work per token does not grow with the text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, is_start: bool = True) -> None:
         self.stop: str | None = None  # the stop string that was met
         self._params = params
-        self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens) if params.detokenize else None
+        self._detokenizer = (
+            Detokenizer(tokenizer, params.skip_special_tokens, is_start) if params.detokenize else None
+        )
         self._stops = stop_strings(params.stop)
         self._place = 0  # in the automaton of stop strings
         self.num_tokens = 0

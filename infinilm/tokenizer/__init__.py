@@ -31,10 +31,14 @@ from infinilm.tokenizer.library import mark_special, try_out, vocab_size, with_s
 from infinilm.tokenizer.normalizer import Normalizer, any_of, any_token
 from infinilm.tokenizer.spelling import spelling_of
 
-__all__ = ["Detokenizer", "Tokenizer", "TokenizerError"]
+__all__ = ["ChatPrompt", "Detokenizer", "Tokenizer", "TokenizerError"]
 
 # Texts come one by one: a pool of threads would serve nothing, and the library warns of it in every fork.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+class ChatPrompt(list[int]):
+    """A conversation as tokens, which an answer follows: a text of its own, whatever the template ends in"""
 
 
 class Tokenizer:
@@ -168,9 +172,11 @@ class Tokenizer:
         given = {**template_variables, "messages": list(messages)}
         marked = break_up(given, self._special_words, marker)
         if marked == given:
-            return self.encode(text, add_special_tokens=False)
-        text = self.apply_chat_template(add_generation_prompt=add_generation_prompt, **marked)
-        return self._encode_marked(text, marker)
+            ids = self.encode(text, add_special_tokens=False)
+        else:
+            text = self.apply_chat_template(add_generation_prompt=add_generation_prompt, **marked)
+            ids = self._encode_marked(text, marker)
+        return ChatPrompt(ids) if add_generation_prompt else ids
 
     def _encode_marked(self, text: str, marker: str) -> list[int]:
         """Special tokens of text as such, all between them as plain text without its markers."""
@@ -214,14 +220,15 @@ class Tokenizer:
 class Detokenizer:
     """Text as its tokens arrive: `add` gives what is complete, `finish` the rest; joined, they are `decode`.
 
-    A character whose bytes are still under way is held back. Work per token does not grow with the text.
+    A character whose bytes are still under way is held back. Work per token does not grow with the text. Some
+    vocabularies begin every word with a space, which is dropped at the start of a text, and nowhere else.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, is_start: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skipped_ids = tokenizer.special_token_ids if skip_special_tokens else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._drops_space = tokenizer._spelling.drops_first_space
+        self._drops_space = is_start and tokenizer._spelling.drops_first_space
 
     def add(self, token_id: int) -> str:
         if token_id in self._skipped_ids:
