@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pydantic
 import pytest
 from servers import GREEDY, NAME, Running, answered, error_of, named_events, read_until, running, texts
@@ -318,6 +317,16 @@ def test_a_call_into_a_namespace_says_so(idle: Running) -> None:
     assert "dial" not in prompt_of(idle, tools=TOOLS, tool_choice="none")
 
 
+def test_only_a_tool_that_is_allowed_is_called(idle: Running) -> None:
+    named = [{"type": "function", "name": "dial", "namespace": "mcp__phone"}, {"type": "web_search"}]
+    choice = {"type": "allowed_tools", "mode": "required", "tools": named}
+    for seed in range(4):
+        found = answer(idle, tools=TOOLS, tool_choice=choice, seed=seed, temperature=2, max_output_tokens=900)
+        (call,) = found["output"]
+        assert (call["name"], call["namespace"]) == ("dial", "mcp__phone")
+    assert found["tool_choice"] == {**choice, "tools": named[:1]}
+
+
 def test_several_calls_are_items_in_their_order(idle: Running) -> None:
     asked = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": True, **WITHOUT_END}
     told = events(idle, **asked)
@@ -521,6 +530,8 @@ WRONG: list[tuple[str, Any]] = [
     ("tools", [{"type": "namespace", "name": "x", "tools": [{"type": "custom"}]}]),
     ("tool_choice", {"type": "function", "name": "x"}),
     ("tool_choice", {"type": "web_search"}),
+    ("tool_choice", {"type": "allowed_tools", "mode": "auto", "tools": []}),
+    ("tool_choice", {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "x"}]}),
     ("tool_choice", "always"),
     ("cache_salt", 5),
     ("prompt_cache_key", 5),
@@ -535,12 +546,24 @@ def test_a_wrong_field_is_told_by_its_name(name: str, value: Any, idle: Running)
     assert error_of(response)["param"] == name and name in error_of(response)["message"]
 
 
-def test_a_stored_response_is_refused_with_the_way_out(idle: Running) -> None:
-    with (
-        idle.client() as client,
-        pytest.raises(openai.BadRequestError, match="the whole conversation as input"),
-    ):
-        client.responses.create(model=NAME, input="x", previous_response_id="resp_1")
+def test_what_is_stored_elsewhere_is_refused_with_the_way_out(idle: Running) -> None:
+    told = error_of(ask(idle, previous_response_id="resp_1"))
+    assert told["param"] == "previous_response_id" and told["code"] == "previous_response_not_found"
+    assert told["message"].endswith("send the whole conversation as input, with store: false")
+    told = error_of(ask(idle, input=[{"type": "item_reference", "id": "msg_1"}]))
+    assert (
+        told["param"] == "input"
+        and "send the item itself, as clients do with store: false" in told["message"]
+    )
+
+
+def test_the_tokens_of_an_input_are_those_that_a_response_counts(idle: Running) -> None:
+    asked: Any = {"model": NAME, "input": "hello", "instructions": "Be brief.", "tools": TOOLS}
+    found = answered(idle.post(f"{RESPONSES}/input_tokens", **asked))
+    used = answer(idle, **asked, max_output_tokens=1)["usage"]["input_tokens"]
+    assert found == {"object": "response.input_tokens", "input_tokens": used}
+    with idle.client() as client:
+        assert client.responses.input_tokens.count(**asked).input_tokens == used
 
 
 def test_a_prompt_beyond_the_context_is_told_its_limit(folder: Path) -> None:

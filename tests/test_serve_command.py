@@ -144,6 +144,19 @@ def test_options_have_twins_in_the_environment_which_they_win_over(monkeypatch: 
     assert (found.model, found.request_timeout) == ("m", 3.5)
 
 
+def test_a_model_is_named_in_its_place_or_by_an_option(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments in (["a"], ["--model", "a"], ["a", "--model", "a"], ["--model=a", "--port", "1", "a"]):
+        assert parser().parse_args(["serve", *arguments]).model == "a"
+    with pytest.raises(SystemExit):
+        parser().parse_args(["serve", "a", "--model", "b"])
+    assert "MODEL is 'a' and 'b'; give one of them" in capsys.readouterr().err
+    monkeypatch.setenv("INFINILM_MODEL", "c")
+    assert parser().parse_args(["serve", "--model", "a"]).model == "a"
+    assert parser().parse_args(["serve"]).model == "c"
+
+
 def test_every_option_that_is_promised_is_there() -> None:
     promised = """host port uds api-key api-key-file max-model-len max-num-seqs max-queue max-queue-tokens
         served-model-name chat-template quantize threads kv-cache-memory request-timeout log-level"""

@@ -190,6 +190,49 @@ def test_a_forced_call_is_one_which_no_stop_string_ends(choice: Any, idle: Runni
     assert answer["finish_reason"] == "tool_calls"
 
 
+RING = {"type": "function", "function": {"name": "ring"}}
+
+
+def allowed_tools(mode: str, name: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}}]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize("mode", ["required", "auto"])
+def test_of_the_tools_that_are_shown_only_those_allowed_are_called(mode: str, idle: Running) -> None:
+    asked = {"tools": [RING, DIAL], "tool_choice": allowed_tools(mode, "dial")}
+    shown = {"messages": HELLO, "max_tokens": 1, **asked}
+    assert idle.prompt_of(CHAT, **shown) == idle.prompt_of(CHAT, **{**shown, "tool_choice": mode})
+    if mode == "required":
+        for seed in range(4):
+            answer = answered(idle.chat(**asked, seed=seed, temperature=2, max_tokens=4000))["choices"][0]
+            assert [call["function"]["name"] for call in answer["message"]["tool_calls"]] == ["dial"]
+
+
+CUSTOM = {"syntax": "regex", "definition": "(ab|cd)\n"}
+WRITE = {"type": "custom", "custom": {"name": "write", "format": {"type": "grammar", "grammar": CUSTOM}}}
+
+
+def test_a_custom_tool_gets_its_text_in_a_chat(idle: Running) -> None:
+    choice = {"type": "custom", "custom": {"name": "write"}}
+    asked: Any = {"tools": [DIAL, WRITE], "tool_choice": choice, "max_tokens": 300, **GREEDY}
+    answer = answered(idle.chat(**asked))["choices"][0]
+    (call,) = answer["message"]["tool_calls"]
+    assert call["type"] == "custom" and call["custom"]["name"] == "write"
+    assert call["custom"]["input"] in ("ab\n", "cd\n") and answer["finish_reason"] == "tool_calls"
+    chunks = [one["choices"][0]["delta"].get("tool_calls") for one in idle.stream(CHAT, **asked)]
+    first, *rest = [one for (one,) in filter(None, chunks)]
+    assert (first["type"], first["custom"]) == ("custom", {"name": "write", "input": ""})
+    assert "".join(one["custom"]["input"] for one in rest) == call["custom"]["input"]
+    said = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "ok"}]
+    shown = idle.prompt_of(CHAT, messages=[*HELLO, *said], tools=[WRITE], max_tokens=1)
+    assert json.dumps(call["custom"]["input"]) in shown
+    with idle.client() as client:
+        by_client: Any = {"messages": HELLO, "tools": [WRITE], "tool_choice": choice}
+        found: Any = client.chat.completions.create(model=NAME, **by_client)
+    assert found.choices[0].message.tool_calls[0].custom.input in ("ab\n", "cd\n")
+
+
 YES_OR_NO = {
     "type": "object",
     "properties": {"yes": {"type": "boolean"}},
@@ -412,6 +455,16 @@ def test_fields_of_vllm_with_its_own_values_are_no_matter(idle: Running) -> None
     assert idle.post("/v1/completions", **asked).json()["choices"] == plain
 
 
+def test_the_best_of_as_many_as_are_told_are_those(idle: Running) -> None:
+    asked = {"prompt": "hello", "max_tokens": 5, "n": 2, **GREEDY}
+    plain = answered(idle.post("/v1/completions", **asked))["choices"]
+    assert answered(idle.post("/v1/completions", **asked, best_of=2))["choices"] == plain
+    refusal = error_of(idle.post("/v1/completions", **asked, best_of=3))
+    assert (
+        refusal["param"] == "best_of" and "must be as many as n, which is 2, but is 3" in refusal["message"]
+    )
+
+
 def test_how_an_answer_is_cached_and_how_long_it_should_be_are_no_matter(idle: Running) -> None:
     plain = idle.chat(max_tokens=5, **GREEDY).json()["choices"]
     hints = {"prompt_cache_options": {"mode": "explicit", "ttl": "30m"}, "verbosity": "low"}
@@ -495,7 +548,12 @@ WRONG: list[tuple[str, Any]] = [
     ("structured_outputs", {"json_object": False, "structural_tag": None}),
     ("tool_choice", "required"),
     ("tool_choice", {"type": "function", "function": {"name": "x"}}),
+    ("tool_choice", {"type": "allowed_tools", "mode": "auto", "tools": []}),
+    ("tool_choice", allowed_tools("required", "x")),
+    ("tool_choice", allowed_tools("always", "dial")),
     ("tools", [{"type": "function"}]),
+    ("tools", [{"type": "custom", "function": {"name": "x"}}]),
+    ("tools", [{"type": "web_search"}]),
     ("tools", [5]),
     ("priority", "high"),
     ("cache_salt", 5),

@@ -36,7 +36,7 @@ from infinilm.server.tools import (
     Tool,
     family_of,
 )
-from infinilm.server.turn import Reading, Turn, enforced
+from infinilm.server.turn import Reading, Turn, encode, enforced
 from infinilm.tokenizer import Tokenizer
 from infinilm.tokenizer.chat import Renderer
 
@@ -871,6 +871,14 @@ def test_a_schema_without_all_its_keywords_still_makes_objects(case):
     )
 
 
+def test_a_property_that_is_required_but_not_described_may_be_anything(case):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["b"]}
+    params, _ = HERMES.grammar([Tool("f", parameters=schema)], "required")
+    for arguments, is_good in (('{"a":1,"b":"x"}', True), ('{"a":1}', False)):
+        call = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+        assert case.accepts(call, grammar=params.grammar) == is_good
+
+
 def test_properties_that_a_schema_allows_beside_its_own_stay_allowed(case):
     schema = {"type": "object", "properties": {"a": {}}, "additionalProperties": {"type": "integer"}}
     params, _ = HERMES.grammar([Tool("f", parameters=schema)], "required")
@@ -907,6 +915,18 @@ def test_a_schema_that_cannot_be_enforced_is_refused_where_calls_are_forced_and_
     assert params is None and re.search(found, warning)
 
 
+def test_a_tool_that_is_not_strict_is_forced_without_what_cannot_be_enforced(case):
+    tags = {"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True}
+    tool = Tool("f", parameters={"type": "object", "properties": {"tags": tags}, "required": ["tags"]})
+    params, (warning,) = HERMES.grammar([CLOCK, tool], Named("f"))
+    assert warning == "tools: 'f' is not held to uniqueItems"
+    for tags, is_good in (('["a","a"]', True), ('["c"]', False)):
+        call = f'<tool_call>\n{{"name": "f", "arguments": {{"tags":{tags}}}}}\n</tool_call>'
+        assert case.accepts(call, grammar=params.grammar) == is_good
+    with pytest.raises(RequestError, match="'f' cannot be enforced: leave out .*uniqueItems"):
+        HERMES.grammar([CLOCK, replace(tool, is_strict=True)], "required")
+
+
 def test_a_lark_grammar_of_a_custom_tool_is_not_enforced_but_a_regex_is(case):
     lark = Tool("edit", kind="custom", input_grammar=("lark", 'start: "x"'))
     with pytest.raises(RequestError, match="'edit' cannot be enforced: a 'lark' grammar"):
@@ -941,6 +961,28 @@ def test_strict_tools_are_held_to_their_schemas_where_calls_are_free(case, famil
     assert not is_taken('<tool_call>\n{"name": "apply_patch", "arguments": {"b":"a"}}\n</tool_call>')
     one, _ = family.grammar(tools, "auto", is_parallel=False)
     assert not case.accepts(sum_of("[1,2]") * 2, grammar=one.grammar)
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_a_tool_that_is_not_allowed_is_ruled_out_by_the_grammar_or_not_shown(case, family):
+    turn = Turn(params=SamplingParams(), messages=QUESTION, tools=(CLOCK, SUM), allowed=frozenset({"clock"}))
+    assert turn.called == (CLOCK,)
+    if family.is_marked_by_text:
+        grammar = enforced(turn, family, starts_in_reasoning=False).structured_outputs.grammar
+        call = '{"name": "%s", "arguments": {"numbers":[1,2]}}'
+        texts = [f"So. <tool_call>\n{call % name}\n</tool_call>" for name in ("clock", "add-numbers")]
+        assert [case.accepts(text, grammar=grammar) for text in ("So.", *texts)] == [True, True, False]
+    tokenizer = Shown()
+    encode(turn, tokenizer, family)
+    assert ("add-numbers" in tokenizer.shown) == family.is_marked_by_text
+
+
+class Shown:
+    """What a template would be given"""
+
+    def encode_chat(self, messages, tools=None):
+        self.shown = json.dumps([messages, tools])
+        return []
 
 
 @pytest.mark.parametrize("family", [LLAMA3, MISTRAL, MISTRAL_ARGS], ids=["llama3", "mistral", "args"])

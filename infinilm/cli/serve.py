@@ -20,6 +20,19 @@ SERVE_HELP = (
 )
 
 
+class OneModel(argparse.Action):
+    """A model by its place or by --model, as other commands have it; both where they are the same"""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, options: argparse.Namespace, given: Any, _: Any = None
+    ) -> None:
+        if given is self.default:  # none stands in its place
+            return
+        if getattr(options, "given_model", given) != given:
+            parser.error(f"MODEL is {options.given_model!r} and {given!r}; give one of them")
+        options.model = options.given_model = given
+
+
 def add(commands: Any) -> None:
     """`infinilm serve`"""
     command = commands.add_parser("serve", help="answer over HTTP, as OpenAI's API does", epilog=SERVE_HELP)
@@ -27,8 +40,10 @@ def add(commands: Any) -> None:
         "model",
         metavar="MODEL",
         nargs="?",
+        action=OneModel,
         help="a path or a Hugging Face id; the built-in model if left out",
     )
+    command.add_argument("--model", metavar="MODEL", action=OneModel, help="the same")
     add_listening_options(command.add_argument_group("where it listens"))
     add_caller_options(command.add_argument_group("whom it answers"))
     add_running_options(command.add_argument_group("how the model is run"))

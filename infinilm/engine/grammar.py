@@ -1,6 +1,7 @@
 """Structured outputs: which tokens may follow, so that a text is what StructuredOutputsParams say.
 
-The work is done by llguidance, whose one home this is. What it cannot enforce is refused, never loosened.
+The work is done by llguidance, whose one home this is. What it cannot enforce is refused, never loosened, but
+where a caller asks for that by `loosened`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager, suppress
 from functools import cached_property
@@ -44,6 +45,16 @@ ESCAPES = 'nrbtf\\"'
 # Each is compared with every other, a fifth of a millisecond a pair.
 MAX_PATTERN_PROPERTIES = 64
 MAX_MESSAGE_LENGTH = 300
+# Keywords of schemas under which there are others by name, those under which there is data, and those that
+# llguidance does not implement.
+NAMED_SCHEMAS = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
+DATA = {"const", "enum", "default", "examples"}
+UNKNOWN_KEYWORDS = {
+    *("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems"),
+    *("propertyNames", "dependencies", "dependentRequired", "dependentSchemas"),
+    *("unevaluatedItems", "unevaluatedProperties"),
+}
+UNKNOWN_PATTERN = re.compile(r"\(\?<?[=!]|\\[bB1-9]")  # looks around, or back at what was found
 # These may stand inside other classes too.
 ASCII_CLASSES = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]"}
 PROGRAM = str(Path(__file__).with_name("grammar_trial.py"))
@@ -253,8 +264,56 @@ def lark(text: str) -> str:
 def grammar_of_schema(schema: str) -> str:
     options: Any = {"whitespace_pattern": WHITESPACE, "json_allowed_escapes": ESCAPES}
     with refusals("json"):
-        check_schema(json.loads(schema))
-        return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=options)
+        found = json.loads(schema)
+        check_schema(found)
+        for one in schemas_in(found):
+            drop_what_says_nothing(one)
+        return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(found), overrides=options)
+
+
+def drop_what_says_nothing(schema: dict[str, Any]) -> None:
+    """Formats that are not known are notes, as JSON Schema has it; every name is a text."""
+    if isinstance(schema.get("format"), str) and not is_known_format(schema["format"]):
+        del schema["format"]
+    if schema.get("propertyNames") in ({"type": "string"}, {}):
+        del schema["propertyNames"]
+    if schema.get("uniqueItems") is False:
+        del schema["uniqueItems"]
+
+
+@functools.lru_cache(maxsize=NUM_TRIED)
+def is_known_format(name: str) -> bool:
+    schema = json.dumps({"type": "string", "format": name})
+    return not llguidance.LLMatcher.validate_grammar(llguidance.LLMatcher.grammar_from_json_schema(schema))
+
+
+def loosened(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The schema without the keywords that cannot be enforced, and which these are; oneOf becomes anyOf."""
+    loose: dict[str, Any] = json.loads(json.dumps(schema))
+    dropped: set[str] = set()
+    for found in schemas_in(loose):
+        drop_what_says_nothing(found)
+        hard = UNKNOWN_KEYWORDS & found.keys()
+        hard |= {"pattern"} if UNKNOWN_PATTERN.search(str(found.get("pattern", ""))) else set()
+        hard |= {"minProperties"} if has_unknown_count(found) else set()
+        for name in hard:
+            del found[name]
+        if "anyOf" not in found and "oneOf" in found:
+            found["anyOf"] = found.pop("oneOf")
+        dropped |= hard
+    return loose, sorted(dropped)
+
+
+def schemas_in(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """It and those inside, which may be changed meanwhile; data that looks like a schema is none."""
+    waiting = [schema]
+    while waiting:
+        found = waiting.pop()
+        yield found
+        for name, value in found.items():
+            named = name in NAMED_SCHEMAS and isinstance(value, dict)
+            inner = value.values() if named else value if isinstance(value, list) else [value]
+            waiting += [one for one in inner if isinstance(one, dict) and name not in DATA]
 
 
 def json_rule(schema: dict[str, Any]) -> str:
@@ -291,7 +350,8 @@ def check_schema(schema: dict[str, Any]) -> None:
         raise refused("json", "'x-guidance' is no keyword of JSON Schema; leave it out")
     num_patterns = 0
     for found in filter(lambda value: isinstance(value, dict), values_in(schema)):
-        check_min_properties(found)
+        if has_unknown_count(found):
+            raise refused("json", "minProperties above 1 is only known for properties that are required")
         check_numbers(found)
         patterns = found.get("patternProperties")
         num_patterns += len(patterns) if isinstance(patterns, dict) else 0
@@ -299,12 +359,11 @@ def check_schema(schema: dict[str, Any]) -> None:
         raise refused("json", f"{num_patterns} patternProperties, but {MAX_PATTERN_PROPERTIES} are the most")
 
 
-def check_min_properties(schema: dict[str, Any]) -> None:
+def has_unknown_count(schema: dict[str, Any]) -> bool:
     """Keys that are not named may come twice, and then count twice."""
     required, wanted = schema.get("required"), schema.get("minProperties")
     num_required = len(set(map(str, required))) if isinstance(required, list) else 0
-    if isinstance(wanted, int) and wanted > max(num_required, 1):
-        raise refused("json", "minProperties above 1 is only known for properties that are required")
+    return isinstance(wanted, int) and wanted > max(num_required, 1)
 
 
 def check_numbers(schema: dict[str, Any]) -> None:
@@ -366,6 +425,7 @@ def refused(kind: str, message: str) -> RequestError:
     reason = " ".join(message.partition("\n<")[0].split())
     if reason == "NoExtensionBias":
         reason = "no text is of this kind"
+    reason = reason.replace("Unimplemented keys", "leave out what no grammar holds a text to")
     if len(reason) > MAX_MESSAGE_LENGTH:
         reason = f"{reason[:MAX_MESSAGE_LENGTH]}..."
     return wrong_structure(f"structured_outputs.{kind} cannot be enforced: {reason}")

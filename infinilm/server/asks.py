@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from reprlib import repr as short
 from typing import Any
@@ -70,6 +70,9 @@ def completion_turns(body: CompletionBody, defaults: Mapping[str, Any]) -> list[
     if body.echo:
         params = replace(params, prompt_logprobs=body.logprobs)
     check_choices(len(body.prompt), params.n)
+    if body.best_of not in (None, params.n):
+        told = f"best_of must be as many as n, which is {params.n}, but is {body.best_of}"
+        raise BodyError(f"{told}: all that is drawn is told", "best_of")
     return [
         Turn(
             params=params,
@@ -180,15 +183,18 @@ def tool_of(given: OfferedTool) -> Tool:
 def choice_of(body: ChatBody) -> tuple[Choice, frozenset[str] | None]:
     """What has to be called, and what alone may be, if that is said"""
     choice, names = body.tool_choice, [given.inner.name for given in body.tools]
-    named = [choice] if isinstance(choice, NamedTool) else []
-    named = choice.allowed_tools.tools if isinstance(choice, AllowedChoice) else named
-    for one in named:
-        if one.inner.name not in names:
-            raise BodyError(f"tool_choice: there is no tool {one.inner.name!r}", "tool_choice")
     if isinstance(choice, AllowedChoice):
-        return choice.allowed_tools.mode, frozenset(one.inner.name for one in named)
+        allowed = choice.allowed_tools
+        return allowed.mode, frozenset(known_name(one, names) for one in allowed.tools)
     if isinstance(choice, NamedTool):
-        return Named(choice.inner.name), None
+        return Named(known_name(choice, names)), None
     if choice == "required" and not names:
         raise BodyError("tool_choice is 'required', but there are no tools", "tool_choice")
     return choice or "auto", None
+
+
+def known_name(choice: NamedTool, names: Sequence[str]) -> str:
+    name: str = choice.inner.name
+    if name not in names:
+        raise BodyError(f"tool_choice: there is no tool {name!r}", "tool_choice")
+    return name

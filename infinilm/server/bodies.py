@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from reprlib import repr as short
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -71,6 +71,7 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
     idle: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     refused: ClassVar[Mapping[str, str]] = {}  # fields, and what to do without them
+    codes: ClassVar[Mapping[str, str]] = {}  # of errors about them, where clients know one
 
     model: str | None = None
 
@@ -169,6 +170,13 @@ class Function(Inner):
     strict: bool = False
 
 
+class Grammar(Inner):
+    """Of what a custom tool takes"""
+
+    syntax: Literal["lark", "regex"] = "lark"
+    definition: str = ""
+
+
 class Sampled(Body):
     """How an answer is drawn; from top_k on the fields are vLLM's."""
 
@@ -203,7 +211,7 @@ def read(kind: type[B], given: Mapping[str, Any]) -> B:
         if name in kind.refused or not (is_open or name in kind.model_fields):
             way_out = kind.refused.get(name, "leave it out")
             told = f"{name[:64]} is not supported, but is {short(value)}; {way_out}"
-            raise BodyError(told, name[:64])
+            raise BodyError(told, name[:64], kind.codes.get(name))
     try:
         return kind.model_validate(asked)
     except ValidationError as error:

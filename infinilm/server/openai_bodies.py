@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, FailFast, Field
+from pydantic import ConfigDict, FailFast, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 from infinilm.sampling import MAX_STOPS
-from infinilm.server.bodies import Body, Content, Count, Function, Inner, Limit, Prompts, Sampled, Variables
+from infinilm.server.bodies import (
+    Body,
+    Content,
+    Count,
+    Function,
+    Grammar,
+    Inner,
+    Limit,
+    Prompts,
+    Sampled,
+    Variables,
+)
 
 MAX_LOGPROBS = 20
 MAX_N = 128
@@ -16,15 +28,39 @@ MAX_TOOLS = 128
 Stop = str | Annotated[list[Any], Field(max_length=MAX_STOPS)]
 
 
+class Typed(Inner):
+    """What stands under the key that its type is, for a function or a custom tool"""
+
+    model_config = ConfigDict(validate_default=True)
+
+    type: Literal["function", "custom"] = "function"
+
+    @field_validator("function", "custom", check_fields=False)
+    @classmethod
+    def is_there_by_its_type(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is None and info.data.get("type") == info.field_name:
+            raise PydanticCustomError("missing", "given")
+        return value
+
+    @property
+    def inner(self) -> Any:
+        return getattr(self, self.type)
+
+
 class CalledFunction(Inner):
     name: str
     arguments: str
 
 
-class ToolCall(Inner):
+class CalledCustom(Inner):
+    name: str
+    input: str
+
+
+class ToolCall(Typed):
     id: str | None = None
-    type: Literal["function"] = "function"
-    function: CalledFunction
+    function: CalledFunction | None = None
+    custom: CalledCustom | None = None
 
 
 class Message(Inner):
@@ -34,18 +70,40 @@ class Message(Inner):
     function_call: CalledFunction | None = None  # as it was before tool_calls
 
 
-class FunctionTool(Inner):
-    type: Literal["function"]
-    function: Function
+class CustomFormat(Inner):
+    type: Literal["text", "grammar"]
+    grammar: Grammar | None = None
 
 
-class FunctionName(Inner):
+class Custom(Inner):
+    name: str
+    description: str = ""
+    format: CustomFormat | None = None
+
+
+class OfferedTool(Typed):
+    type: Literal["function", "custom"]
+    function: Function | None = None
+    custom: Custom | None = None
+
+
+class ToolName(Inner):
     name: str
 
 
-class NamedTool(Inner):
-    type: Literal["function"] = "function"
-    function: FunctionName
+class NamedTool(Typed):
+    function: ToolName | None = None
+    custom: ToolName | None = None
+
+
+class AllowedTools(Inner):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], FailFast(), Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedChoice(Inner):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
 
 
 # vLLM's fields that ask for nothing where they have the value that vLLM gives them.
@@ -114,8 +172,8 @@ class ChatBody(Generation):
     max_completion_tokens: Limit | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    tools: Annotated[list[FunctionTool], FailFast(), Field(max_length=MAX_TOOLS)] = []
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tools: Annotated[list[OfferedTool], FailFast(), Field(max_length=MAX_TOOLS)] = []
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Variables = {}
     reasoning_effort: str | None = None
@@ -130,6 +188,7 @@ class CompletionBody(Generation):
     idle = {**UNASKED, "add_special_tokens": (True,), "suffix": ("",)}
 
     prompt: Prompts
+    best_of: Count | None = None
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
@@ -142,7 +201,7 @@ class TokenizeBody(Body):
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool = False
-    tools: Annotated[list[FunctionTool], FailFast(), Field(max_length=MAX_TOOLS)] = []
+    tools: Annotated[list[OfferedTool], FailFast(), Field(max_length=MAX_TOOLS)] = []
     chat_template_kwargs: Variables = {}
 
 

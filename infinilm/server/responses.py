@@ -31,7 +31,7 @@ from infinilm.server.responses_bodies import (
 )
 from infinilm.server.service import Service
 from infinilm.server.tools import Choice, Named, Tool, full_name
-from infinilm.server.turn import Piece, Run, Turn, Usage, cache_miss, progress_body
+from infinilm.server.turn import Piece, Run, Turn, Usage, cache_miss, encode, progress_body
 
 Message = dict[str, Any]
 Event = dict[str, Any]

@@ -6,7 +6,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, FailFast, Field
 
-from infinilm.server.bodies import MAX_AGENT_TOOLS, Content, Function, Inner, Limit, Sampled, Variables
+from infinilm.server.bodies import (
+    MAX_AGENT_TOOLS,
+    Content,
+    Function,
+    Grammar,
+    Inner,
+    Limit,
+    Sampled,
+    Variables,
+)
 
 
 class MessageItem(Inner):
@@ -66,7 +75,8 @@ def known_items(given: Any) -> Any:
     items = [{**one, "type": one.get("type") or "message"} if isinstance(one, dict) else one for one in given]
     for item in items:
         if isinstance(item, dict) and item["type"] == "item_reference":
-            raise ValueError("must not have an 'item_reference', for nothing is stored; send the item itself")
+            way_out = "send the item itself, as clients do with store: false"
+            raise ValueError(f"must not have an 'item_reference', for nothing is stored; {way_out}")
     return of_kinds(items, ITEM_KINDS)
 
 
@@ -88,10 +98,8 @@ class PlainFunction(Function):
     type: Literal["function"]
 
 
-class CustomFormat(Inner):
+class CustomFormat(Grammar):
     type: Literal["text", "grammar"]
-    syntax: Literal["lark", "regex"] = "lark"
-    definition: str = ""
 
 
 class CustomTool(Inner):
@@ -130,6 +138,17 @@ class ChosenTool(Inner):
     type: Literal["function", "custom"]
     name: str
     namespace: str | None = None
+
+
+class AllowedTools(Inner):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[
+        list[ChosenTool],
+        FailFast(),
+        Field(min_length=1, max_length=MAX_AGENT_TOOLS),
+        BeforeValidator(lambda given: of_kinds(given, ONE_TOOL_KINDS)),
+    ]
 
 
 class TextFormat(Inner):
@@ -178,7 +197,7 @@ class ResponsesBody(Sampled):
         "messages": "use input",
         "moderation": "leave it out",
         "n": "ask several times",
-        "previous_response_id": "send the whole conversation as input, for nothing is stored",
+        "previous_response_id": "nothing is stored: send the whole conversation as input, with store: false",
         "prompt": "send its text as instructions and input",
         "response_format": "use text.format",
         "stop": "ask /v1/chat/completions",
@@ -186,11 +205,12 @@ class ResponsesBody(Sampled):
         "top_logprobs": "ask /v1/chat/completions for them",
         "truncation": "shorten the input yourself",
     }
+    codes = {"previous_response_id": "previous_response_not_found"}
 
     input: Items
     instructions: str = ""
     tools: AgentTools = []
-    tool_choice: Literal["none", "auto", "required"] | ChosenTool = "auto"
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | AllowedTools = "auto"
     parallel_tool_calls: bool | None = None
     text: TextConfig = TextConfig()
     max_output_tokens: Limit | None = None

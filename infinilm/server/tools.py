@@ -14,7 +14,7 @@ from operator import itemgetter
 from reprlib import repr as short
 from typing import Any, Literal
 
-from infinilm.engine.grammar import check_enforceable, json_rule
+from infinilm.engine.grammar import check_enforceable, json_rule, loosened
 from infinilm.engine.request import RequestError
 from infinilm.sampling import MAX_GRAMMAR_LENGTH, StructuredOutputsParams
 from infinilm.server.conversation import (
@@ -163,20 +163,24 @@ class Family:
         choice: Choice = "auto",
         is_parallel: bool = True,
         starts_in_reasoning: bool = False,
+        is_limited: bool = False,
     ) -> tuple[StructuredOutputsParams | None, list[str]]:
         """What holds calls to their tools' schemas, if anything has to, and what a client should be told.
 
-        A choice that forces calls is enforced, or a RequestError names the tool. Where a model is free to
-        call, strict tools are held to their schemas if they can be. The first time takes some tenths of a
-        second: not for an event loop.
+        A choice that forces calls is enforced, or a RequestError names the tool; one that is not strict is
+        held to what of its schema can be. Where a model is free to call, strict tools are held to their
+        schemas if they can be; with is_limited there are others that may not be called. The first time takes
+        some tenths of a second: not for an event loop.
         """
         wanted = chosen(tools, choice)
         if choice == "auto":
-            return self._held_to([tool for tool in wanted if tool.is_strict], wanted, is_parallel)
+            strict = [tool for tool in wanted if tool.is_strict]
+            return self._held_to(strict, wanted, is_parallel, is_limited)
         if not wanted:
             return None, []
+        held, warnings = held_loosely(wanted)
         try:
-            return enforced(self._forced(wanted, is_parallel, starts_in_reasoning), wanted), []
+            return enforced(self._forced(held, is_parallel, starts_in_reasoning), held), warnings
         except RequestError as error:
             raise RequestError(f"{error}; change that, or let tool_choice be 'auto'", "tools") from error
 
@@ -203,20 +207,20 @@ class Family:
             return structure, [f"tools: none is called beside a structure: {error}"]
 
     def _held_to(
-        self, strict: Sequence[Tool], tools: Sequence[Tool], is_parallel: bool
+        self, strict: Sequence[Tool], tools: Sequence[Tool], is_parallel: bool, is_limited: bool
     ) -> tuple[StructuredOutputsParams | None, list[str]]:
         """The strict tools whose schemas can be enforced, and what is wrong with the others."""
-        if strict and not self.is_marked_by_text:
+        if not self.is_marked_by_text:
             why = "this model's calls cannot be told from its text beforehand"
             return None, [f"tools: {tool.full_name!r} is strict, but not enforced: {why}" for tool in strict]
-        if not strict:
+        if not strict and not is_limited:
             return None, []
         try:
             return enforced(self._free(tools, strict, is_parallel), strict), []
         except RequestError as error:
             faults = {tool.full_name: fault for tool in strict if (fault := fault_of(tool))}
             rest = [tool for tool in strict if faults and tool.full_name not in faults]
-            found, more = self._held_to(rest, tools, is_parallel)
+            found, more = self._held_to(rest, tools, is_parallel, is_limited and bool(strict))
             return found, [*(faults.values() or [str(error)]), *more]
 
     def _forced(self, tools: Sequence[Tool], is_parallel: bool, starts_in_reasoning: bool) -> str:
@@ -351,6 +355,17 @@ def enforced(rules: str, tools: Sequence[Tool]) -> StructuredOutputsParams:
     return found
 
 
+def held_loosely(tools: Sequence[Tool]) -> tuple[list[Tool], list[str]]:
+    """The tools, those that are not strict with a schema that can be enforced, and what is not of it."""
+    held, warnings = [], []
+    for tool in tools:
+        schema, dropped = (tool.parameters, []) if tool.is_strict else loosened(tool.parameters)
+        held.append(replace(tool, parameters=schema))
+        if dropped:
+            warnings.append(f"tools: {tool.full_name!r} is not held to {', '.join(dropped)}")
+    return held, warnings
+
+
 def fault_of(tool: Tool) -> str | None:
     try:
         check_tool(tool)
@@ -399,7 +414,9 @@ def closed(schema: Any) -> Any:
     found = dict(schema)
     if isinstance(schema.get("properties"), dict):
         found["properties"] = {name: closed(value) for name, value in schema["properties"].items()}
-        found["additionalProperties"] = False
+        required = schema["required"] if isinstance(schema.get("required"), list) else []
+        if set(map(str, required)) <= found["properties"].keys():
+            found["additionalProperties"] = False
     if "items" in schema:
         found["items"] = closed(schema["items"])
     return found
