@@ -22,7 +22,7 @@ from engines import LONG_LENGTH, check_idle
 
 from infinilm import LLM, AsyncLLM, SamplingParams
 from infinilm.server import serve
-from infinilm.server.calls import Settings
+from infinilm.server.exchange import Settings
 from infinilm.server.sockets import inet_socket
 
 PATIENCE = 60.0  # seconds, for what takes milliseconds on an idle machine

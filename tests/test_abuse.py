@@ -22,7 +22,7 @@ from engines import VOCAB_SIZE, write_model
 from servers import PATIENCE, Running, read_until, request_of, running, wait_until
 
 from infinilm.server.app import OPERATIONS
-from infinilm.server.calls import Settings
+from infinilm.server.exchange import Settings
 from infinilm.server.turn import Turn
 
 pytestmark = [

@@ -30,7 +30,7 @@ from servers import (
 )
 
 from infinilm import LLM
-from infinilm.server.calls import Settings
+from infinilm.server.exchange import Settings
 from infinilm.server.tools import MAX_CALLS, Family
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from servers import ENDLESS, GREEDY, NAME, PATIENCE, Running, read_until, runnin
 from infinilm import AsyncLLM, cli
 from infinilm.engine.stats import Histogram
 from infinilm.server import serve, service
-from infinilm.server.calls import Settings
+from infinilm.server.exchange import Settings
 from infinilm.server.pages import CONTENT_SECURITY_POLICY, page_files
 from infinilm.server.sockets import inet_socket
 from infinilm.server.tally import counts_up_to

@@ -13,7 +13,7 @@ from servers import GREEDY, NAME, Running, answered, error_of, named_events, rea
 
 from infinilm import LLM
 from infinilm.engine.request import CompletionOutput
-from infinilm.server.calls import Settings
+from infinilm.server.exchange import Settings
 from infinilm.server.parts import CallStart, Text
 from infinilm.server.reader import Reader
 from infinilm.server.tools import MAX_CALLS, OURS, Family, Tool

@@ -37,9 +37,9 @@ from servers import (
 
 from infinilm import LLM, AsyncLLM, SamplingParams
 from infinilm.engine.grammar import GrammarCompiler
-from infinilm.server import stream
+from infinilm.server import endpoint
 from infinilm.server.app import OPERATIONS
-from infinilm.server.calls import Settings
+from infinilm.server.exchange import Settings
 from infinilm.server.service import Service
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -868,7 +868,7 @@ def test_who_leaves_while_sending_a_body_leaves_nothing(idle: Running) -> None:
 
 def test_who_reads_nothing_is_given_up(idle: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it has not read is bounded by buffers, and its place by time."""
-    monkeypatch.setattr(stream, "STALL_SECONDS", 0.1)
+    monkeypatch.setattr(endpoint, "STALL_SECONDS", 0.1)
     monkeypatch.setattr(idle.process.server, "settings", Settings(heartbeat_seconds=0.1))
     prompt = {
         "prompt": [190] * 10_000,
@@ -891,7 +891,7 @@ def test_who_reads_nothing_of_a_whole_answer_is_given_up_by_the_kernel(idle: Run
     idle.http.get("/version")
     (one, *_) = idle.process.web.server_state.connections
     limit = one.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
-    assert limit == stream.STALL_SECONDS * 1e3
+    assert limit == endpoint.STALL_SECONDS * 1e3
 
 
 def test_nothing_is_written_to_who_has_left(idle: Running, caplog: pytest.LogCaptureFixture) -> None:

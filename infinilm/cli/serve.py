@@ -117,7 +117,7 @@ def run(options: argparse.Namespace) -> None:
         raise ImportError(
             f"infinilm serve needs {error.name}, which is missing; pip install 'infinilm[serve]' installs it"
         ) from error
-    from infinilm.server.calls import Settings
+    from infinilm.server.exchange import Settings
 
     check_queue(options)
     request_seconds = positive("--request-timeout", options.request_timeout)

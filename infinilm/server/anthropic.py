@@ -25,9 +25,9 @@ from infinilm.server.anthropic_bodies import (
     ToolUseBlock,
 )
 from infinilm.server.bodies import BodyError, as_body_errors, sampled
-from infinilm.server.calls import Call, Events, Operation, Reply, named_event
 from infinilm.server.conversation import led_by
 from infinilm.server.errors import HttpError
+from infinilm.server.exchange import Call, Events, Operation, Reply, named_event
 from infinilm.server.parts import CallArguments, CallStart, Part, Reasoning, Text
 from infinilm.server.service import Service
 from infinilm.server.tools import Choice, Named, Tool

@@ -21,11 +21,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infinilm.server import anthropic, openai, pooling, responses
-from infinilm.server.calls import Call, Operation, Raw, Reply, Server
+from infinilm.server.endpoint import Endpoint, Sender, refuse
 from infinilm.server.errors import HttpError, openai_error
+from infinilm.server.exchange import Call, Operation, Raw, Reply, Server
 from infinilm.server.metrics import metrics
 from infinilm.server.pages import HEADERS, page_files
-from infinilm.server.stream import Endpoint, Sender, refuse
 
 ACCESS = logging.getLogger("infinilm.access")
 MAX_LOGGED_PATH = 200  # characters

@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 from infinilm.engine.stats import Histogram
 
 if TYPE_CHECKING:
-    from infinilm.server.calls import Call, Reply
+    from infinilm.server.exchange import Call, Reply
     from infinilm.server.service import Service
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4  # which every scraper reads
@@ -54,7 +54,7 @@ HISTOGRAMS = {
 
 async def metrics(call: Call) -> Reply:
     """What runs, waits, was counted and took how long, as Prometheus reads it"""
-    from infinilm.server.calls import Raw
+    from infinilm.server.exchange import Raw
 
     return Raw(generate_latest(registry_of(call.service, call.server.statuses)), CONTENT_TYPE)
 

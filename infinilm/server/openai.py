@@ -13,7 +13,7 @@ from infinilm.sampling import SamplingParams
 from infinilm.server import answers, asks
 from infinilm.server.asks import CHAT, COMPLETIONS
 from infinilm.server.bodies import BodyError, as_body_errors
-from infinilm.server.calls import DONE, Call, Events, Operation, Raw, Reply, dumps, event, openai_ending
+from infinilm.server.exchange import DONE, Call, Events, Operation, Raw, Reply, dumps, event, openai_ending
 from infinilm.server.openai_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from infinilm.server.parts import CallArguments, CallStart, Part, Reasoning, Text
 from infinilm.server.service import Service

@@ -19,7 +19,7 @@ from infinilm.engine.request import RequestError
 from infinilm.models.judging import Judge
 from infinilm.models.pooling import PoolingError
 from infinilm.server.bodies import BodyError
-from infinilm.server.calls import Call, Operation, Raw, Reply, dumps
+from infinilm.server.exchange import Call, Operation, Raw, Reply, dumps
 from infinilm.server.pooling_bodies import EmbeddingBody, Judged, RerankBody, ScoreBody
 from infinilm.server.service import BYTES_A_TOKEN, Served, Service
 from infinilm.tokenizer import TokenizerError

@@ -12,9 +12,9 @@ from typing import Any
 from infinilm.engine.stats import Progress
 from infinilm.sampling import SamplingParams, StructuredOutputsParams
 from infinilm.server.bodies import BodyError, as_body_errors, sampled
-from infinilm.server.calls import Call, Events, Operation, Reply, named_event
 from infinilm.server.conversation import led_by
 from infinilm.server.errors import HttpError
+from infinilm.server.exchange import Call, Events, Operation, Reply, named_event
 from infinilm.server.parts import CallArguments, CallEnd, CallStart, Part, Reasoning, Text
 from infinilm.server.responses_bodies import (
     AllowedTools,

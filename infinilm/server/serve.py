@@ -21,9 +21,9 @@ import uvicorn
 from infinilm.engine.adapters import LoRARequest
 from infinilm.engine.request import EngineDead
 from infinilm.server.app import make_app
-from infinilm.server.calls import Server, Settings
 from infinilm.server.errors import HttpError
-from infinilm.server.protocol import Protocol, Web
+from infinilm.server.exchange import Server, Settings
+from infinilm.server.http_limits import Protocol, Web
 from infinilm.server.service import Service
 from infinilm.server.sockets import address, listening
 

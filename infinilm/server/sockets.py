@@ -9,7 +9,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from infinilm.server.stream import STALL_SECONDS
+from infinilm.server.endpoint import STALL_SECONDS
 
 
 @contextmanager

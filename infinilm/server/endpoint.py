@@ -14,8 +14,8 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from infinilm.server.calls import Call, Events, Operation, Raw, Server, Settings, dumps, too_large
 from infinilm.server.errors import ErrorBody, HttpError, http_error
+from infinilm.server.exchange import Call, Events, Operation, Raw, Server, Settings, dumps, too_large
 
 LINGER_SECONDS = 2.0  # for a caller to read why it was refused
 STALL_SECONDS = 120.0  # for a caller to read what it has been sent

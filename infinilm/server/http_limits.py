@@ -12,8 +12,8 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from infinilm.server.calls import dumps
 from infinilm.server.errors import HttpError, openai_error
+from infinilm.server.exchange import dumps
 
 # Bytes that are read at once: a caller may make of 256 KB 40,000 chunks, which take seconds to be told apart.
 READ_SIZE = 4 << 10
