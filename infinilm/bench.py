@@ -113,7 +113,7 @@ def measure_latency(
 
 def check_context(model: LlamaForCausalLM, workload: Workload) -> None:
     """What lies beyond it could be measured, but not asked for."""
-    num_tokens, most = workload.prompt_length + workload.output_length, model.config.max_position_embeddings
+    num_tokens, most = workload.prompt_length + workload.output_length, model.config.longest
     if num_tokens > most:
         raise ValueError(
             f"prompt-length {workload.prompt_length} and output-length {workload.output_length} are "

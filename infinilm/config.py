@@ -209,6 +209,11 @@ class LlamaConfig:
             return None
         return self.sliding_window
 
+    @property
+    def longest(self) -> int:
+        """How long a text may be where more is asked for than max_position_embeddings"""
+        return self.rope.reach
+
     def rope_of(self, theta: float, scaling: Mapping[str, Any] | None) -> RopeParameters:
         """What rotates, with frequencies that have been seen to exist"""
         checked = checked_scaling(scaling, self.rotary_dim)

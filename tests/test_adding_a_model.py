@@ -66,6 +66,14 @@ def test_a_model_that_is_not_registered_is_refused_by_name(monkeypatch: pytest.M
         registry.entry_of(SimpleNamespace(path="x", is_gguf=False, config={"model_type": "olmo2"}))
 
 
+def test_a_class_that_is_registered_later_takes_the_place_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    llama = SimpleNamespace(path="x", is_gguf=False, config={"model_type": "llama"})
+    before = registry.entry_of(llama)
+    monkeypatch.setattr(registry, "ENTRIES", [*registry.ENTRIES])
+    mine = registry.register()(type("Mine", (before.model_class,), {}))
+    assert registry.entry_of(llama).model_class is mine is not before.model_class
+
+
 def test_the_model_that_the_guide_writes_passes_its_proof(copy: Path) -> None:
     code, said = proof(copy, "olmo2 and (portable or folder) and not biases")
     assert code == 0 and " passed" in said, said

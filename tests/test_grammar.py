@@ -294,6 +294,12 @@ def test_what_is_loosened_holds_all_that_can_be_and_names_the_rest(tiny: Case) -
     assert not tiny.accepts('{"not":["xyz"]}', json=loose) and not tiny.accepts("{}", json=loose)
 
 
+def test_what_is_loosened_keeps_what_references_lead_through(tiny: Case) -> None:
+    either = {"oneOf": [{"type": "integer"}, {"type": "string"}], "not": {}}
+    loose, dropped = loosened({"properties": {"a": either, "b": {"$ref": "#/properties/a/oneOf/0"}}})
+    assert dropped == ["not"] and loose["properties"]["a"]["oneOf"] == either["oneOf"]
+
+
 def test_a_key_cannot_be_written_in_a_second_way_to_evade_its_schema(tiny: Case) -> None:
     schema = {"properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"}}
     assert tiny.accepts('{"a":1,"b":"x"}', json=schema)

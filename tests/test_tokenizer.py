@@ -466,11 +466,26 @@ def with_a_token_that_takes_space() -> tokenizers.Tokenizer:
     return library
 
 
+def with_tokens_that_take_the_same_space() -> tokenizers.Tokenizer:
+    """What lies between the end of a message and the next belongs to either."""
+    library = byte_level_library()
+    both = {"special": True, "normalized": False, "lstrip": True, "rstrip": True}
+    library.add_tokens([tokenizers.AddedToken(text, **both) for text in ("<|x|>", "<|user|>")])
+    return library
+
+
 @pytest.mark.parametrize(
-    "build", [byte_level_library, llama_library, metaspace_library, with_a_token_that_takes_space]
+    "build",
+    [
+        byte_level_library,
+        llama_library,
+        metaspace_library,
+        with_a_token_that_takes_space,
+        with_tokens_that_take_the_same_space,
+    ],
 )
 def test_a_special_token_inside_a_message_changes_no_token_of_others(tmp_path, build):
-    template = "{% for message in messages %}<|user|>{{ message.content }} \n<|x|>{% endfor %}"
+    template = "{% for message in messages %}<|user|>{{ message.content }} \n<|x|> {% endfor %}"
     ours = Tokenizer.from_folder(write_folder(tmp_path, build(), chat_template=template))
     one, other = {"role": "user", "content": "the fox"}, {"role": "user", "content": "the <|x|></s>"}
     expected = ours.encode_chat([one, one])

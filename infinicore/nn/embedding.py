@@ -85,7 +85,8 @@ def ids_tensor(indices: Ids, device: torch.device) -> Tensor:
                 f"Embedding: sequence {i} has length {len(row)}, but sequence 0 has {len(rows[0])}"
             )
     items = [item for row in rows for item in row] if rows else list(indices)
-    if any(not isinstance(item, Integral) or isinstance(item, bool) for item in items):
+    others = [item for item in items if type(item) is not int]
+    if any(not isinstance(item, Integral) or isinstance(item, bool) for item in others):
         raise TypeError("Embedding: ids must be integers")
     return torch.tensor(rows or items, dtype=torch.int64, device=device)
 

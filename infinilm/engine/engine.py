@@ -345,7 +345,7 @@ class Engine:
 
 def check_length(config: EngineConfig, llama: LlamaConfig) -> None:
     """Beyond what its rope reaches a model knows no angles."""
-    longest, wanted = llama.rope.reach, config.max_model_len
+    longest, wanted = llama.longest, config.max_model_len
     if wanted is not None and wanted > longest:
         raise ValueError(f"max_model_len is {wanted}, but the model's rope reaches {longest} positions")
 

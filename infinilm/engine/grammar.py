@@ -54,6 +54,11 @@ UNKNOWN_KEYWORDS = {
     *("propertyNames", "dependencies", "dependentRequired", "dependentSchemas"),
     *("unevaluatedItems", "unevaluatedProperties"),
 }
+FORMATS = (
+    *("date-time", "time", "date", "duration", "email", "idn-email", "hostname", "idn-hostname"),
+    *("ipv4", "ipv6", "uri", "uri-reference", "iri", "iri-reference", "uuid", "uri-template"),
+    *("json-pointer", "relative-json-pointer", "regex"),
+)
 UNKNOWN_PATTERN = re.compile(r"\(\?<?[=!]|\\[bB1-9]")  # looks around, or back at what was found
 # These may stand inside other classes too.
 ASCII_CLASSES = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]"}
@@ -273,7 +278,7 @@ def grammar_of_schema(schema: str) -> str:
 
 def drop_what_says_nothing(schema: dict[str, Any]) -> None:
     """Formats that are not known are notes, as JSON Schema has it; every name is a text."""
-    if isinstance(schema.get("format"), str) and not is_known_format(schema["format"]):
+    if isinstance(schema.get("format"), str) and schema["format"] not in known_formats():
         del schema["format"]
     if schema.get("propertyNames") in ({"type": "string"}, {}):
         del schema["propertyNames"]
@@ -281,16 +286,19 @@ def drop_what_says_nothing(schema: dict[str, Any]) -> None:
         del schema["uniqueItems"]
 
 
-@functools.lru_cache(maxsize=NUM_TRIED)
-def is_known_format(name: str) -> bool:
-    schema = json.dumps({"type": "string", "format": name})
-    return not llguidance.LLMatcher.validate_grammar(llguidance.LLMatcher.grammar_from_json_schema(schema))
+@functools.cache
+def known_formats() -> frozenset[str]:
+    """Those of JSON Schema that llguidance enforces"""
+    schemas = {name: json.dumps({"type": "string", "format": name}) for name in FORMATS}
+    grammars = {name: llguidance.LLMatcher.grammar_from_json_schema(schemas[name]) for name in FORMATS}
+    return frozenset(name for name in FORMATS if not llguidance.LLMatcher.validate_grammar(grammars[name]))
 
 
 def loosened(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The schema without the keywords that cannot be enforced, and which these are; oneOf becomes anyOf."""
     loose: dict[str, Any] = json.loads(json.dumps(schema))
     dropped: set[str] = set()
+    is_referred_to = "/oneOf/" in json.dumps(loose)  # where a $ref leads through it, it keeps its name
     for found in schemas_in(loose):
         drop_what_says_nothing(found)
         hard = UNKNOWN_KEYWORDS & found.keys()
@@ -298,7 +306,7 @@ def loosened(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         hard |= {"minProperties"} if has_unknown_count(found) else set()
         for name in hard:
             del found[name]
-        if "anyOf" not in found and "oneOf" in found:
+        if "anyOf" not in found and "oneOf" in found and not is_referred_to:
             found["anyOf"] = found.pop("oneOf")
         dropped |= hard
     return loose, sorted(dropped)

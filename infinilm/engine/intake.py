@@ -154,7 +154,8 @@ class Intake:
             prompt = content_of(prompt)
         if isinstance(prompt, str):
             return prompt, self.tokenizer.encode(prompt)
-        return None, prompt if isinstance(prompt, ChatPrompt) else token_ids_of(prompt)
+        ids = token_ids_of(prompt)
+        return None, ChatPrompt(ids) if isinstance(prompt, ChatPrompt) else ids
 
     def _encoded(self, prompt: Prompt, prompt_name: str | None) -> Prompt:
         """Text to be embedded as its tokens; token ids stay as they are."""

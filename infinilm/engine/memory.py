@@ -76,11 +76,11 @@ def free_of_groups() -> list[int]:
 def files_of_groups() -> Iterator[tuple[Path, Path]]:
     """Of both versions. In a container the path may be the host's, and nothing but its root be there."""
     try:
-        lines = OWN_GROUPS.read_text().splitlines()
+        lines = OWN_GROUPS.read_text(errors="surrogateescape").splitlines()
     except OSError:  # no Linux
         return
     for line in lines:
-        _, controllers, path = line.split(":", 2)
+        _, controllers, path = (*line.split(":", 2), "", "")[:3]
         for controller in LIMIT_AND_USE.keys() & set(controllers.split(",")):
             root = CGROUP / controller
             limit, used = LIMIT_AND_USE[controller]

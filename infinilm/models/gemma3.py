@@ -61,6 +61,10 @@ class Gemma3Config(gemma2.Gemma2Config):
         if not self.rope.is_fixed:
             raise ValueError(f"rope_scaling {short(self.rope_scaling)} is not supported in a gemma3 model")
 
+    @property
+    def longest(self) -> int:
+        return self.max_position_embeddings  # which its files give with the factor of its rope in it
+
     def _fill_in(self) -> None:
         step = check_whole("sliding_window_pattern", self.sliding_window_pattern, 1, 4096)
         self._fill_in_windows(lambda layer: (layer + 1) % step > 0)

@@ -91,7 +91,8 @@ class PackedCopy:
             prefix = f".{self.path.name}."
             with tempfile.NamedTemporaryFile(dir=self.path.parent, prefix=prefix, delete=False) as file:
                 try:
-                    fcntl.flock(file, fcntl.LOCK_EX)
+                    with suppress(OSError):  # some file systems have no locks
+                        fcntl.flock(file, fcntl.LOCK_EX)
                     self._write_to(file, model)
                     os.replace(file.name, self.path)
                 except BaseException:
@@ -114,10 +115,11 @@ class PackedCopy:
 
 
 def remove_abandoned(path: Path) -> None:
-    """Remove what writers of this copy left behind that were killed: nobody holds its lock any more"""
-    for partial in path.parent.glob(f".{glob.escape(path.name)}.*"):
-        if partial.is_file():
-            with suppress(OSError), partial.open("rb") as file:
+    """Remove what writers of this copy left behind that were killed: nobody holds its lock any more. One that
+    holds nothing yet may be about to be locked."""
+    for partial in filter(Path.is_file, path.parent.glob(f".{glob.escape(path.name)}.*")):
+        with suppress(OSError), partial.open("rb") as file:
+            if os.fstat(file.fileno()).st_size:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 partial.unlink()
 

@@ -69,7 +69,7 @@ def entry_of(checkpoint: Checkpoint) -> Entry:
 
 def folder_entry(checkpoint: Checkpoint) -> Entry | None:
     model_type = checkpoint.config.get("model_type", "llama")
-    return next((e for e in ENTRIES if model_type in e.model_class.config_class.model_types), None)
+    return next((e for e in reversed(ENTRIES) if model_type in e.model_class.config_class.model_types), None)
 
 
 def gguf_entry(checkpoint: Checkpoint) -> Entry | None:
@@ -90,7 +90,7 @@ def unknown(checkpoint: Checkpoint) -> CheckpointError:
         known = ", ".join(sorted({entry.gguf.architecture for entry in ENTRIES if entry.gguf}))
         found = f"architecture {short(architecture)}{' with experts' if has_experts else ''}"
         return CheckpointError(f"{checkpoint.path}: {found} is not supported; known are {known}")
-    types = sorted(name for entry in ENTRIES for name in entry.model_class.config_class.model_types)
+    types = sorted({name for entry in ENTRIES for name in entry.model_class.config_class.model_types})
     found = f"model_type {short(checkpoint.config.get('model_type'))}"
     return CheckpointError(f"{checkpoint.path}: config: {found} is unknown; expected one of {types}")
 

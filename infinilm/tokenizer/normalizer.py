@@ -92,8 +92,9 @@ def any_token(tokens: Iterable[AddedToken]) -> re.Pattern[str]:
 
 
 def _with_space(token: AddedToken) -> str:
-    # Before it from the first space on, so that a run of them is read once and not from each of its places
-    return r"(?<!\s)\s*+" * token.lstrip + re.escape(token.content) + r"\s*" * token.rstrip
+    # Before it from the first space on, so that a run of them is read once and not from each of its places; a
+    # token before it may have taken them.
+    return r"(?:(?<!\s)\s*+)?" * token.lstrip + re.escape(token.content) + r"\s*" * token.rstrip
 
 
 def _any_pattern(patterns: Iterable[str]) -> re.Pattern[str]:
