@@ -1,7 +1,7 @@
 """Structured outputs: which tokens may follow, so that a text is what StructuredOutputsParams say.
 
-The work is done by llguidance, whose one home this is. What it cannot enforce is refused, never loosened, but
-where a caller asks for that by `loosened`.
+The work is done by llguidance, which is at home in this file and in those whose names begin like its own.
+What it cannot enforce is refused, never loosened, but where a caller asks for that by `loosened`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from reprlib import repr as short
 from typing import Any
 
 import llguidance
@@ -25,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from infinilm.engine.grammar_schema import check_schema, drop_notes
 from infinilm.engine.grammar_trial import (
     COMPILE_STACK,
     CPU_SECONDS,
@@ -42,24 +42,7 @@ from infinilm.tokenizer import Tokenizer
 WHITESPACE = r"[ \t]{1,4}|\r?\n[ \t]{0,64}"
 # No \u: with it a key has several spellings, and one that is not the schema's would take any value.
 ESCAPES = 'nrbtf\\"'
-# Each is compared with every other, a fifth of a millisecond a pair.
-MAX_PATTERN_PROPERTIES = 64
 MAX_MESSAGE_LENGTH = 300
-# Keywords of schemas under which there are others by name, those under which there is data, and those that
-# llguidance does not implement.
-NAMED_SCHEMAS = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
-DATA = {"const", "enum", "default", "examples"}
-UNKNOWN_KEYWORDS = {
-    *("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems"),
-    *("propertyNames", "dependencies", "dependentRequired", "dependentSchemas"),
-    *("unevaluatedItems", "unevaluatedProperties"),
-}
-FORMATS = (
-    *("date-time", "time", "date", "duration", "email", "idn-email", "hostname", "idn-hostname"),
-    *("ipv4", "ipv6", "uri", "uri-reference", "iri", "iri-reference", "uuid", "uri-template"),
-    *("json-pointer", "relative-json-pointer", "regex"),
-)
-UNKNOWN_PATTERN = re.compile(r"\(\?<?[=!]|\\[bB1-9]")  # looks around, or back at what was found
 # These may stand inside other classes too.
 ASCII_CLASSES = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]"}
 PROGRAM = str(Path(__file__).with_name("grammar_trial.py"))
@@ -271,57 +254,8 @@ def grammar_of_schema(schema: str) -> str:
     with refusals("json"):
         found = json.loads(schema)
         check_schema(found)
-        for one in schemas_in(found):
-            drop_what_says_nothing(one)
+        drop_notes(found)
         return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(found), overrides=options)
-
-
-def drop_what_says_nothing(schema: dict[str, Any]) -> None:
-    """Formats that are not known are notes, as JSON Schema has it; every name is a text."""
-    if isinstance(schema.get("format"), str) and schema["format"] not in known_formats():
-        del schema["format"]
-    if schema.get("propertyNames") in ({"type": "string"}, {}):
-        del schema["propertyNames"]
-    if schema.get("uniqueItems") is False:
-        del schema["uniqueItems"]
-
-
-@functools.cache
-def known_formats() -> frozenset[str]:
-    """Those of JSON Schema that llguidance enforces"""
-    schemas = {name: json.dumps({"type": "string", "format": name}) for name in FORMATS}
-    grammars = {name: llguidance.LLMatcher.grammar_from_json_schema(schemas[name]) for name in FORMATS}
-    return frozenset(name for name in FORMATS if not llguidance.LLMatcher.validate_grammar(grammars[name]))
-
-
-def loosened(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The schema without the keywords that cannot be enforced, and which these are; oneOf becomes anyOf."""
-    loose: dict[str, Any] = json.loads(json.dumps(schema))
-    dropped: set[str] = set()
-    is_referred_to = "/oneOf/" in json.dumps(loose)  # where a $ref leads through it, it keeps its name
-    for found in schemas_in(loose):
-        drop_what_says_nothing(found)
-        hard = UNKNOWN_KEYWORDS & found.keys()
-        hard |= {"pattern"} if UNKNOWN_PATTERN.search(str(found.get("pattern", ""))) else set()
-        hard |= {"minProperties"} if has_unknown_count(found) else set()
-        for name in hard:
-            del found[name]
-        if "anyOf" not in found and "oneOf" in found and not is_referred_to:
-            found["anyOf"] = found.pop("oneOf")
-        dropped |= hard
-    return loose, sorted(dropped)
-
-
-def schemas_in(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """It and those inside, which may be changed meanwhile; data that looks like a schema is none."""
-    waiting = [schema]
-    while waiting:
-        found = waiting.pop()
-        yield found
-        for name, value in found.items():
-            named = name in NAMED_SCHEMAS and isinstance(value, dict)
-            inner = value.values() if named else value if isinstance(value, list) else [value]
-            waiting += [one for one in inner if isinstance(one, dict) and name not in DATA]
 
 
 def json_rule(schema: dict[str, Any]) -> str:
@@ -350,50 +284,6 @@ def refusal_of(wanted: StructuredOutputsParams) -> str | None:
     except RequestError as error:
         return str(error)
     return None
-
-
-def check_schema(schema: dict[str, Any]) -> None:
-    """What llguidance would take, but not enforce or not in bounded time."""
-    if "x-guidance" in schema:
-        raise refused("json", "'x-guidance' is no keyword of JSON Schema; leave it out")
-    num_patterns = 0
-    for found in filter(lambda value: isinstance(value, dict), values_in(schema)):
-        if has_unknown_count(found):
-            raise refused("json", "minProperties above 1 is only known for properties that are required")
-        check_numbers(found)
-        patterns = found.get("patternProperties")
-        num_patterns += len(patterns) if isinstance(patterns, dict) else 0
-    if num_patterns > MAX_PATTERN_PROPERTIES:
-        raise refused("json", f"{num_patterns} patternProperties, but {MAX_PATTERN_PROPERTIES} are the most")
-
-
-def has_unknown_count(schema: dict[str, Any]) -> bool:
-    """Keys that are not named may come twice, and then count twice."""
-    required, wanted = schema.get("required"), schema.get("minProperties")
-    num_required = len(set(map(str, required))) if isinstance(required, list) else 0
-    return isinstance(wanted, int) and wanted > max(num_required, 1)
-
-
-def check_numbers(schema: dict[str, Any]) -> None:
-    """llguidance keeps them as float64; bounds beyond 64 bits it brings back inside."""
-    bounds = (value for value in schema.values() if isinstance(value, int))
-    lost = [value for value in bounds if abs(value) < 2**63 - 1 and int(float(value)) != value]
-    values = values_in([schema.get("const"), schema.get("enum")])
-    lost += [value for value in values if isinstance(value, int) and abs(value) > 2**53]
-    if lost:
-        raise refused("json", f"the integer {short(lost[0])} has more digits than are told apart")
-
-
-def values_in(value: Any) -> Iterator[Any]:
-    """All of them, at any depth, also where a schema has data: a $ref can lead there."""
-    waiting = [value]
-    while waiting:
-        found = waiting.pop()
-        yield found
-        if isinstance(found, dict):
-            waiting += found.values()
-        elif isinstance(found, list):
-            waiting += found
 
 
 @functools.lru_cache(maxsize=NUM_TRIED)

@@ -14,7 +14,8 @@ from operator import itemgetter
 from reprlib import repr as short
 from typing import Any, Literal
 
-from infinilm.engine.grammar import check_enforceable, json_rule, loosened
+from infinilm.engine.grammar import check_enforceable, json_rule
+from infinilm.engine.grammar_schema import loosened
 from infinilm.engine.request import RequestError
 from infinilm.sampling import MAX_GRAMMAR_LENGTH, StructuredOutputsParams
 from infinilm.server.conversation import (

@@ -1,0 +1,128 @@
+"""JSON schemas, before llguidance has them: what it would take but not enforce, and what says nothing"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterator, Mapping
+from reprlib import repr as short
+from typing import Any
+
+import llguidance
+
+# Each is compared with every other, a fifth of a millisecond a pair.
+MAX_PATTERN_PROPERTIES = 64
+# Keywords of schemas under which there are others by name, those under which there is data, and those that
+# llguidance does not implement.
+NAMED_SCHEMAS = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
+DATA = {"const", "enum", "default", "examples"}
+UNKNOWN_KEYWORDS = {
+    *("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems"),
+    *("propertyNames", "dependencies", "dependentRequired", "dependentSchemas"),
+    *("unevaluatedItems", "unevaluatedProperties"),
+}
+FORMATS = (
+    *("date-time", "time", "date", "duration", "email", "idn-email", "hostname", "idn-hostname"),
+    *("ipv4", "ipv6", "uri", "uri-reference", "iri", "iri-reference", "uuid", "uri-template"),
+    *("json-pointer", "relative-json-pointer", "regex"),
+)
+UNKNOWN_PATTERN = re.compile(r"\(\?<?[=!]|\\[bB1-9]")  # looks around, or back at what was found
+
+
+def check_schema(schema: dict[str, Any]) -> None:
+    """What llguidance would take, but not enforce or not in bounded time."""
+    if "x-guidance" in schema:
+        raise ValueError("'x-guidance' is no keyword of JSON Schema; leave it out")
+    num_patterns = 0
+    for found in filter(lambda value: isinstance(value, dict), values_in(schema)):
+        if has_unknown_count(found):
+            raise ValueError("minProperties above 1 is only known for properties that are required")
+        check_numbers(found)
+        patterns = found.get("patternProperties")
+        num_patterns += len(patterns) if isinstance(patterns, dict) else 0
+    if num_patterns > MAX_PATTERN_PROPERTIES:
+        raise ValueError(f"{num_patterns} patternProperties, but {MAX_PATTERN_PROPERTIES} are the most")
+
+
+def has_unknown_count(schema: dict[str, Any]) -> bool:
+    """Keys that are not named may come twice, and then count twice."""
+    required, wanted = schema.get("required"), schema.get("minProperties")
+    num_required = len(set(map(str, required))) if isinstance(required, list) else 0
+    return isinstance(wanted, int) and wanted > max(num_required, 1)
+
+
+def check_numbers(schema: dict[str, Any]) -> None:
+    """llguidance keeps them as float64; bounds beyond 64 bits it brings back inside."""
+    bounds = (value for value in schema.values() if isinstance(value, int))
+    lost = [value for value in bounds if abs(value) < 2**63 - 1 and int(float(value)) != value]
+    values = values_in([schema.get("const"), schema.get("enum")])
+    lost += [value for value in values if isinstance(value, int) and abs(value) > 2**53]
+    if lost:
+        raise ValueError(f"the integer {short(lost[0])} has more digits than are told apart")
+
+
+def values_in(value: Any) -> Iterator[Any]:
+    """All of them, at any depth, also where a schema has data: a $ref can lead there."""
+    waiting = [value]
+    while waiting:
+        found = waiting.pop()
+        yield found
+        if isinstance(found, dict):
+            waiting += found.values()
+        elif isinstance(found, list):
+            waiting += found
+
+
+def drop_notes(schema: dict[str, Any]) -> None:
+    """Drop what holds a text to nothing, wherever it stands."""
+    for found in schemas_in(schema):
+        drop_own_notes(found)
+
+
+def drop_own_notes(schema: dict[str, Any]) -> None:
+    """Formats that are not known are notes, as JSON Schema has it; every name is a text."""
+    if isinstance(schema.get("format"), str) and schema["format"] not in known_formats():
+        del schema["format"]
+    if schema.get("propertyNames") in ({"type": "string"}, {}):
+        del schema["propertyNames"]
+    if schema.get("uniqueItems") is False:
+        del schema["uniqueItems"]
+
+
+@functools.cache
+def known_formats() -> frozenset[str]:
+    """Those of JSON Schema that llguidance enforces"""
+    schemas = {name: json.dumps({"type": "string", "format": name}) for name in FORMATS}
+    grammars = {name: llguidance.LLMatcher.grammar_from_json_schema(schemas[name]) for name in FORMATS}
+    return frozenset(name for name in FORMATS if not llguidance.LLMatcher.validate_grammar(grammars[name]))
+
+
+def loosened(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The schema without the keywords that cannot be enforced, and which these are; oneOf becomes anyOf."""
+    loose: dict[str, Any] = json.loads(json.dumps(schema))
+    dropped: set[str] = set()
+    is_referred_to = "/oneOf/" in json.dumps(loose)  # where a $ref leads through it, it keeps its name
+    for found in schemas_in(loose):
+        drop_own_notes(found)
+        hard = UNKNOWN_KEYWORDS & found.keys()
+        hard |= {"pattern"} if UNKNOWN_PATTERN.search(str(found.get("pattern", ""))) else set()
+        hard |= {"minProperties"} if has_unknown_count(found) else set()
+        for name in hard:
+            del found[name]
+        if "anyOf" not in found and "oneOf" in found and not is_referred_to:
+            found["anyOf"] = found.pop("oneOf")
+        dropped |= hard
+    return loose, sorted(dropped)
+
+
+def schemas_in(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """It and those inside, which may be changed meanwhile; data that looks like a schema is none."""
+    waiting = [schema]
+    while waiting:
+        found = waiting.pop()
+        yield found
+        for name, value in found.items():
+            named = name in NAMED_SCHEMAS and isinstance(value, dict)
+            inner = value.values() if named else value if isinstance(value, list) else [value]
+            waiting += [one for one in inner if isinstance(one, dict) and name not in DATA]
