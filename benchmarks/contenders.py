@@ -121,12 +121,12 @@ class Infinilm:
             self.streams.step()
 
     def serve(self) -> Times:
-        from infinilm.bench import Requests, serve
+        from infinilm.bench import Requests, answer_all
 
         task = self.task
         self.seed += 1  # other prompts each time, none of which the cache knows
         requests = Requests(task.num_streams, task.prompt, task.num_tokens, task.num_streams)
-        return Times(**vars(serve(self.engine, requests, self.seed)))
+        return Times(**vars(answer_all(self.engine, requests, self.seed)))
 
     def logits(self, token_ids: list[int]) -> Any:
         import torch

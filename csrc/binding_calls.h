@@ -124,7 +124,7 @@ template <class Args, class... P>
 Call bind_op(KernelOf<Args> kernel, nb::handle out, P... given) {
     Reading<Args> r;
     read_arguments(r, given...);
-    take_outputs(r, out);
+    const nb::object y = take_outputs(r, out);  // keeps a new one alive until the call does
     Call call;
     for (int i = 0; i < Args::kRoles.tensors; ++i) {
         call.owners.push_back(nb::borrow(r.owners[i]));

@@ -60,7 +60,8 @@ nb::object plain_output(const Tensor& promised, nb::handle like) {
     if (like.is_valid()) return g_torch.empty_like(like);
     nb::list sizes;
     for (int i = 0; i < promised.ndim; ++i) sizes.append(promised.shape[i]);
-    return g_torch.empty(sizes, nb::arg("dtype") = g_torch.dtypes[static_cast<int>(promised.dtype)]);
+    return g_torch.empty(sizes, nb::arg("dtype") = g_torch.dtypes[static_cast<int>(promised.dtype)],
+                         nb::arg("device") = g_torch.cpu);  // whatever device torch's default is
 }
 
 Tensor made_contiguous(Tensor t) {

@@ -26,7 +26,7 @@ struct ExchangeApi {
 
 struct TorchTypes {
     PyTypeObject *tensor = nullptr, *parameter = nullptr;
-    nb::handle is_grad_enabled, empty_like, empty, dtypes;  // dtypes in the order of DType
+    nb::handle is_grad_enabled, empty_like, empty, cpu, dtypes;  // dtypes in the order of DType
     const ExchangeApi* api = nullptr;
 } g_torch;
 

@@ -51,6 +51,7 @@ void use_torch(nb::handle torch, nb::handle dtypes, bool use_exchange) {
     g_torch.is_grad_enabled = kept(torch, "is_grad_enabled");
     g_torch.empty_like = kept(torch, "empty_like");
     g_torch.empty = kept(torch, "empty");
+    g_torch.cpu = nb::getattr(torch, "device")("cpu").release();
     g_torch.dtypes = dtypes.inc_ref();
     g_torch.api = nullptr;
     const nb::handle tensor_type(reinterpret_cast<PyObject*>(g_torch.tensor));

@@ -70,6 +70,14 @@ def check_device(function: str, device: torch.device | str | None) -> None:
         raise kind(f"{function}: device must be a device or its name, but is {device!r}") from None
 
 
+def check_places(function: str, name: str, tensor: torch.Tensor) -> None:
+    """Each result needs a place of its own, which an expanded tensor does not have."""
+    shared = (step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+    if tensor.numel() and any(shared):
+        steps = f"shape {tuple(tensor.shape)} and strides {tensor.stride()}"
+        raise ValueError(f"{function}: {name} has one place for several results, with {steps}; call clone")
+
+
 def check_usable(device: torch.device | str | None) -> None:
     """Whether tensors can be made there; None is the CPU."""
     try:

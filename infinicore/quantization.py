@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from infinicore import _native
 from infinicore.block_formats import DEQUANTIZERS, QUANTIZERS
@@ -211,8 +212,9 @@ class PackedTensor(QuantizedTensor):
         return _native.activation_span(self.type.ggml_id)
 
     def unpack(self) -> QuantizedTensor:
-        blocks = torch.empty(self.shape[0], self.type.bytes_per_row(self.shape[1]), dtype=torch.uint8)
-        _native.unpack_rows(blocks, self.blocks, self.type.ggml_id)
+        with torch._C._DisableFuncTorch(), _disable_current_modes():  # to a transform this is a constant
+            blocks = aligned_bytes(self.shape[0], self.type.bytes_per_row(self.shape[1]))
+            _native.unpack_rows(blocks, self.blocks, self.type.ggml_id)
         return QuantizedTensor(blocks, self.type, self.shape)
 
     def pack(self, activation_bits: int = 8) -> "PackedTensor":
@@ -223,7 +225,7 @@ class PackedTensor(QuantizedTensor):
 
     def part(self, begin: int, end: int) -> "PackedTensor":
         if begin % PACKED_ROWS or (end % PACKED_ROWS and end < self.shape[0]):
-            return self.rows(torch.arange(begin, end))
+            return self.rows(torch.arange(begin, end, device=self.device))
         panels = self.blocks[begin // PACKED_ROWS : -(-end // PACKED_ROWS)]
         return replace(self, blocks=panels, shape=(end - begin, self.shape[1]))
 

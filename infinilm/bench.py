@@ -91,23 +91,25 @@ def measure_latency(
     llama, _ = load_model(model, **options)  # type: ignore[arg-type]
     load_seconds = time.perf_counter() - start
     check_context(llama, workload)
-    prompts = random_prompts(llama.config.vocab_size, workload.prompt_length, workload.batch_size, seed=1)
-    lockstep = Lockstep(llama, prompts, workload.output_length)
+    return {
+        **measure_rounds(llama, workload),
+        "load_seconds": Measured((load_seconds,)),
+        "peak_memory_bytes": Measured((peak_memory(llama.device),)),  # before the bandwidth's own buffer
+        **measure_limits(llama.device, workload.num_rounds),
+    }
+
+
+def measure_rounds(model: LlamaForCausalLM, workload: Workload) -> dict[str, Measured]:
+    prompts = random_prompts(model.config.vocab_size, workload.prompt_length, workload.batch_size, seed=1)
+    lockstep = Lockstep(model, prompts, workload.output_length)
     rounds = [run_once(lockstep, workload) for _ in range(workload.num_rounds + 1)][1:]
     gaps = [run.gap for run in rounds if run.gap is not None]
-    memory = peak_memory(llama.device)  # before the bandwidth's own buffer
-    bandwidth = [memory_bandwidth(llama.device) for _ in range(workload.num_rounds)]
-    products = [product_rate() for _ in range(workload.num_rounds) if llama.device.type == "cpu"]
     num_prompt = workload.batch_size * workload.prompt_length
     num_decoded = workload.batch_size * (workload.output_length - 1)
     return {
         "prefill_tokens_per_second": Measured(tuple(num_prompt / run.prefill for run in rounds)),
         "decode_tokens_per_second": Measured(tuple(num_decoded / run.decode for run in rounds)),
         **({"python_microseconds_per_step": Measured(tuple(1e6 * gap for gap in gaps))} if gaps else {}),
-        "load_seconds": Measured((load_seconds,)),
-        "peak_memory_bytes": Measured((memory,)),
-        "read_bandwidth_bytes_per_second": Measured(tuple(bandwidth)),
-        **({"byte_products_per_second": Measured(tuple(products))} if products else {}),
     }
 
 
@@ -214,7 +216,7 @@ class Requests:
 
 
 @dataclass(frozen=True)
-class Served:
+class Answered:
     """Some requests: the seconds that all took, of each up to its first token, and between tokens."""
 
     seconds: float
@@ -226,23 +228,24 @@ def measure_throughput(requests: Requests, model: str | None = None, **options: 
     """Random prompts in, end-of-text ignored, at most so many requests in the engine at once."""
     given = {name: value for name, value in options.items() if value is not None}
     llm = LLM(model, **{"max_num_seqs": requests.concurrency} | given)
-    serve(llm.engine, replace(requests, num_prompts=requests.concurrency, input_len=8, output_len=2), seed=0)
-    served = serve(llm.engine, requests, seed=1)
+    warm_up = replace(requests, num_prompts=requests.concurrency, input_len=8, output_len=2)
+    answer_all(llm.engine, warm_up, seed=0)
+    answered = answer_all(llm.engine, requests, seed=1)
     num_input, num_output = (
         requests.num_prompts * length for length in (requests.input_len, requests.output_len)
     )
     return {
         **vars(requests),
-        "elapsed_seconds": served.seconds,
-        "requests_per_second": requests.num_prompts / served.seconds,
-        "total_tokens_per_second": (num_input + num_output) / served.seconds,
-        "output_tokens_per_second": num_output / served.seconds,
-        "time_to_first_token_seconds": spread_of(served.first),
-        "inter_token_latency_seconds": spread_of(served.gaps),
+        "elapsed_seconds": answered.seconds,
+        "requests_per_second": requests.num_prompts / answered.seconds,
+        "total_tokens_per_second": (num_input + num_output) / answered.seconds,
+        "output_tokens_per_second": num_output / answered.seconds,
+        "time_to_first_token_seconds": spread_of(answered.first),
+        "inter_token_latency_seconds": spread_of(answered.gaps),
     }
 
 
-def serve(engine: Engine, requests: Requests, seed: int) -> Served:
+def answer_all(engine: Engine, requests: Requests, seed: int) -> Answered:
     check_room(engine, requests)
     vocab_size = engine.model.config.vocab_size
     waiting = deque(random_prompts(vocab_size, requests.input_len, requests.num_prompts, seed))
@@ -259,7 +262,7 @@ def serve(engine: Engine, requests: Requests, seed: int) -> Served:
             times[request.request_id].append(time.perf_counter())
     seconds = time.perf_counter() - start
     gaps = [[b - a for a, b in pairwise(moments)] for moments in times.values()]
-    return Served(seconds, [own[0] for own in gaps], [gap for own in gaps for gap in own[1:]])
+    return Answered(seconds, [own[0] for own in gaps], [gap for own in gaps for gap in own[1:]])
 
 
 def check_room(engine: Engine, requests: Requests) -> None:
@@ -273,6 +276,16 @@ def check_room(engine: Engine, requests: Requests) -> None:
 
 
 # ---- the machine -------------------------------------------------------------------------------------------
+
+
+def measure_limits(device: torch.device, num_rounds: int) -> dict[str, Measured]:
+    """What the machine reads, and a CPU multiplies, at the most"""
+    bandwidth = [memory_bandwidth(device) for _ in range(num_rounds)]
+    products = [product_rate() for _ in range(num_rounds) if device.type == "cpu"]
+    return {
+        "read_bandwidth_bytes_per_second": Measured(tuple(bandwidth)),
+        **({"byte_products_per_second": Measured(tuple(products))} if products else {}),
+    }
 
 
 def memory_bandwidth(device: torch.device) -> float:

@@ -41,6 +41,8 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 # Models that have no window, whatever size their config.json gives one, as files made from another model's
 # do. Their GGUF files may be Mistral's, which has one; those have no model_type.
 WITHOUT_WINDOW = ("granite", "llama", "olmo2", "olmoe")
+# Models whose layers all look equally far back, whatever layer_types say.
+WITH_EQUAL_LAYERS = (*WITHOUT_WINDOW, "mixtral", "phi3")
 MAX_TOKEN_ID = (1 << 31) - 1
 
 # Keys of config.json that would change the computation in ways unknown here, and their harmless values;
@@ -175,8 +177,10 @@ class LlamaConfig:
         }
         given["torch_dtype"] = content.get("torch_dtype")
         config = cls(**{**given, **rope_keys(content)})
-        if content.get("model_type") in WITHOUT_WINDOW and config.layer_types is None:
+        if content.get("model_type") in WITHOUT_WINDOW:
             config._set(sliding_window=None)
+        if content.get("model_type") in WITH_EQUAL_LAYERS:
+            config._set(layer_types=None)
         return config
 
     @classmethod

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from reprlib import repr as short
@@ -14,6 +15,7 @@ MAX_CONFIG_BYTES = 1 << 18
 # A tensor takes about six values. Without this cap brackets alone would become gigabytes of lists.
 MAX_JSON_VALUES = 1 << 19
 MAX_NAME_LENGTH = 1024
+NUMBERS = (float, list)  # what may be, or hold, a number that is not finite
 
 SPLIT_NAME = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
 
@@ -110,17 +112,19 @@ def expanded(path: str | Path, error: type[ValueError]) -> Path:
         raise error(f"{path}: {reason}") from reason
 
 
-def parse_object(raw: bytes, source: object, error: type[ValueError]) -> dict[str, Any]:
+def parse_object(
+    raw: bytes, source: object, error: type[ValueError], max_values: int = MAX_JSON_VALUES
+) -> dict[str, Any]:
     """The object that JSON from a stranger describes; `source` is what errors call it."""
-    value = parse_json(raw, source, error)
+    value = parse_json(raw, source, error, max_values)
     if not isinstance(value, dict):
         raise error(f"{source}: its JSON is a {type(value).__name__}, not an object")
     return value
 
 
-def parse_json(raw: bytes, source: object, error: type[ValueError]) -> Any:
-    if raw.count(b",") > MAX_JSON_VALUES:
-        raise error(f"{source}: its JSON has more than {MAX_JSON_VALUES} values")
+def parse_json(raw: bytes, source: object, error: type[ValueError], max_values: int = MAX_JSON_VALUES) -> Any:
+    if raw.count(b",") > max_values:
+        raise error(f"{source}: its JSON has more than {max_values} values")
     try:
         return json.loads(raw.decode("utf-8"), object_pairs_hook=_checked)
     except (ValueError, RecursionError) as reason:
@@ -128,21 +132,21 @@ def parse_json(raw: bytes, source: object, error: type[ValueError]) -> Any:
 
 
 def _checked(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        raise ValueError(f"key {quoted(max(counts, key=counts.__getitem__))} appears twice")
     for key, value in pairs:
-        if key in found:
-            raise ValueError(f"key {quoted(key)} appears twice")
-        if not _is_finite(value):
+        if type(value) in NUMBERS and not _is_finite(value):
             raise ValueError(f"key {quoted(key)} is {short(value)}, but JSON has finite numbers alone")
-        found[key] = value
     return found
 
 
-def _is_finite(value: Any) -> bool:
+def _is_finite(value: float | list[Any]) -> bool:
     """No NaN and no infinity, which Python takes for JSON and makes of 1e400; objects were checked before."""
-    if isinstance(value, list):
-        return all(map(_is_finite, value))
-    return not isinstance(value, float) or math.isfinite(value)
+    if isinstance(value, list):  # of which a tokenizer has half a million, of two texts each
+        return all(_is_finite(item) for item in value if type(item) in NUMBERS)
+    return math.isfinite(value)
 
 
 def quoted(name: str) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Sequence
+from reprlib import repr as short
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from infinicore import get_num_threads
+from infinicore.checks import integer, positive, sizes
 from infinicore.quantization import PackedTensor
 from infinilm.batch import Stream
 from infinilm.cache import BlockShape, PagedCache
@@ -75,7 +77,7 @@ class GenerationMixin:
         rows, prompts = as_prompts(input_ids, attention_mask, pad)
         is_greedy = not do_sample if do_sample is not None else not (temperature or top_k or top_p or min_p)
         params = SamplingParams(
-            max_tokens=max_new_tokens,
+            max_tokens=positive("generate", "max_new_tokens", max_new_tokens),
             temperature=0.0 if is_greedy else 1.0 if temperature is None else temperature,
             top_k=top_k or 0,
             top_p=1.0 if top_p is None else top_p,
@@ -151,12 +153,13 @@ class GenerationMixin:
         return drawn
 
     def eos_ids(self, given: int | Sequence[int] | None) -> tuple[int, ...]:
-        if given is None:
-            return self.config.eos_token_ids
-        return (given,) if isinstance(given, int) else tuple(given)
+        return self.config.eos_token_ids if given is None else sizes("generate", "eos_token_id", given)
 
     def pad_id(self, given: int | None) -> int:
-        candidates = (given, self.config.pad_token_id, *self.config.eos_token_ids, 0)
+        """The model never sees it, so that any number that is given will do."""
+        if given is not None:
+            return integer("generate", "pad_token_id", given)
+        candidates = (self.config.pad_token_id, *self.config.eos_token_ids, 0)
         return next(i for i in candidates if i is not None and 0 <= i < self.config.vocab_size)
 
 
@@ -178,19 +181,34 @@ def as_prompts(
 ) -> tuple[Tensor, list[list[int]]]:
     """The rows [B, S] that the result begins with, and the token ids of each prompt without its padding"""
     if isinstance(input_ids, Tensor):
-        if input_ids.dim() != 2 or input_ids.numel() == 0:
-            raise ValueError(
-                f"input_ids must be [batch, seq] and not empty, but are {tuple(input_ids.shape)}"
-            )
-        rows = input_ids.cpu()
-        is_real = torch.ones_like(rows) if attention_mask is None else attention_mask.cpu()
-        if is_real.shape != rows.shape or not bool(is_real.bool().any(1).all()):
-            raise ValueError(
-                f"attention_mask must be {tuple(rows.shape)} as input_ids are, with a token in each row"
-            )
-        return rows, [row[real.bool()].tolist() for row, real in zip(rows, is_real, strict=True)]
-    if not input_ids or any(len(prompt) == 0 for prompt in input_ids):
+        return as_rows(input_ids, attention_mask)
+    if attention_mask is not None:
+        raise ValueError("attention_mask is for input_ids in a tensor; lists of ids have no padding")
+    prompts = as_lists(input_ids)
+    length = max(map(len, prompts))
+    return torch.tensor([[pad_id] * (length - len(prompt)) + prompt for prompt in prompts]), prompts
+
+
+def as_rows(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, list[list[int]]]:
+    is_whole = not (input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool)
+    if input_ids.dim() != 2 or input_ids.numel() == 0 or not is_whole:
+        found = f"{tuple(input_ids.shape)} of {input_ids.dtype}"
+        raise ValueError(f"input_ids must be [batch, seq] of integers and not empty, but are {found}")
+    rows = input_ids.cpu()
+    is_real = torch.ones_like(rows) if attention_mask is None else torch.as_tensor(attention_mask).cpu()
+    if is_real.shape != rows.shape or not bool(is_real.bool().any(1).all()):
+        raise ValueError(
+            f"attention_mask must be {tuple(rows.shape)} as input_ids are, with a token in each row"
+        )
+    return rows, [row[real.bool()].tolist() for row, real in zip(rows, is_real, strict=True)]
+
+
+def as_lists(input_ids: Sequence[Sequence[int]]) -> list[list[int]]:
+    try:
+        prompts = [[integer("generate", "a token id", i) for i in prompt] for prompt in input_ids]
+    except TypeError:
+        wanted = "a tensor [batch, seq] or lists of token ids"
+        raise TypeError(f"input_ids must be {wanted}, but are {short(input_ids)}") from None
+    if not prompts or not all(prompts):
         raise ValueError("input_ids must hold at least one prompt, and every prompt at least one token")
-    length = max(map(len, input_ids))
-    padded = [[pad_id] * (length - len(prompt)) + list(prompt) for prompt in input_ids]
-    return torch.tensor(padded), [list(prompt) for prompt in input_ids]
+    return prompts

@@ -26,16 +26,18 @@ from infinilm.folder import PartName, expanded, is_later_part
 
 CHUNK_SIZE = 1 << 20
 
-# "org/name", or one GGUF model of it: "org/name:Q4_K_M", "org/name/file.gguf".
+# "org/name", or one GGUF model of it: "org/name:Q4_K_M", "org/name/file.gguf", "org/name:file.gguf".
 HUGGING_FACE_ID = re.compile(
-    r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(:(?P<quantization>\w+)|/(?P<file>(\w[\w.-]*/)*\w[\w.-]*\.gguf))?"
+    r"(?P<repository>\w[\w.-]*/\w[\w.-]*)"
+    r"([:/](?P<file>(\w[\w.-]*/)*\w[\w.-]*\.gguf)|:(?P<quantization>\w[\w.-]*))?"
 )
 
 DIGITS = "[0-9]" * 5  # in the name of a part of a split file
 
-# Weights that are not safetensors may run code when loaded; "consolidated" files are the same weights again.
+# Weights that are not safetensors may run code when loaded; "consolidated" files are the same weights again;
+# "mmproj", named by a quantization too, is what a model sees with.
 WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
-UNWANTED_FILES = ["consolidated*", "original/*"]
+UNWANTED_FILES = ["consolidated*", "original/*", "*mmproj*"]
 
 
 class ModelNotFoundError(ValueError):
@@ -312,7 +314,7 @@ def _gguf_of(repository: str, patterns: list[str]) -> Path:
     """The file of the one model that matches; of a split one the first, and the others are beside it."""
     folder = _snapshot(repository, patterns)
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*.gguf"))}
-    matching = [name for name in files if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+    matching = [name for name in files if _is_any(name, patterns) and not _is_any(name, UNWANTED_FILES)]
     found = [name for name in matching if not is_later_part(name)]
     if len(found) != 1:
         which = f" ({', '.join(found)})" if found else ""
@@ -321,6 +323,10 @@ def _gguf_of(repository: str, patterns: list[str]) -> Path:
             f"name the one you want, as in '{repository}/file.gguf'"
         )
     return files[found[0]]
+
+
+def _is_any(name: str, patterns: list[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _snapshot(repository: str, patterns: list[str]) -> Path:

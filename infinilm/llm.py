@@ -177,25 +177,28 @@ class LLM:
         text = request.new_text()  # a step may bring several tokens, which are told apart here
         with closing(self._steps([request])) as steps:  # it ends with its caller, whoever still holds it
             for _ in steps:
-                start = completion.num_prompt + text.num_tokens
-                for token in completion.token_ids[start:]:
+                with self._lock:  # in other threads' steps a last token is there before the end that it is
+                    tokens = completion.token_ids[completion.num_prompt + text.num_tokens :]
+                    num_drawn, has_ended = completion.num_drawn, completion.finish_reason is not None
+                for token in tokens:
                     num_shown = len(text.text)
                     is_shown = checked.include_stop_str_in_output or token not in completion.stop_ids
                     text.add(token, is_shown)
-                    is_last = text.num_tokens == completion.num_drawn
-                    if is_last and completion.finish_reason is not None:
+                    if has_ended and text.num_tokens == num_drawn:
                         text.finish()
                     yield token, text.text[num_shown:]
 
     def save_prefixes(self, path: str | Path) -> int:
         """Write what the cache knows to a file, for another process with this model; the number of blocks"""
+        engine = self.engine  # before its lock: a fork has another of both
         with self._lock:
-            return self.engine.save_prefixes(path)
+            return engine.save_prefixes(path)
 
     def load_prefixes(self, path: str | Path) -> int:
         """Take over saved prefixes, as far as there is room; ValueError if they are of another model."""
+        engine = self.engine
         with self._lock:
-            return self.engine.load_prefixes(path)
+            return engine.load_prefixes(path)
 
     def _finish(self, requests: list[Request], use_tqdm: bool) -> None:
         is_shown = use_tqdm and len(requests) > 1
@@ -225,17 +228,17 @@ class LLM:
                         raise request.error
                 yield ended
         finally:  # an error, an interrupt, a caller who stopped listening
-            self._give_up(running)
+            if engine is self._engine:  # which a fork has since taken another for
+                self._give_up(running)
 
     def _give_up(self, request_ids: Iterable[str]) -> None:
         """Whoever runs a step at this moment, perhaps this very thread, will forget them before the next."""
         self._unwanted += request_ids
-        if self._lock.acquire(blocking=False):
-            try:
+        if not self._lock.locked():
+            with self._lock:  # an interrupt between acquire() and a try would leave it locked
                 self._forget_unwanted()
-            finally:
-                self._lock.release()
 
     def _forget_unwanted(self) -> None:
         while self._unwanted:
-            self.engine.abort(self._unwanted.pop())
+            self._engine.abort(self._unwanted[0])
+            del self._unwanted[0]  # not before it is done, which an interrupt may prevent

@@ -46,6 +46,8 @@ KEYS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
 }
 # Keys that name the type, or repeat what the config itself says.
 COMMON_KEYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+# Keys of other programs, in files of DeepSeek and of those who made yarn; transformers passes them over.
+FOREIGN_KEYS = frozenset({"attn_factor", "finetuned"})
 EVERY_KEY = frozenset().union(*(required | optional for required, optional in KEYS.values()))
 INITIAL_LENGTH = 512
 MAX_POSITION = 1 << 28
@@ -260,7 +262,8 @@ def checked_scaling(scaling: Mapping[str, Any] | None, rotary_dim: int) -> dict[
     if scaling is None:
         return {"rope_type": "default"}
     rope_type = rope_type_of(scaling)
-    given = {key: value for key, value in scaling.items() if key not in COMMON_KEYS and value is not None}
+    aside = COMMON_KEYS | FOREIGN_KEYS
+    given = {key: value for key, value in scaling.items() if key not in aside and value is not None}
     check_keys(rope_type, set(given))
     checked = {
         key: checked_value(f"rope_scaling: {key}", key, value, rotary_dim) for key, value in given.items()

@@ -232,6 +232,17 @@ def test_what_a_token_does_not_see_may_be_nan_and_its_blocks_nowhere(
         assert torch.equal(attend(q, spoilt, [place], window), wanted) and wanted.isfinite().all()
 
 
+def test_a_gradient_through_a_cache_is_that_of_plain_attention_whatever_lies_in_empty_slots() -> None:
+    q, k, v = (torch.randn(5, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    pools = torch.full((1, 2, 1, 8, 16), torch.nan).double(), torch.full((1, 2, 16, 8), torch.nan).double()
+    places = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(5, dtype=torch.int64), torch.arange(5)
+    ops.store_kv(*pools, k, v, *places, out=pools)
+    found = torch.autograd.grad(ops.attention(q, *pools, *places, 8**-0.5, 0).sum(), (q, k, v))
+    heads = (t.transpose(0, 1) for t in (q, k, v))
+    plain = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+    torch.testing.assert_close(found, torch.autograd.grad(plain.sum(), (q, k, v)))
+
+
 def only_seen(
     keys: Tensor, values: Tensor, tables: Tensor, stream: int, slots: range
 ) -> tuple[Tensor, Tensor, Tensor]:

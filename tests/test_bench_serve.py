@@ -294,7 +294,6 @@ def test_the_command_prints_a_table_of_clients(
         (["--request-rate", "0"], "--request-rate must be above 0"),
         (["--num-prompts", "0"], "num-prompts must be at least 1"),
         (["--token-ids", "5", "--endpoint", "chat"], "--token-ids needs --endpoint completions"),
-        (["--extra-body", "[]"], "--extra-body must be a JSON object"),
         (["--chart", "/nowhere/at/all.png"], "--chart"),
     ],
 )
@@ -303,6 +302,14 @@ def test_what_is_wrong_is_told_in_a_line(
 ) -> None:
     assert cli.main(["bench", "serve", *arguments]) == 1
     assert told in capsys.readouterr().err.strip()
+
+
+def test_a_chart_that_could_not_be_drawn_is_refused_before_any_load(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    assert cli.main(["bench", "serve", "--chart", str(tmp_path / "load.table")]) == 1
+    assert "--chart: 'load.table' must end in one of" in capsys.readouterr().err
 
 
 def test_a_model_that_is_not_there_ends_it_at_the_first_request(

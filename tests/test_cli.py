@@ -113,7 +113,14 @@ def test_chat_keeps_the_conversation_and_obeys_commands(
 
 
 def test_chat_ends_at_the_end_of_its_input(here: Here, tiny_folder: Path) -> None:
-    assert here("chat", "--model", str(tiny_folder), stdin="").returncode == 0
+    result = here("chat", "--model", str(tiny_folder), stdin="")
+    assert (result.returncode, result.stdout) == (0, "")
+
+
+def test_a_chat_through_pipes_prints_answers_alone(here: Here, tiny_folder: Path) -> None:
+    options = ("--model", str(tiny_folder), "--max-tokens", "4")
+    alone = here("generate", "Hello", *options).stdout
+    assert here("chat", *options, stdin="Hello\n/reset\nHello\n").stdout == 2 * alone
 
 
 def test_a_model_without_a_chat_template_completes_and_does_not_chat(here: Here, tmp_path: Path) -> None:
@@ -172,6 +179,12 @@ def test_a_warning_is_one_line_without_a_place_in_the_sources(tiny_folder: Path)
     first, second = result.stderr.splitlines()
     assert first.startswith(f"infinilm: warning: {tiny_folder}: 2 of 16 matrices stay dense: ")
     assert "keys and values" in second
+
+
+def test_what_is_logged_is_told_as_warnings_are(default_model_path: Path) -> None:
+    result = infinilm("generate", "x", "--packed-cache", "/proc/none", "--max-tokens", "1")
+    assert result.returncode == 0
+    assert result.stderr.startswith("infinilm: warning: /proc/none/")
 
 
 def generated_within_2_gib(*options: str) -> subprocess.CompletedProcess[str]:
@@ -264,7 +277,28 @@ def test_guesses_change_no_text(tiny_folder: Path, capsys: pytest.CaptureFixture
 
 def test_unknown_commands_are_a_usage_error() -> None:
     assert infinilm("fly").returncode == 2
-    assert "json_object value: 'ngram'" in infinilm("chat", "--speculative-config", "ngram").stderr
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (("chat", "--speculative-config", "ngram"), "must be a JSON object, but is 'ngram'"),
+        (("bench", "serve", "--extra-body", "[]"), "must be a JSON object, but is '[]'"),
+        (
+            ("bench", "serve", "--goodput", "p99:3"),
+            "must be ttft:SECONDS or itl:SECONDS, above 0, but is 'p99:3'",
+        ),
+        (("bench", "serve", "--goodput", "ttft:nan"), "but is 'ttft:nan'"),
+        (("generate", os.fsdecode(b"sch\xf6n")), "must be text in utf-8, but has the byte 0xf6 at 3"),
+        (("chat", "--system", os.fsdecode(b"\xff")), "must be text in utf-8, but has the byte 0xff at 0"),
+    ],
+)
+def test_a_wrong_value_is_told_with_what_is_wanted(
+    arguments: tuple[str, ...], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert capsys.readouterr().err.endswith(f"{expected}\n")
 
 
 def test_nonsense_in_the_environment_is_one_line() -> None:
@@ -450,6 +484,14 @@ def test_pasted_lines_are_one_message_and_control_d_leaves(
         terminal.read_to("> ")
         asked = json.loads((tmp_path / "saved.json").read_text())[::2]
         assert [message["content"] for message in asked] == ["One,\ntwo,\n/three", "/four"]
+        assert terminal.leave("\x04") == 0
+
+
+def test_a_dumb_terminal_is_sent_no_codes(default_model_path: Path) -> None:
+    with Terminal("dumb", "--max-tokens", "3") as terminal:
+        assert "\x1b" not in terminal.read_to("> ") + terminal.shown.decode()
+        terminal.type("Hello\r")
+        assert "\x1b" not in terminal.read_to("> ")
         assert terminal.leave("\x04") == 0
 
 

@@ -244,11 +244,13 @@ def test_packed_experts_whose_rows_do_not_fill_panels_take_the_reference_and_are
     assert_near(found, plain_loop(x, ids, shares, (gate, up, down)), 1e-7)
 
 
-def test_an_expert_that_does_not_exist_is_named() -> None:
+@pytest.mark.parametrize("is_learning", [False, True])
+@pytest.mark.parametrize("expert", [8, -1, 2**40])
+def test_an_expert_that_does_not_exist_is_named(expert: int, is_learning: bool) -> None:
     weights = mixture("f32", 64, 96)
-    ids = torch.tensor([[0, 1], [2, 8]])
-    with pytest.raises(IndexError, match=r"experts: id 8 \(element 3\) is outside \[0, 8\)"):
-        ops.experts(inputs(2, weights), ids, torch.ones(2, 2), weights, NO_BIASES, "silu")
+    x, ids = inputs(2, weights).requires_grad_(is_learning), torch.tensor([[0, 1], [2, expert]])
+    with pytest.raises(IndexError, match=rf"experts: id {expert} \(element 3\) is outside \[0, 8\)"):
+        ops.experts(x, ids, torch.ones(2, 2), weights, NO_BIASES, "silu")
 
 
 # ---- bits ----

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
 
 from infinicore.nn import functional as F
 from infinicore.nn.functional import RopeAlgo
@@ -484,6 +486,10 @@ def test_what_torch_traces_or_carries_derivatives_through_is_what_torch_computes
     x, tangent = random(3, 8), random(3, 8, seed=1)
     traced = torch.jit.trace(F.silu, x)
     torch.testing.assert_close(traced(tangent), torch.nn.functional.silu(tangent))
+    torch.testing.assert_close(make_fx(lambda x: F.silu(x))(x)(tangent), torch.nn.functional.silu(tangent))
+    with FlopCounterMode(display=False) as counter:
+        F.linear(x, tangent)
+    assert counter.get_total_flops() == 2 * 3 * 3 * 8
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(x, tangent)
         found = torch.autograd.forward_ad.unpack_dual(F.silu(dual)).tangent

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from infinilm.engine.grammar import GrammarCompiler, Matcher
 from infinilm.engine.grammar_schema import loosened
+from infinilm.engine.grammar_trial import COMPILE_STACK, call_with_stack
 from infinilm.engine.request import RequestError
 from infinilm.sampling import StructuredOutputsParams
 from infinilm.tokenizer import Tokenizer
@@ -482,6 +483,20 @@ def test_other_threads_run_while_a_mask_is_computed(tiny: Case) -> None:
         sys.setswitchinterval(interval)
         other.join()
     assert was_seen
+
+
+def test_threads_have_the_stacks_they_had_however_many_grammars_are_compiled_at_once() -> None:
+    def call() -> None:
+        for _ in range(50):
+            call_with_stack(COMPILE_STACK, lambda: None)
+
+    before = threading.stack_size()
+    callers = [threading.Thread(target=call) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert threading.stack_size() == before
 
 
 # --- Grammars that ask for too much -------------------------------------------------------------------------

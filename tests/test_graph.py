@@ -353,6 +353,13 @@ def test_an_arena_serves_one_thread_at_a_time() -> None:
         pool.submit(Graph.record, lambda: ops.silu(x), arena).result()
 
 
+def test_an_embedding_that_could_learn_is_recorded_with_its_padding_row() -> None:
+    table, ids = nn.Embedding(5, 8, padding_idx=1).requires_grad_(), torch.tensor([1, 2])
+    graph = Graph.record(lambda: table(ids))
+    ids.fill_(4)
+    assert torch.equal(graph.replay(), table.weight.detach()[ids])
+
+
 def test_a_replay_within_a_recording_is_refused() -> None:
     x = torch.randn(4, 8)
     graph = Graph.record(lambda: ops.silu(x))

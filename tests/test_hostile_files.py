@@ -120,6 +120,11 @@ def tokenizer(**changes: Any) -> Callable[[Path], None]:
     return write("tokenizer.json", json.dumps(tiny_tokenizer() | changes))
 
 
+def added_token(token_id: int, content: str) -> dict[str, Any]:
+    flags = dict.fromkeys(("special", "single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": token_id, "content": content} | flags
+
+
 def sentencepiece_model(make: Callable[[], bytes]) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         (folder / "tokenizer.json").unlink()
@@ -433,12 +438,7 @@ ROWS |= {
         "the tokenizer has token ids up to 40, but the model 40 rows",
     ),
     "added token beyond the rows": Row(
-        tokenizer(
-            added_tokens=[
-                {"id": 40, "content": "<pad>"}
-                | dict.fromkeys(("special", "single_word", "lstrip", "rstrip", "normalized"), False)
-            ]
-        ),
+        tokenizer(added_tokens=[added_token(40, "<pad>")]),
         "the tokenizer has token ids up to 40, but the model 40 rows",
     ),
     "settings that add a token beyond the rows": Row(
@@ -467,6 +467,65 @@ ROWS |= {
             }
         ),
         "may make a text .* times longer",
+    ),
+    "a unigram piece that the library would end the process with": Row(
+        tokenizer(model={"type": "Unigram", "unk_id": 0, "vocab": [["a", 0.0], ["x" * 1_000_000, -1.0]]}),
+        "tokenizer.json: token 1 is .*, but a token has at most 512 characters",
+        64,
+    ),
+    "a unigram tree of three million": Row(
+        tokenizer(
+            model={
+                "type": "Unigram",
+                "unk_id": 0,
+                "vocab": [["a", 0.0], *([f"{index:05}" + "y" * 500, -1.0] for index in range(6_000))],
+            }
+        ),
+        "tokenizer.json: its pieces have 30.* beginnings, but at most 2097152",
+    ),
+    "a table of characters of eight gigabytes": Row(
+        tokenizer(normalizer={"type": "Precompiled", "precompiled_charsmap": "/////wAA"}),
+        "tokenizer.json: its table of characters has 6 bytes, 4294967295 of them for keys",
+        64,
+    ),
+    "an added token of two megabytes": Row(
+        tokenizer(added_tokens=[added_token(40, "x" * 2_000_000)]),
+        "tokenizer.json: tokens that are special or whole have 2000000 beginnings, but 262144",
+    ),
+    "an added token of which nothing is left, for which the library looks without end": Row(
+        tokenizer(
+            normalizer={"type": "StripAccents"},
+            added_tokens=[added_token(39, "\u0301") | {"normalized": True}],
+        ),
+        "tokenizer.json: added token .* but must be more than the normalizer removes",
+        64,
+    ),
+    "an added token of white space that takes more of it": Row(
+        tokenizer(added_tokens=[added_token(39, " ") | {"rstrip": True}]),
+        "tokenizer.json: added token .* and than white space that takes more of it",
+    ),
+    "an ending for every letter, behind a beginning that is allowed": Row(
+        tokenizer(
+            model=tiny_tokenizer()["model"]
+            | {"continuing_subword_prefix": "a", "end_of_word_suffix": "x" * 1_000_000}
+        ),
+        "tokenizer.json: model: 'x.* is put to every character",
+    ),
+    "a merge that the library would cut a character of, and end the process": Row(
+        tokenizer(
+            model={
+                "type": "BPE",
+                "continuing_subword_prefix": "##",
+                "vocab": {"##a": 0, "é": 1, "日": 2},
+                "merges": [["##a", "é"], ["##a", "日"]],
+            }
+        ),
+        "tokenizer.json: model: a merge has 'é' on its right, which does not begin with",
+        64,
+    ),
+    "a tokenizer that says a thing twice": Row(
+        write("tokenizer.json", lambda: json.dumps(tiny_tokenizer())[:-1] + ', "normalizer": null}'),
+        "tokenizer.json: not valid JSON: key 'normalizer' appears twice",
     ),
     "index too large": Row(
         index(lambda: '{"weight_map": {"x": "' + "x" * 20_000_000 + '"}}'),
@@ -560,7 +619,7 @@ ROWS |= {
         sentencepiece_model(
             lambda: model_file(*good_pieces(), *(piece(f"{i:x}z", kind=4) for i in range(400_000)))
         ),
-        "tokenizer.model: 400003 tokens are special or whole, but 16384 is the limit",
+        "tokenizer.model: 400003 tokens are special or whole, but 32768 is the limit",
         250,
     ),
     "sentencepiece, pieces of one letter": Row(

@@ -458,6 +458,20 @@ def test_a_gguf_file_is_named_by_its_quantization(tmp_path, hugging_face, quanti
     assert resolve(f"org/name:{quantization}") == tmp_path / file
 
 
+@pytest.mark.parametrize("quantization", ["UD-Q4_K_XL", "Q4_K_XL", "m-UD-Q4_K_XL.gguf"])
+def test_a_gguf_file_is_named_as_other_programs_have_it(tmp_path, hugging_face, quantization):
+    """llama.cpp with its quantization, of which some have a dash, and Ollama with its name too"""
+    hugging_face("m-UD-Q4_K_XL.gguf", "m-Q4_K_M.gguf")
+    assert resolve(f"org/name:{quantization}") == tmp_path / "m-UD-Q4_K_XL.gguf"
+
+
+def test_what_a_model_sees_with_is_not_taken_for_the_model(tmp_path, hugging_face):
+    """As beside Gemma 3"""
+    asked = hugging_face("mmproj-BF16.gguf", "m-BF16.gguf")
+    assert resolve("org/name:BF16") == tmp_path / "m-BF16.gguf"
+    assert "*mmproj*" in asked["ignore_patterns"]
+
+
 PARTS = [f"big/m-Q4_K_M-{number:05}-of-00003.gguf" for number in (1, 2, 3)]
 
 

@@ -12,6 +12,8 @@ import torch
 import infinicore
 from infinicore import nn
 from infinicore.graph import Graph
+from infinicore.nn import functional as F
+from infinicore.quantization import BlockType, quantize
 
 
 def test_layer_norm_of_one_to_four_has_mean_zero_and_variance_one() -> None:
@@ -265,6 +267,21 @@ def test_the_padding_row_of_an_embedding_does_not_learn() -> None:
     assert table.weight.grad.sum(1).tolist() == [0, 0, 3, 0, 0]
 
 
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
+def test_a_lookup_in_float32_is_that_whatever_dtype_is_the_default(default: torch.dtype) -> None:
+    weight, ids = torch.randn(6, 32), torch.tensor([[0, 1, 2], [3, 4, 5]]).T
+    blocks, rows = quantize(weight, BlockType.Q8_0), torch.empty(3, 2, 32)
+    half = nn.Embedding(6, 32, dtype=torch.bfloat16)
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        assert torch.equal(half(ids, torch.float32), half.weight.float()[ids])
+        for table in (blocks, blocks.pack()):
+            assert torch.equal(F.embedding(ids, table, out=rows), blocks.dequantize()[ids])
+    finally:
+        torch.set_default_dtype(usual)
+
+
 def test_positions_that_were_looked_up_are_the_callers_own() -> None:
     table = nn.PositionalEmbedding.sinusoidal(6, 4)
     before = table.weight.clone()
@@ -272,3 +289,5 @@ def test_positions_that_were_looked_up_are_the_callers_own() -> None:
     rows += 1
     torch.testing.assert_close(table.weight.data, before)
     assert nn.PositionalEmbedding.sinusoidal(6, 4, device="meta").weight.is_meta
+    with torch.device("meta"):
+        assert torch.equal(nn.PositionalEmbedding.sinusoidal(6, 4, device="cpu").weight, table.weight)

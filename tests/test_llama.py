@@ -180,6 +180,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "theta within": {"rope_scaling": {"rope_theta": 700.0}, "rope_theta": 900.0},
     "theta outside": {"rope_theta": 900.0},
     "two scalings": {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 700.0}},
+    "keys of other programs": {"rope_scaling": {"attn_factor": 0.878, "finetuned": True}},
 }
 
 
@@ -218,10 +219,11 @@ def test_windows_are_those_of_transformers_where_the_config_is_silent(kind: str,
     assert [ours.window_of(layer) for layer in range(2)] == wanted
 
 
-def test_a_llama_that_gives_a_window_a_size_has_none_as_in_transformers(make: Any) -> None:
+@pytest.mark.parametrize("types", [{}, {"layer_types": ["sliding_attention"] * 2}], ids=["a size", "types"])
+def test_a_llama_that_gives_a_window_a_size_has_none_as_in_transformers(types: Any, make: Any) -> None:
     theirs, folder = make("Llama")
     content = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(content | {"sliding_window": 9}))
+    (folder / "config.json").write_text(json.dumps(content | {"sliding_window": 9, **types}))
     check_parity(theirs, folder, torch.float32, FLOAT32_BAR)
 
 

@@ -1,18 +1,21 @@
-"""LLM and load_model say what is wrong with their arguments, and calls do not get in each other's way."""
+"""LLM, load_model and generate say what is wrong with their arguments; calls are in nobody's way."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from engines import MAX_LENGTH, PLACED, VOCAB_SIZE, check_idle, generated, prompt, said, write_model
 
 from infinilm import LLM, RequestError, SamplingParams, load_model
+from infinilm.engine.request import Completion
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -330,6 +333,56 @@ def test_a_stream_goes_on_where_a_call_beside_it_was_interrupted(
     check_idle(llm.engine)
 
 
+def test_what_nobody_waits_for_is_forgotten_though_its_end_was_interrupted(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = llm.stream(prompt(40, 1), GREEDY)
+    next(stream)
+
+    def interrupted(block_ids: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(llm.engine.blocks, "give_back", interrupted)
+        stream.close()
+    llm.generate("abc", GREEDY)
+    check_idle(llm.engine)
+
+
+def test_a_stream_shows_all_of_its_text_though_another_thread_draws_the_last_token(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads while the token is there and its end is not."""
+    (text,) = (output.outputs[0].text for output in llm.generate("abc", GREEDY))
+    params = replace(GREEDY, stop=(text[-1] + "never",))  # whose beginning is held back until the end
+    is_drawn, is_read = threading.Event(), threading.Event()
+    other = threading.Thread(target=llm.generate, args=("other", GREEDY))
+    run_steps, finish = llm._steps, Completion.finish
+
+    def steps(requests: Any) -> Any:
+        for ended in run_steps(requests):
+            if requests[0].params is params and requests[0].completions[0].num_drawn == GREEDY.max_tokens - 1:
+                other.start()
+                assert is_drawn.wait(60)
+            yield ended
+
+    def finish_later(completion: Completion, *reason: Any) -> None:
+        if completion.params is params:
+            is_drawn.set()
+            is_read.wait(0.5)
+        finish(completion, *reason)
+
+    monkeypatch.setattr(llm, "_steps", steps)
+    monkeypatch.setattr(Completion, "finish", finish_later)
+    pieces = []
+    for _, piece in llm.stream("abc", params):
+        pieces.append(piece)
+        if len(pieces) == GREEDY.max_tokens:
+            is_read.set()
+    other.join()
+    assert "".join(pieces) == text
+
+
 # In a fresh interpreter: one that has run parallel torch code may not fork. CUDA does not live on in a fork.
 FORKED = """
 import os, sys
@@ -349,6 +402,62 @@ def test_a_fork_generates_what_its_parent_does(folder: Path) -> None:
     command = [sys.executable, "-c", FORKED, str(folder)]
     child = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert child.stdout == "0 True\n", child.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        ({"max_new_tokens": 0}, ValueError, "max_new_tokens must be positive, but is 0"),
+        ({"input_ids": [5, 6]}, TypeError, r"lists of token ids, but are \[5, 6\]"),
+        ({"input_ids": "abc"}, TypeError, "lists of token ids, but are 'abc'"),
+        ({"input_ids": [[5], []]}, ValueError, "every prompt at least one token"),
+        ({"input_ids": torch.ones(1, 2)}, ValueError, "of integers and not empty, but are .* torch.float32"),
+        ({"attention_mask": torch.ones(1, 2)}, ValueError, "lists of ids have no padding"),
+        ({"pad_token_id": "x"}, TypeError, "pad_token_id must be an integer"),
+        ({"eos_token_id": 0.5}, TypeError, "eos_token_id must be an integer"),
+    ],
+)
+def test_generate_says_what_is_wrong(
+    arguments: dict[str, Any], error: type[Exception], message: str, llm: LLM
+) -> None:
+    with pytest.raises(error, match=message):
+        llm.model.generate(**{"input_ids": [[5, 6]], **arguments})
+
+
+def test_generate_takes_numbers_of_numpy_and_torch_and_fills_with_what_it_is_told(llm: LLM) -> None:
+    prompts = np.array([[5, 6], [7, 8]])
+    wanted = llm.model.generate(prompts.tolist(), 4, eos_token_id=[]).cpu()
+    ends = (wanted[0, 2].numpy()[()], wanted[0, 2:3], wanted[0, 2])
+    for end in ends:
+        row, _ = llm.model.generate(prompts, 4, eos_token_id=end, pad_token_id=-1).tolist()
+        assert row == [5, 6, int(wanted[0, 2]), -1, -1, -1]
+
+
+# As if another thread of the parent were in the midst of a step
+FORKED_MIDWAY = """
+import os, signal, sys
+from infinilm import LLM, SamplingParams
+
+params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=9)
+llm = LLM(sys.argv[1], kv_cache_memory="1MB", device="cpu")
+begun = llm.stream("abc", params)
+next(begun)
+llm._lock.acquire()
+if os.fork() == 0:
+    signal.alarm(60)
+    llm.save_prefixes(sys.argv[2])
+    own = llm.stream("abc", params)  # it has the id that the parent's has
+    tokens = [next(own)]
+    begun.close()
+    os._exit(len(tokens + list(own)))
+print(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+def test_in_a_fork_what_its_parent_was_at_holds_up_nothing(folder: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FORKED_MIDWAY, str(folder), str(tmp_path / "prefixes")]
+    child = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert child.stdout == "9\n", child.stderr
 
 
 def test_an_llm_answers_as_its_engine_does(llm: LLM) -> None:

@@ -313,6 +313,37 @@ def test_a_window_where_a_model_has_none_changes_nothing(name: str, make: Any) -
     check_parity(theirs, folder, torch.float32, FLOAT32_BAR)
 
 
+@pytest.mark.parametrize("name", ["granite", "mixtral, window", "olmo2", "olmoe", "phi3, window"])
+def test_layer_types_where_all_layers_look_equally_far_change_nothing(name: str, make: Any) -> None:
+    kind, options = MODELS[name]
+    theirs, folder = make(kind, **options)
+    change_config(folder, sliding_window=9, layer_types=["sliding_attention", "full_attention"])
+    check_parity(theirs, folder, torch.float32, FLOAT32_BAR)
+
+
+SETTLED = {
+    "gemma3": {"attn_logit_softcapping": 0.5},
+    "gptoss": {"norm_topk_prob": False},
+    "mixtral": {"norm_topk_prob": False},
+}
+
+
+@pytest.mark.parametrize("name", SETTLED)
+def test_what_a_model_always_does_its_config_does_not_change(name: str, make: Any) -> None:
+    kind, options = MODELS[name]
+    theirs, folder = make(kind, **options)
+    change_config(folder, **SETTLED[name])
+    check_parity(type(theirs).from_pretrained(folder), folder, torch.float32, FLOAT32_BAR)
+
+
+def test_a_qwen3_mixture_may_say_what_all_of_them_have_and_have_not(make: Any) -> None:
+    """As Qwen3-Coder's files do"""
+    kind, options = MODELS["qwen3moe"]
+    theirs, folder = make(kind, **options)
+    change_config(folder, use_qk_norm=True, qkv_bias=False, shared_expert_intermediate_size=0)
+    check_parity(theirs, folder, torch.float32, FLOAT32_BAR)
+
+
 @pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling"])
 def test_how_much_of_a_head_phi_rotates_stands_among_its_rope_first(place: str, make: Any) -> None:
     _, folder = make("Phi3")

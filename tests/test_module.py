@@ -184,19 +184,30 @@ def pickled(parameter: Parameter) -> Parameter:
     return pickle.loads(pickle.dumps(parameter))
 
 
-def saved(parameter: Parameter) -> Parameter:
+def saved(parameter: Parameter, weights_only: bool = False) -> Parameter:
     file = io.BytesIO()
     torch.save(parameter, file)
     file.seek(0)
-    return torch.load(file, weights_only=False)
+    return torch.load(file, weights_only=weights_only)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved])
+def saved_as_weights(parameter: Parameter) -> Parameter:
+    return saved(parameter, weights_only=True)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved, saved_as_weights])
 def test_copy_keeps_class_split_and_values_in_memory_of_its_own(copied):
     shard = Parameter(whole_matrix(), 1, 1, 2, requires_grad=True)
     twin = copied(shard)
     assert type(twin) is Parameter and (twin.tp_dim, twin.tp_rank, twin.tp_size) == (1, 1, 2)
     assert torch.equal(twin, shard) and twin.requires_grad and twin.data_ptr() != shard.data_ptr()
+
+
+@pytest.mark.parametrize("copied", [copy.copy, pickled, saved, saved_as_weights])
+def test_copy_keeps_what_was_noted_on_a_parameter(copied):
+    parameter = Parameter(torch.zeros(2))
+    parameter.weight_decay = 0.5
+    assert copied(parameter).weight_decay == 0.5
 
 
 def test_deepcopy_of_a_module_keeps_tied_parameters_tied():
@@ -382,6 +393,15 @@ def test_wrong_dtype_is_refused_with_the_name_and_floats_are_cast():
         leaf.load_state_dict({"weight": torch.ones(4, 4, dtype=torch.int64)})
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_sparse_tensor_is_refused_with_the_name(assign):
+    leaf = Leaf()
+    with pytest.raises(TypeError, match="'weight'.*sparse_coo.*strided"):
+        leaf.load_state_dict({"weight": torch.ones(4, 4).to_sparse()}, assign=assign)
+    with pytest.raises(TypeError, match="sparse_coo"):
+        leaf.weight.load(torch.ones(4, 4).to_sparse())
+
+
 @pytest.mark.parametrize(
     "state", [None, [("weight", 1)], {"weight": [1.0]}, {"other": "text"}, {3: torch.ones(1)}]
 )
@@ -425,6 +445,21 @@ def test_tied_parameter_is_loaded_under_either_name_and_stays_tied(assign):
     pair[1].weight = pair[0].weight
     assert pair.load_state_dict({"1.weight": torch.ones(4, 4)}, strict=True, assign=assign) == ([], [])
     assert pair[0].weight is pair[1].weight and pair[0].weight.sum() == 16
+
+
+@pytest.mark.parametrize("made", [Leaf, lambda: torch.nn.Linear(4, 4, bias=False)])
+@pytest.mark.parametrize("names", [("1.weight",), ("0.weight", "1.weight")])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_assigned_parameter_stays_tied_whichever_of_its_names_are_given(made, names, device):
+    pair = ModuleList([made(), made()])
+    pair[1].weight = pair[0].weight
+    pair[0].weight.requires_grad_()
+    if device == "meta":
+        pair = pair.to("meta")
+        pair[1].weight = pair[0].weight
+    pair.load_state_dict({name: torch.ones(4, 4) for name in names}, assign=True)
+    assert pair[0].weight is pair[1].weight and pair[0].weight.requires_grad
+    assert pair[0].weight.sum() == 16
 
 
 def test_parameter_is_loaded_from_bytes_by_its_dotted_name():

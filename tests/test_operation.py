@@ -270,6 +270,19 @@ def test_a_body_that_is_complete_after_the_end_began_is_refused(folder: Path) ->
         other.close()
 
 
+def test_a_body_that_is_not_complete_when_the_end_begins_is_refused(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running(folder) as server:
+        slow = server.open(b"POST /v1/completions HTTP/1.1\r\nhost: here\r\ncontent-length: 2\r\n\r\n{")
+        wait_until(lambda: server.process.server.num_held == 1)
+        stop(server)
+        assert read_until(slow, b"\r\n").startswith(b"HTTP/1.1 503")
+        slow.close()
+        server.thread.join(PATIENCE)
+    assert not [one.getMessage() for one in caplog.records if one.name == "uvicorn.error"]
+
+
 def test_an_engine_that_hangs_is_told_by_its_health_and_does_not_keep_requests_waiting(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

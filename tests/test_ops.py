@@ -287,6 +287,12 @@ def test_an_op_refuses_an_output_of_another_shape_also_by_its_reference() -> Non
             ops.silu(torch.randn(1, 4, dtype=dtype), out=torch.empty(3, 4, dtype=dtype))
 
 
+def test_a_call_bound_without_an_output_keeps_the_one_it_makes() -> None:
+    x = torch.randn(300, 100)
+    for call in [ops.silu.resolve(x, out=None) for _ in range(20)]:
+        call()
+
+
 def test_a_resolved_call_refuses_tensors_of_another_layout() -> None:
     x = torch.randn(3, 4)
     call = ops.silu.resolve(x, out=torch.empty_like(x))

@@ -186,6 +186,23 @@ def test_weight_that_is_no_finite_matrix_is_refused():
         RBELinear.from_dense_weights([[1.0]])
 
 
+def test_weight_of_another_shape_is_neither_encoded_nor_compared():
+    layer = RBELinear(70, 65)
+    for call in (layer.encode, layer.relative_error):
+        with pytest.raises(ValueError, match=r"\(1, 70\).*\(65, 70\)"):
+            call(torch.ones(1, 70))
+
+
+def test_layer_runs_where_it_is_whatever_device_is_the_default():
+    weight, x = torch.randn(20, 12), torch.randn(3, 12)
+    for transform in ("dct", "bior3.1"):
+        layer = RBELinear.from_dense_weights(weight, block_size=8, num_coefficients=9, transform=transform)
+        wanted = layer(x)
+        with torch.device("meta"):
+            layer.encode(weight)
+            assert torch.equal(layer(x), wanted)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_mlp_block_is_norm_linear_gelu_linear_and_the_input(dtype):
     block = MLPBlock(48, 96, dtype=dtype)

@@ -124,9 +124,12 @@ def test_reading_a_checkpoint_runs(default_model_path: Path, capsys: pytest.Capt
     assert "QuantizedTensor(Q4_1" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("block", blocks(ROOT / "README.md", "python"))
+WHOLE = [ROOT / name for name in ("README.md", "docs/checkpoints.md", "docs/package.md", "docs/rbe.md")]
+
+
+@pytest.mark.parametrize("block", [block for page in WHOLE for block in blocks(page, "python")])
 def test_a_block_of_python_imports_what_it_uses(block: str) -> None:
-    table = symtable.symtable(block, "README.md", "exec")
+    table = symtable.symtable(block, "block", "exec")
     bound = {
         symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()
     }

@@ -614,6 +614,8 @@ def test_who_leaves_frees_the_place(stream: bool, idle: Running) -> None:
 
 def test_an_answer_that_takes_too_long_fails_and_is_not_asked_for_again(folder: Path) -> None:
     with running(folder, Settings(request_seconds=0.3)) as server:
+        response = ask(server, max_output_tokens=90_000, **GREEDY)  # which also compiles the template
+        assert response.status_code == 503 and error_of(response)["code"] == "request_timeout"
         *_, last = events(server, max_output_tokens=90_000, **GREEDY)
         assert last["type"] == "response.failed"
         assert last["response"]["error"]["code"] == "server_is_overloaded"

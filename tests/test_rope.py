@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from infinicore import nn
+from infinicore.graph import Graph
 from infinicore.nn import functional as F
 from infinicore.ops import RopeAlgo, RopeDescriptor, reference
 from infinicore.ops.registry import Kernel
@@ -62,6 +63,9 @@ def test_three_dimensions_are_a_batch_of_one_and_shared_positions_serve_every_ba
     batched = F.rope(x, positions, sin, cos, algo)
     for b in range(4):
         assert torch.equal(F.rope(x[b], positions, sin, cos, algo), batched[b])
+        assert torch.equal(F.rope(x[b], positions[None], sin, cos, algo), batched[b])
+        learning = F.rope(x[b].clone().requires_grad_(), positions[None], sin, cos, algo)
+        torch.testing.assert_close(learning.detach(), batched[b])
     assert torch.equal(F.rope(x, positions.expand(4, 6), sin, cos, algo), batched)
 
 
@@ -141,6 +145,7 @@ def arguments(**changed: object) -> dict[str, object]:
         ({"x": torch.randn(6, 8), "y": torch.empty(6, 8)}, "x"),
         ({"x": torch.randn(1, 2, 6, 3, 8), "y": torch.empty(1, 2, 6, 3, 8)}, "x"),
         ({"y": torch.empty(6, 3, 8)}, "y"),
+        ({"y": torch.empty(2, 1, 3, 8).expand(2, 6, 3, 8)}, "y"),
         ({"y": torch.empty(2, 6, 3, 10)}, "y"),
         ({"y": torch.empty(2, 6, 3, 8, dtype=torch.float16)}, "y"),
         ({"x": torch.ones(2, 6, 3, 8, dtype=torch.int32)}, "x"),
@@ -201,6 +206,32 @@ def test_a_descriptor_runs_on_any_tensors_of_its_layout_and_refuses_others(level
         descriptor.calculate(y, x, pos + 10, made["sin"], made["cos"])  # type: ignore[arg-type]
     descriptor.calculate(x, x, pos, made["sin"], made["cos"])  # type: ignore[arg-type]
     assert torch.equal(x, y)
+
+
+def test_autograd_sees_what_a_descriptor_computes() -> None:
+    sin, cos = tables(10, 4)
+    x, y, pos = torch.randn(6, 3, 8), torch.empty(6, 3, 8), torch.arange(6)
+    descriptor = RopeDescriptor.create(y, x, pos, sin, cos)
+    product = (torch.ones(6, 3, 8, requires_grad=True) * y).sum()
+    descriptor.calculate(y, x, pos, sin, cos)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+    learning = x.clone().requires_grad_()
+    descriptor.calculate(y, learning, pos, sin, cos)
+    y.sum().backward()
+    wanted = x.clone().requires_grad_()
+    F.rope(wanted, pos, sin, cos).sum().backward()
+    assert learning.grad is not None and torch.equal(learning.grad, wanted.grad)
+
+
+def test_a_graph_keeps_what_a_descriptor_computes() -> None:
+    sin, cos = tables(10, 4)
+    x, y, pos = torch.randn(6, 3, 8), torch.empty(6, 3, 8), torch.arange(6)
+    descriptor = RopeDescriptor.create(y, x, pos, sin, cos)
+    graph = Graph.record(lambda: descriptor.calculate(y, x, pos, sin, cos))
+    x.normal_()
+    graph.replay()
+    assert torch.equal(y, F.rope(x, pos, sin, cos))
 
 
 def test_a_kernel_that_is_not_native_leaves_a_descriptor_to_the_reference(

@@ -20,6 +20,7 @@ from servers import PATIENCE
 
 from infinilm.cli import main, parser
 from infinilm.cli.serve import api_keys, served_name
+from infinilm.server.sockets import inet_socket
 
 pytestmark = pytest.mark.usefixtures("logs_as_before")
 
@@ -92,6 +93,14 @@ def test_a_port_that_is_taken_is_told(capsys: pytest.CaptureFixture[str]) -> Non
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert main(["serve", "--port", str(taken.getsockname()[1])]) == 1
     assert "take another --port" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="there is no IPv6 here")
+def test_all_addresses_are_those_of_both_protocols() -> None:
+    with inet_socket("::", 0) as sock:
+        port = sock.getsockname()[1]
+        for host in ("127.0.0.1", "::1"):
+            socket.create_connection((host, port), timeout=PATIENCE).close()
 
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1", "a" * 64])

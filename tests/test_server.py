@@ -821,6 +821,28 @@ def test_who_leaves_during_an_answer_frees_its_place(stream: bool, idle: Running
     idle.check_idle()
 
 
+def test_who_leaves_after_sending_more_than_a_request_frees_its_place(idle: Running) -> None:
+    with idle.paused():
+        with idle.ask(**ENDLESS) as sock:
+            wait_until(lambda: idle.process.server.calls)
+            for _ in range(3):
+                sock.sendall(b"GET /version HTTP/1.1\r\nhost: here\r\n\r\n")
+                time.sleep(0.05)  # in which the server reads it
+        wait_until(lambda: not idle.process.server.calls)
+    idle.check_idle()
+
+
+def test_what_follows_the_last_request_of_a_connection_does_not_spoil_its_answer(idle: Running) -> None:
+    body = b'{"prompt": "a", "max_tokens": 1}'
+    with idle.paused():
+        sock = idle.open(request_of("/v1/completions", body, "connection: close"))
+        wait_until(lambda: idle.process.server.calls)
+        sock.sendall(b"\r\n")
+        time.sleep(0.05)  # in which the server reads it
+    with sock:
+        assert read_until(sock, b"\r\n").startswith(b"HTTP/1.1 200")
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_who_leaves_before_the_engine_has_looked_frees_its_place(stream: bool, idle: Running) -> None:
     with idle.paused():

@@ -16,6 +16,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from infinilm.tokenizer import Detokenizer, Tokenizer, TokenizerError
 from infinilm.tokenizer.error import errors_of
+from infinilm.tokenizer.normalizer import any_of
 from infinilm.tokenizer.pieces import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED
 
 RECORDED = json.loads((Path(__file__).parent / "data" / "smollm2_tokenizer.json").read_text())
@@ -392,6 +393,7 @@ TEMPLATES = {
     {% endfor %}
 {% if add_generation_prompt %}<|assistant|>{% endif %}""",
     "json": "{{ messages | tojson }}\n{{ messages[1] | tojson(indent=2) }}{{ tools | tojson }}{{ tools }}",
+    "json by position": "{{ messages[0] | tojson(true, 2, none, true) }}",
     "loop controls": """{% for m in messages %}{% if loop.index0 == 1 %}{% continue %}{% endif %}{{ m.role }}
 {% if loop.index0 == 2 %}{% break %}{% endif %}{% endfor %}""",
     "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}\n{% endfor %}",
@@ -440,6 +442,18 @@ def test_of_several_templates_the_one_for_tools_is_used_where_there_are_some(
     for tools, wanted in ((None, "plain"), ([], "tools"), ([TOOL], "tools")):
         assert ours.apply_chat_template(MESSAGES, tools=tools) == wanted
         assert theirs.apply_chat_template(MESSAGES, tools=tools, tokenize=False) == wanted
+
+
+def test_the_template_for_tools_may_stand_in_a_file_as_transformers_saves_it(
+    tmp_path, load_with_transformers
+):
+    named = {"tool_use": "tools", "default": "plain"}
+    source = write_folder(tmp_path, byte_level_library(), chat_template=named)
+    load_with_transformers(source).save_pretrained(tmp_path / "saved")
+    assert (tmp_path / "saved/additional_chat_templates/tool_use.jinja").is_file()
+    ours = Tokenizer.from_folder(tmp_path / "saved")
+    assert ours.apply_chat_template(MESSAGES) == "plain"
+    assert ours.apply_chat_template(MESSAGES, tools=[TOOL]) == "tools"
 
 
 def test_eos_ids_are_the_tokenizers_and_those_of_the_generation_config(tmp_path):
@@ -500,6 +514,36 @@ def test_white_space_before_a_token_that_takes_it_is_read_once(tmp_path):
     assert time.process_time() - start < 1
 
 
+def test_json_in_ascii_has_no_marks_in_it_where_a_message_names_a_special_token(tmp_path):
+    template = "{{ messages[0].content | tojson(ensure_ascii=true) }}"
+    folder = write_folder(tmp_path, with_a_token_that_takes_space(), chat_template=template)
+    ours = Tokenizer.from_folder(folder)
+    ids = ours.encode_chat([{"role": "user", "content": "é <|x|> \\ue000"}])
+    assert ours.special_token_ids.isdisjoint(ids)
+    assert ours.decode(ids) == json.dumps("é <|x|> \\ue000")
+
+
+def test_thousands_of_special_tokens_are_not_each_tried_at_every_place_of_a_message(tmp_path):
+    """Gemma 3 has six thousand that are not used, and a message may be full of their beginnings."""
+    library = byte_level_library()
+    library.add_special_tokens([f"<unused{i}>" for i in range(6242)])
+    folder = write_folder(tmp_path, library, chat_template="{{ messages[0].content }}")
+    ours = Tokenizer.from_folder(folder)
+    start = time.process_time()
+    for text in ("<" * 20_000, "<unused" * 3_000, "<unused6241>" * 1_000):
+        ids = ours.encode_chat([{"role": "user", "content": text}])
+        assert ours.special_token_ids.isdisjoint(ids) and ours.decode(ids) == text
+    assert time.process_time() - start < 4
+
+
+def test_of_special_tokens_that_begin_alike_the_longest_is_found():
+    runs = ["\n" * length for length in range(1, 100)]
+    assert any_of([*runs, "a", "ab", "abc"]).split("abcabd" + "\n" * 120) == [
+        *("", "abc", "", "ab", "d", "\n" * 99, "", "\n" * 21, "")
+    ]
+    assert any_of([]).split("a") == ["a"]
+
+
 def test_white_space_before_a_token_does_not_make_it_special_inside_a_message(tmp_path):
     folder = write_folder(
         tmp_path, with_a_token_that_takes_space(), chat_template="{{ messages[0].content }}"
@@ -558,7 +602,22 @@ def edited(**changes: Any) -> str:
     return json.dumps(content)
 
 
+def decoder(*steps: decoders.Decoder) -> dict[str, Any]:
+    return {"type": "Sequence", "decoders": [json.loads(step.__getstate__()) for step in steps]}
+
+
 BROKEN_FILES = {
+    "decoder of words": edited(decoder=decoder(decoders.WordPiece())),
+    "decoder that strips every token": edited(decoder=decoder(decoders.Strip(" ", 1, 0))),
+    "decoder that replaces in bytes": edited(
+        decoder=decoder(decoders.ByteLevel(), decoders.Replace("a", "b"))
+    ),
+    "decoder that replaces, then bytes": edited(
+        decoder=decoder(decoders.Replace("a", "b"), decoders.ByteLevel())
+    ),
+    "decoder that replaces across tokens": edited(
+        decoder=decoder(decoders.Fuse(), decoders.Replace("ab", "b"))
+    ),
     "truncated": edited()[:-100],
     "not an object": "[]",
     "id beyond 32 bits": edited(model__vocab__a=2**33),
@@ -614,8 +673,8 @@ def test_truncation_and_padding_in_the_file_do_not_reach_encode(tmp_path):
         ("added_tokens.json", '{"a": "x"}', "has 'x', which is no token id"),
         (
             "added_tokens.json",
-            json.dumps({f"<{i}>": 320 + i for i in range(20_000)}),
-            "20000 tokens are special or whole, but 16384 is the limit",
+            json.dumps({f"<{i}>": 320 + i for i in range(40_000)}),
+            "40000 tokens are special or whole, but 32768 is the limit",
         ),
         (
             "generation_config.json",
@@ -849,6 +908,14 @@ def test_arrays_may_be_tuples():
 def test_malformed_gguf_metadata_is_refused_by_key_and_rule(changes, found):
     with pytest.raises(TokenizerError, match=found):
         Tokenizer.from_gguf(byte_level_metadata(["a b"], **changes))
+
+
+def test_more_control_tokens_than_any_model_has_are_refused():
+    metadata = byte_level_metadata(["a b"])
+    metadata["tokenizer.ggml.tokens"] += [f"<{i}>" for i in range(40_000)]
+    metadata["tokenizer.ggml.token_type"] += [CONTROL] * 40_000
+    with pytest.raises(TokenizerError, match="40002 tokens are special or whole, but 32768 is the limit"):
+        Tokenizer.from_gguf(metadata)
 
 
 def test_a_token_given_twice_is_refused():

@@ -50,8 +50,8 @@ def pre_tokenizers_of(*steps: Any) -> dict[str, Any]:
 
 
 def precompiled(*entries: str) -> dict[str, Any]:
-    """Sentencepiece's table of replacements: with an index of nothing, for its entries are what counts."""
-    table = bytes(4) + "".join(entry + "\0" for entry in entries).encode()
+    """Sentencepiece's table of replacements: with an index of no keys, for its entries are what counts."""
+    table = b"\4\0\0\0" + bytes(4) + "".join(entry + "\0" for entry in entries).encode()
     return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(table).decode()}
 
 

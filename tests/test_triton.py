@@ -285,6 +285,20 @@ def test_attention_with_a_soft_cap_and_sinks_of(batch: str, size: int, dtype: to
         assert_near(run(ops.attention, *args), wanted(ops.attention, *args), dtype)
 
 
+@pytest.mark.parametrize("block_size", [128, 256])
+def test_a_prompt_is_found_in_large_blocks(block_size: int) -> None:
+    slots, streams = list(range(100, 300)), [0] * 200
+    args = problem(HALF, 128, 2, block_size, slots, streams)
+    assert_near(run(ops.attention, *args), wanted(ops.attention, *args), HALF)
+
+
+def test_a_scale_below_zero_prefers_the_smallest_scores() -> None:
+    for slots, streams in ([37, 90], [0, 1]), (list(range(133)), [0] * 133):
+        *args, scale, window = problem(HALF, 128, 2, 16, slots, streams)
+        args = *args, -scale, window
+        assert_near(run(ops.attention, *args), wanted(ops.attention, *args), HALF)
+
+
 @pytest.mark.parametrize("group", [1, 3, 7, 20])
 def test_any_number_of_heads_shares_a_key_head(group: int) -> None:
     for slots, streams in ([37, 90], [0, 1]), (list(range(33)), [0] * 33):

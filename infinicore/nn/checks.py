@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from infinicore.checks import FLOATS, integer, number, sizes
+from infinicore.checks import FLOATS, check_places, integer, number, sizes
 from infinicore.ops.descriptor import INDEX_DTYPES
 from infinicore.quantization import QuantizedTensor
 
@@ -59,14 +59,6 @@ def check_out(function: str, out: Tensor | None, like: Tensor, shape: tuple[int,
     if out is not None:
         check_like(function, like, "out", out, shape)
         check_places(function, "out", out)
-
-
-def check_places(function: str, name: str, tensor: Tensor) -> None:
-    """Each result needs a place of its own, which an expanded tensor does not have."""
-    shared = (step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
-    if tensor.numel() and any(shared):
-        steps = f"shape {tuple(tensor.shape)} and strides {tensor.stride()}"
-        raise ValueError(f"{function}: {name} has one place for several results, with {steps}; call clone")
 
 
 def check_pair(function: str, out: tuple[Tensor, Tensor], like: Tensor) -> None:
@@ -119,13 +111,13 @@ def check_lookup(ids: Tensor, weight: Tensor, out: Tensor | None) -> None:
     check_float("embedding", "weight", weight)
     check_ids(ids, weight)
     is_widened = getattr(out, "dtype", None) == torch.float32 and weight.dtype in HALVES
-    row = torch.empty(0, device=weight.device) if is_widened else weight
+    row = torch.empty(0, dtype=torch.float32, device=weight.device) if is_widened else weight
     check_out("embedding", out, row, (*ids.shape, weight.shape[1]))
 
 
 def check_quantized_lookup(ids: Tensor, weight: QuantizedTensor, out: Tensor | None) -> None:
     check_ids(ids, weight)
-    row = torch.empty(0, device=weight.device)  # what is looked up: float32 where the weight is
+    row = torch.empty(0, dtype=torch.float32, device=weight.device)  # as what is looked up
     check_out("embedding", out, row, (*ids.shape, weight.shape[1]))
 
 

@@ -50,7 +50,8 @@ class Embedding(WeightLayer):
         if dtype is torch.float32 and isinstance(weight, Tensor) and weight.dtype in HALVES:
             shape = (*ids.shape, self.embedding_dim)
             return F.embedding(ids, weight, out=torch.empty(shape, dtype=dtype, device=weight.device))
-        is_learning = isinstance(weight, Tensor) and weight.requires_grad  # the padding row is not
+        # The padding row does not learn
+        is_learning = isinstance(weight, Tensor) and weight.requires_grad and torch.is_grad_enabled()
         rows = F.embedding(ids, weight, self.padding_idx if is_learning else None)
         return rows if dtype is None else rows.to(dtype)
 
@@ -117,9 +118,10 @@ class PositionalEmbedding(Module):
     ) -> PositionalEmbedding:
         """sin at even and cos at odd columns i of position / 10000^(2 floor(i/2) / embed_dim)"""
         module = cls(max_len, embed_dim, dtype, device)
-        column = torch.arange(embed_dim, dtype=torch.float64)
+        column = torch.arange(embed_dim, dtype=torch.float64, device="cpu")
         frequency = 10000.0 ** (-2.0 * (column // 2) / embed_dim)
-        angle = torch.arange(max_len, dtype=torch.float64)[:, None] * frequency  # [max_len, embed_dim]
+        position = torch.arange(max_len, dtype=torch.float64, device="cpu")
+        angle = position[:, None] * frequency  # [max_len, embed_dim]
         if not module.weight.is_meta:
             module.weight.load(torch.where(column % 2 == 0, angle.sin(), angle.cos()))
         return module

@@ -109,7 +109,19 @@ class Parameter(torch.nn.Parameter):
         return copied
 
     def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., "Parameter"], tuple[Any, ...]]:
-        return type(self)._hold, (self.data, self._split, self.requires_grad)
+        return restored, (type(self), self.data, self.requires_grad, vars(self))
+
+
+def restored(
+    kind: type[Parameter], shard: Tensor, requires_grad: bool, attributes: dict[str, Any]
+) -> Parameter:
+    """A parameter as it was pickled; its split is among its attributes, and so is what others noted on it."""
+    parameter: Parameter = torch.Tensor._make_subclass(kind, shard.detach(), requires_grad)
+    vars(parameter).update(attributes)
+    return parameter
+
+
+torch.serialization.add_safe_globals([Parameter, restored])  # torch.load reads weights alone unless told
 
 
 def slice_of(whole: Tensor, split: Split) -> Tensor:
@@ -144,6 +156,8 @@ def check_loadable(target: Tensor, source: Tensor, name: str) -> None:
         raise TypeError(f"{name} must be a tensor, found {type(source).__name__}")
     if source.dtype != target.dtype and not (source.is_floating_point() and target.is_floating_point()):
         raise TypeError(f"{name} has dtype {source.dtype}, but the parameter needs {target.dtype}")
+    if source.layout is not target.layout:
+        raise TypeError(f"{name} has layout {source.layout}, but the parameter needs {target.layout}")
     if source.is_meta and not target.is_meta:
         raise ValueError(f"{name} is on the meta device and holds no values to load")
 
@@ -160,7 +174,7 @@ def tensor_from_bytes(data: "Buffer", shape: torch.Size, dtype: torch.dtype) -> 
             f"load_blob found {view.nbytes} bytes, but shape {tuple(shape)} of {dtype} takes {wanted} bytes"
         )
     if not wanted:
-        return torch.empty(shape, dtype=dtype)  # torch.frombuffer refuses an empty buffer
+        return torch.empty(shape, dtype=dtype, device="cpu")  # torch.frombuffer refuses an empty buffer
     return torch.frombuffer(bytearray(view), dtype=dtype).view(shape)
 
 
@@ -236,7 +250,7 @@ class Module(torch.nn.Module):
         given = {key: state_dict[key] for key in held if key not in own and key in state_dict}
         tensors = {key: fit(own[key], value, key) for key, value in state_dict.items() if key in own}
         if assign:
-            tensors = {key: adopt(own[key], tensor) for key, tensor in tensors.items()}
+            tensors = adopted(own, tensors)
         else:
             check_has_memory(own, tensors)
         share_between_tied(own, tensors)
@@ -328,10 +342,16 @@ def fit(own: Tensor, value: Tensor, key: str) -> Tensor:
     return value
 
 
+def adopted(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors in place of the module's own. What has two names there stays one, the last given."""
+    new = {id(own[key]): adopt(own[key], tensor) for key, tensor in tensors.items()}
+    return {key: new[id(own[key])] for key in tensors}
+
+
 def adopt(own: Tensor, tensor: Tensor) -> Tensor:
-    """The tensor as what takes the place of `own` in its module."""
     if not isinstance(own, Parameter):
-        return tensor
+        is_parameter = isinstance(own, torch.nn.Parameter)
+        return torch.nn.Parameter(tensor.detach(), own.requires_grad) if is_parameter else tensor
     shard = tensor if own.tp_size == 1 else owned(tensor)
     return Parameter._hold(shard, own._split, own.requires_grad)
 

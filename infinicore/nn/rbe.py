@@ -19,6 +19,7 @@ from infinicore.nn.norm import LayerNorm
 
 # N blocks, B block size, K coefficients kept of a block, O output features, I input features
 NUM_BASIS = 8
+CONSTANT: Any = {"dtype": torch.float64, "device": "cpu"}  # whatever torch's defaults are
 # Bior3.1's decomposition filters, in units of sqrt(2) / 8.
 BIOR_LOW = (-2.0, 6.0, 6.0, -2.0)
 BIOR_HIGH = (-1.0, 3.0, -3.0, 1.0)
@@ -98,6 +99,7 @@ class RBELinear(Module):
     @torch.no_grad()
     def encode(self, weight: Tensor) -> None:
         """Replace the matrix by weight [O, I]."""
+        self._check_shape(weight)
         size = self.block_size
         basis = smooth_basis(size, weight.device)  # [B², 8]
         blocks = tiles_of(weight.double(), size).flatten(1)  # [N, B²]
@@ -138,9 +140,15 @@ class RBELinear(Module):
     def relative_error(self, weight: Tensor) -> float:
         """|decoded - weight| / |weight|, in the Frobenius norm."""
         check_dense(weight)
+        self._check_shape(weight)
         weight = weight.float()
         error = torch.linalg.norm(self.dense_weight() - weight) / torch.linalg.norm(weight)
         return float(error.nan_to_num())  # zeros decode to zeros
+
+    def _check_shape(self, weight: Tensor) -> None:
+        found, wanted = tuple(weight.shape), (self.out_features, self.in_features)
+        if found != wanted:
+            raise ValueError(f"RBELinear: weight has shape {found}, but the layer's is {wanted}")
 
     def forward(self, x: Tensor) -> Tensor:
         """[*, I] -> [*, O]"""
@@ -187,7 +195,7 @@ def random_weight(out_features: int, in_features: int, device: torch.device | st
 
 def smooth_basis(size: int, device: torch.device) -> Tensor:
     """The 8 functions at the points of a block over [-1, 1]², row by row: [B², 8]"""
-    line = torch.linspace(-1, 1, size, dtype=torch.float64) if size > 1 else torch.zeros(1).double()
+    line = torch.linspace(-1, 1, size, **CONSTANT) if size > 1 else torch.zeros(1, **CONSTANT)
     y, x = torch.meshgrid(line, line, indexing="ij")
     distance = torch.hypot(x, y)
     wave_x, wave_y = torch.cos(math.pi * x), torch.cos(math.pi * y)
@@ -240,7 +248,7 @@ def levels(transform: str, size: int) -> list[Tensor]:
 
 def dct_matrix(size: int) -> Tensor:
     """The orthonormal DCT-II: sqrt(2 / n) cos(π (2 i + 1) k / 2 n), row 0 divided by sqrt(2)."""
-    k, i = torch.meshgrid(*[torch.arange(size, dtype=torch.float64)] * 2, indexing="ij")
+    k, i = torch.meshgrid(*[torch.arange(size, **CONSTANT)] * 2, indexing="ij")
     matrix = math.sqrt(2 / size) * torch.cos(math.pi * (2 * i + 1) * k / (2 * size))
     matrix[0] /= math.sqrt(2)
     return matrix
@@ -248,7 +256,7 @@ def dct_matrix(size: int) -> Tensor:
 
 def bior_matrix(size: int) -> Tensor:
     """One periodic step, scaled by 1 / sqrt(2): the low-pass half of the output, then the high-pass half."""
-    matrix = torch.zeros(size, size, dtype=torch.float64)
+    matrix = torch.zeros(size, size, **CONSTANT)
     for row in range(size // 2):
         for tap, (low, high) in enumerate(zip(BIOR_LOW, BIOR_HIGH, strict=True)):
             matrix[row, (2 * row + tap) % size] += low / 8

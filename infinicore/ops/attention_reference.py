@@ -234,6 +234,7 @@ def attend(  # noqa: PLR0913  those of attention
     if window:
         visible = visible & (column > slots[:, None] - window)
     grouped = torch.unflatten(wide(q), 1, (len(k), -1)).movedim(0, 2)  # [K, H/K, N, D]
+    k = k.masked_fill(~visible.any(0)[:, None], 0)  # a gradient would be NaN by what was never stored
     scores = grouped @ k.to(grouped.dtype).transpose(1, 2).unsqueeze(1) * scale
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)

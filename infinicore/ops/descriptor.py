@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from infinicore import _native
+from infinicore.checks import check_places
 from infinicore.ops import reference
+from infinicore.ops.registry import RECORDING, is_followed, is_watched, note_write
 
 ROPE_DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
 INDEX_DTYPES = frozenset(getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64))
@@ -90,11 +93,12 @@ class RopeDescriptor:
         cls, y: Tensor, x: Tensor, pos: Tensor, sin: Tensor, cos: Tensor, algo: RopeAlgo = RopeAlgo.GPT_NEOX
     ) -> RopeDescriptor:
         info = RopeInfo.create(y, x, pos, sin, cos, algo)
+        check_places("rope", "y", y)
         is_interleaved = algo is RopeAlgo.GPT_J
         kernel = reference.rope.pick(x, pos, sin, cos, is_interleaved, out=y)
         if kernel is not None and kernel.name == "native":
-            return cls(info, _native.bind_rope(y, x, pos, sin, cos, is_interleaved))
-        return cls(info, lambda *tensors: run_reference(info, *tensors))
+            return cls(info, where_unseen(_native.bind_rope(y, x, pos, sin, cos, is_interleaved), info))
+        return cls(info, partial(run_reference, info))
 
     def calculate(self, y: Tensor, x: Tensor, pos: Tensor, sin: Tensor, cos: Tensor) -> None:
         """y = rope(x). The tensors must be laid out as those the descriptor was created for; y may be x."""
@@ -104,6 +108,22 @@ class RopeDescriptor:
             # which name the tensor, as the kernel does not
             check_same(self.info, RopeInfo.create(y, x, pos, sin, cos, self.info.algo))
             raise
+
+
+def where_unseen(run: Callable[..., None], info: RopeInfo) -> Callable[..., None]:
+    """The kernel alone, but where a gradient goes through what it is given, or torch or a graph watches"""
+
+    def call(y: Tensor, x: Tensor, pos: Tensor, sin: Tensor, cos: Tensor) -> None:
+        if is_watched() or is_followed((y, x, sin, cos)):
+            run_reference(info, y, x, pos, sin, cos)
+        elif RECORDING.stack:
+            check_same(info, RopeInfo.create(y, x, pos, sin, cos, info.algo))
+            reference.rope(x, pos, sin, cos, info.algo is RopeAlgo.GPT_J, out=y)  # which a graph keeps
+        else:
+            run(y, x, pos, sin, cos)
+            note_write(y)
+
+    return call
 
 
 def run_reference(info: RopeInfo, y: Tensor, x: Tensor, pos: Tensor, sin: Tensor, cos: Tensor) -> None:

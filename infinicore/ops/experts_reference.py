@@ -23,6 +23,7 @@ from infinicore.ops.samples import (
     random,
     random_blocks,
 )
+from infinicore.ops.sampling_reference import check_ids
 from infinicore.quantization import BlockType, PackedTensor, QuantizedTensor
 
 # N tokens, X experts, k of them chosen, E hidden size, I intermediate size
@@ -121,7 +122,11 @@ def experts(  # noqa: PLR0913  what a mixture is made of
     order = pairs.argsort(stable=True)
     rows = x[order // ids.shape[1]]
     products = [rows[:0]]
-    counts = pairs.bincount(minlength=num_experts).tolist()
+    # What is no expert is counted before the first or after the last one: a device is waited for once.
+    places = pairs.clamp(-1, num_experts) + 1
+    below, *counts, beyond = places.bincount(minlength=num_experts + 2).tolist()
+    if below or beyond:
+        check_ids("experts: id", pairs, 0, num_experts)
     for expert, given in enumerate(torch.split(rows, counts)):
         if len(given) > 0:
             products.append(one_expert(given, expert, num_experts, weights, biases, activation))

@@ -55,17 +55,17 @@ def rounded_activations(x: Tensor, bits: int, span: int) -> Tensor:
     """x with each `span` values rounded to equal steps: the largest absolute value is 127 of them.
 
     With more than 8 bits a step has 16 or 256 parts, of which kernels keep at most 127 to either side of a
-    whole one.
+    whole one. A gradient goes through as if nothing were rounded: of steps it would be 0.
     """
     parts = 1 << (bits - 8)
-    spans = x.reshape(*x.shape[:-1], x.shape[-1] // span, span)
+    spans = x.detach().reshape(*x.shape[:-1], x.shape[-1] // span, span)
     largest = spans.abs().amax(-1, keepdim=True)
     # Divided as kernels divide: a number over a tensor would be a product with its reciprocal.
     inverse = torch.tensor(127.0 * parts, dtype=x.dtype) / largest
     rounded = (spans * torch.where(largest >= SMALLEST_ACTIVATION, inverse, 0)).round()
     if bits == 16:
         rounded = rounded + (rounded.remainder(256) == 128)
-    return (rounded * (largest / (127 * parts))).flatten(-2)
+    return (rounded * (largest / (127 * parts))).flatten(-2) + (x - x.detach())
 
 
 def rounded_for(weight: PackedTensor, x: Tensor) -> Tensor:

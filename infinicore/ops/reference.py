@@ -94,6 +94,7 @@ def rope_samples(dtype: torch.dtype) -> Samples:
         tables = rope_tables(half, dtype)
         for is_interleaved in (False, True):
             yield random(5, 3, 2 * half, dtype=dtype), positions, *tables, is_interleaved
+            yield random(5, 3, 2 * half, dtype=dtype), positions[None], *tables, is_interleaved
             yield random(2, 5, 4, 2 * half, dtype=dtype), positions.int(), *tables, is_interleaved
             yield random(2, 5, 1, 2 * half, dtype=dtype), per_batch, *tables, is_interleaved
     for half in (3, 17, 64):
@@ -110,7 +111,7 @@ def rope(x: Tensor, positions: Tensor, sin: Tensor, cos: Tensor, is_interleaved:
 
     x [(B,) S, H, D], positions [S] or [B, S], sin and cos [length, D/2] -> as x
     """
-    index = positions.long()
+    index = positions.long() if x.dim() == 4 else positions.long().flatten()  # of one batch: [1, S] is [S]
     s, c = wide(sin)[index].unsqueeze(-2), wide(cos)[index].unsqueeze(-2)  # [(B,) S, 1, D/2]
     v = wide(x)
     if is_interleaved:

@@ -138,7 +138,7 @@ class Op(Generic[Result]):
 
 def is_watched() -> bool:
     """Whether torch traces what is computed, or carries derivatives along: a kernel it would not see"""
-    is_traced = torch._C._get_tracing_state() is not None
+    is_traced = torch._C._get_tracing_state() is not None or torch._C._len_torch_dispatch_stack() > 0
     return is_traced or torch.autograd.forward_ad._current_level >= 0
 
 

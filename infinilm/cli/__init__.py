@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import logging
 import os
 import sys
 import warnings
@@ -17,6 +18,7 @@ from infinilm.cli.options import one_line
 def main(arguments: Sequence[str] | None = None) -> int:
     prepare_streams()
     options = parser().parse_args(arguments)
+    logging.basicConfig(format="infinilm: warning: %(message)s")  # of warnings and worse
     with warnings.catch_warnings():
         warnings.showwarning = tell_warning
         return carry_out(options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,8 +39,8 @@ def add(commands: Any) -> None:
 
 def add_latency(command: argparse.ArgumentParser) -> None:
     add_model_options(command)
-    command.add_argument("--prompt-length", type=int, default=512, metavar="TOKENS", help="512")
-    command.add_argument("--output-length", type=int, default=64, metavar="TOKENS", help="64")
+    command.add_argument("--prompt-length", type=int, default=512, metavar="N", help="of tokens: 512")
+    command.add_argument("--output-length", type=int, default=64, metavar="N", help="of tokens: 64")
     command.add_argument("--batch-size", type=int, default=1, metavar="N", help="streams at once: 1")
     command.add_argument("--rounds", type=int, default=5, metavar="N", help="that are counted: 5")
     command.add_argument("--json", action="store_true", help="print one JSON object")
@@ -62,35 +63,9 @@ def add_throughput(command: argparse.ArgumentParser) -> None:
 
 
 def add_load(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--base-url", default="http://127.0.0.1:8000", metavar="URL", help="http, https or unix:/PATH"
-    )
-    command.add_argument("--model", help="its name there; the first one there is if left out")
-    command.add_argument("--api-key", metavar="KEY", help="that is sent with each request")
-    command.add_argument(
-        "--endpoint", choices=("completions", "chat"), default="completions", help="completions if left out"
-    )
-    command.add_argument(
-        "--request-rate", type=float, nargs="+", metavar="R", help="requests a second, one or several; or inf"
-    )
-    command.add_argument("--max-concurrency", type=int, nargs="+", metavar="N", help="requests at once")
-    command.add_argument("--num-prompts", type=int, default=128, help="requests at each rate: 128")
-    command.add_argument("--input-len", type=int, default=128, help="tokens of a prompt on average: 128")
-    command.add_argument("--output-len", type=int, default=64, help="tokens of an answer on average: 64")
-    command.add_argument(
-        "--lengths", choices=("lognormal", "fixed"), default="lognormal", help="lognormal if left out"
-    )
-    command.add_argument(
-        "--token-ids", type=int, metavar="N", help="prompts of token ids below N, not of words"
-    )
-    command.add_argument("--seed", type=int, default=0, help="of lengths, prompts and arrivals: 0")
-    command.add_argument(
-        "--extra-body",
-        type=json_object,
-        default={"ignore_eos": True},
-        metavar="JSON",
-        help="further fields of each request; '{\"ignore_eos\": true}', for full answers, if left out",
-    )
+    add_server_options(command)
+    add_pace_options(command)
+    add_question_options(command)
     command.add_argument(
         "--goodput",
         type=limit,
@@ -99,18 +74,65 @@ def add_load(command: argparse.ArgumentParser) -> None:
         metavar="ttft:SECONDS",
         help="count requests whose first token (ttft:0.5) and further ones on average (itl:0.05) are in time",
     )
-    command.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="of a request: 600")
     command.add_argument("--chart", type=Path, metavar="FILE", help="draw what was found, by matplotlib")
     command.add_argument("--json", action="store_true", help="print a JSON object a line for each rate")
     command.set_defaults(run=run_load)
 
 
+def add_server_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--base-url", default="http://127.0.0.1:8000", metavar="URL", help="http, https or unix:/PATH"
+    )
+    command.add_argument("--model", help="its name there; the first one there is if left out")
+    command.add_argument("--api-key", metavar="KEY", help="that is sent with each request")
+    command.add_argument(
+        "--endpoint", choices=("completions", "chat"), default="completions", help="completions if left out"
+    )
+    command.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="of a request: 600")
+
+
+def add_pace_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--request-rate", type=float, nargs="+", metavar="R", help="requests a second, one or several; or inf"
+    )
+    command.add_argument("--max-concurrency", type=int, nargs="+", metavar="N", help="requests at once")
+    command.add_argument(
+        "--num-prompts", type=int, default=128, metavar="N", help="requests at each rate: 128"
+    )
+
+
+def add_question_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--input-len", type=int, default=128, metavar="N", help="tokens of a prompt on average: 128"
+    )
+    command.add_argument(
+        "--output-len", type=int, default=64, metavar="N", help="tokens of an answer on average: 64"
+    )
+    command.add_argument(
+        "--lengths", choices=("lognormal", "fixed"), default="lognormal", help="lognormal if left out"
+    )
+    command.add_argument(
+        "--token-ids", type=int, metavar="N", help="prompts of token ids below N, not of words"
+    )
+    command.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of lengths, prompts and arrivals: 0"
+    )
+    command.add_argument(
+        "--extra-body",
+        type=json_object,
+        default={"ignore_eos": True},
+        metavar="JSON",
+        help="further fields of each request; '{\"ignore_eos\": true}', for full answers, if left out",
+    )
+
+
 def limit(text: str) -> tuple[str, float]:
-    """For --goodput, under a name that argparse can show"""
+    """For --goodput"""
     name, _, seconds = text.partition(":")
-    if name not in ("ttft", "itl"):
-        raise ValueError(text)
-    return name, float(seconds)
+    with suppress(ValueError):
+        if name in ("ttft", "itl") and float(seconds) > 0:
+            return name, float(seconds)
+    raise argparse.ArgumentTypeError(f"must be ttft:SECONDS or itl:SECONDS, above 0, but is {text!r}")
 
 
 def run_latency(options: argparse.Namespace) -> None:
@@ -147,7 +169,7 @@ def run_load(options: argparse.Namespace) -> None:
     from infinilm import load
 
     if options.chart is not None:
-        check_chart(options.chart)
+        load.check_chart(options.chart)  # before minutes of load
     asked = load.Load(
         options.num_prompts,
         options.input_len,
@@ -159,16 +181,6 @@ def run_load(options: argparse.Namespace) -> None:
     found = asyncio.run(measure_load(options, asked, paces_of(options)))
     if options.chart is not None:
         load.draw(found, options.chart)
-
-
-def check_chart(path: Path) -> None:
-    """Before minutes of load"""
-    from importlib.util import find_spec
-
-    if find_spec("matplotlib") is None:
-        raise ImportError("--chart needs matplotlib, which is missing; pip install matplotlib installs it")
-    if not path.parent.is_dir():
-        raise ValueError(f"--chart: there is no folder {str(path.parent)!r}")
 
 
 def paces_of(options: argparse.Namespace) -> list[Pace]:
@@ -204,8 +216,6 @@ async def measure_load(options: argparse.Namespace, asked: Load, paces: list[Pac
     address = Address.of(options.base_url)
     if options.token_ids is not None and options.endpoint == "chat":
         raise ValueError("--token-ids needs --endpoint completions; a chat is made of words")
-    if not isinstance(options.extra_body, dict):
-        raise ValueError(f"--extra-body must be a JSON object, but is {options.extra_body!r}")
     positive("--timeout", options.timeout)
     model = options.model or await model_there(options, address)
     target = load.Target(

@@ -19,6 +19,7 @@ from infinilm.cli.options import (
     reading_input,
     sampling_params,
 )
+from infinilm.progress import is_dumb
 
 if TYPE_CHECKING:
     from infinilm.llm import LLM
@@ -60,7 +61,7 @@ def edit_lines() -> None:
     with suppress(ImportError):
         import readline
 
-        if "libedit" not in (readline.__doc__ or ""):
+        if "libedit" not in (readline.__doc__ or "") and not is_dumb():
             readline.parse_and_bind("set enable-bracketed-paste on")
 
 
@@ -72,12 +73,13 @@ def ask() -> str | None:
     """What the user says next, None at the end: a line, and those pasted along with it."""
     lines: list[str] = []
     with reading_input(), suppress(EOFError):
-        lines.append(input("> "))
+        lines.append(input("> " if sys.stdin.isatty() else ""))
         while not is_command(lines[0]) and is_more_pasted():
             lines.append(input())
     if lines:
         return "\n".join(lines)
-    print()  # the shell goes on below the prompt
+    if sys.stdin.isatty():
+        print()  # the shell goes on below the prompt
     return None
 
 

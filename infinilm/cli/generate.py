@@ -7,7 +7,14 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from infinilm.cli.options import add_answer_options, check_input, load, reading_input, sampling_params
+from infinilm.cli.options import (
+    add_answer_options,
+    check_input,
+    load,
+    readable,
+    reading_input,
+    sampling_params,
+)
 
 if TYPE_CHECKING:
     from infinilm.llm import LLM
@@ -16,7 +23,7 @@ if TYPE_CHECKING:
 def add(commands: Any) -> None:
     """`infinilm generate`"""
     command = commands.add_parser("generate", help="answer one prompt")
-    command.add_argument("prompt", help="the prompt; - reads it from standard input")
+    command.add_argument("prompt", type=readable, help="the prompt; - reads it from standard input")
     command.add_argument(
         "--raw", action="store_true", help="continue the prompt as it is, without a chat template"
     )

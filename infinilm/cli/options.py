@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,9 +68,23 @@ def add_engine_options(command: argparse.ArgumentParser) -> None:
     )
 
 
-def json_object(text: str) -> Any:
-    """Python's own reader, under a name that argparse can show"""
-    return json.loads(text)
+def readable(given: str) -> str:
+    """Bytes of an argument that are no text come as halves of surrogate pairs."""
+    try:
+        given.encode()
+    except UnicodeEncodeError as error:
+        byte, encoding = ord(given[error.start]) & 0xFF, sys.getfilesystemencoding()
+        raise argparse.ArgumentTypeError(
+            f"must be text in {encoding}, but has the byte {byte:#04x} at {error.start}"
+        ) from error
+    return given
+
+
+def json_object(text: str) -> dict[str, Any]:
+    with suppress(ValueError, RecursionError):
+        if isinstance(found := json.loads(text), dict):
+            return found
+    raise argparse.ArgumentTypeError(f"must be a JSON object, but is {text!r}")
 
 
 def positive(name: str, seconds: float | None) -> float | None:
@@ -81,7 +95,7 @@ def positive(name: str, seconds: float | None) -> float | None:
 
 def add_answer_options(command: argparse.ArgumentParser, system_help: str) -> None:
     """Options of a command that answers: system prompt, model, engine, and how tokens are chosen"""
-    command.add_argument("--system", help=system_help)
+    command.add_argument("--system", type=readable, help=system_help)
     add_model_options(command)
     add_engine_options(command)
     add_sampling_options(command)

@@ -124,10 +124,17 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """Forget a request, whatever it is at; its output ends here."""
         if request := self.requests.get(request_id):
-            for completion in request.completions:
-                if completion.finish_reason is None:
-                    completion.finish("abort")
-            self._settle(request)
+            try:
+                self._abort(request)
+            except BaseException:  # an interrupt: no block is lost, and the request may be aborted again
+                self._begin_anew()
+                raise
+
+    def _abort(self, request: Request) -> None:
+        for completion in request.completions:
+            if completion.finish_reason is None:
+                completion.finish("abort")
+        self._settle(request)
 
     # ---- what it tells -------------------------------------------------------------------------------------
 
@@ -176,7 +183,7 @@ class Engine:
             raise
 
     def _begin_anew(self) -> None:
-        """After a step that ended midway: what came of it is lost, and will be computed again."""
+        """After a step or an abort that ended midway: what came of it is lost, and is computed again."""
         self._launched = self._passage = None
         if self._moving is not None:
             self._moving.error = RuntimeError(

@@ -30,6 +30,7 @@ STEP_STACK = 1 << 20
 NUM_STEPS = 16
 # Lower than llguidance's own: a state of the lexer takes up to 2 kB.
 LIMITS = llguidance.LLParserLimits(max_lexer_states=20_000, max_grammar_size=100_000, verbose_errors=False)
+STACK_SIZE = threading.Lock()  # there is one for all threads that begin
 
 Result = TypeVar("Result")
 
@@ -57,11 +58,12 @@ def call_with_stack(size: int, function: Callable[[], Result]) -> Result:
         except BaseException as error:
             outcome.set_exception(error)
 
-    before = threading.stack_size(size)
-    try:
-        threading.Thread(target=run).start()
-    finally:
-        threading.stack_size(before)
+    with STACK_SIZE:
+        before = threading.stack_size(size)
+        try:
+            threading.Thread(target=run).start()
+        finally:
+            threading.stack_size(before)
     return outcome.result()
 
 

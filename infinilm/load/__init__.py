@@ -18,7 +18,7 @@ from infinilm.load.client import Answer, Failure, Target
 from infinilm.load.measures import measured, percentile, spread_of
 from infinilm.load.paces import find_model, run, sweep, warm_up
 from infinilm.load.prompts import Load, Pace, Question, questions
-from infinilm.load.report import COLUMNS, complaints, draw, row, short
+from infinilm.load.report import COLUMNS, check_chart, complaints, draw, row, short
 
 __all__ = [
     "COLUMNS",
@@ -28,6 +28,7 @@ __all__ = [
     "Pace",
     "Question",
     "Target",
+    "check_chart",
     "complaints",
     "draw",
     "find_model",

@@ -41,6 +41,20 @@ def complaints(found: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def check_chart(path: Path) -> None:
+    """Refuse what `draw` could not write."""
+    try:
+        from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
+    except ImportError as error:
+        wanted = "--chart needs matplotlib, which is missing; pip install matplotlib installs it"
+        raise ImportError(wanted) from error
+    if not path.parent.is_dir():
+        raise ValueError(f"--chart: there is no folder {str(path.parent)!r}")
+    kinds = Figure().canvas.get_supported_filetypes()
+    if path.suffix and path.suffix[1:].lower() not in kinds:
+        raise ValueError(f"--chart: {path.name!r} must end in one of {', '.join(sorted(kinds))}")
+
+
 def draw(rates: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Tokens a second, and the times of tokens, by the rate of requests"""
     from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
@@ -48,7 +62,7 @@ def draw(rates: Sequence[Mapping[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(12, 3.8), layout="constrained")
     figure.suptitle(f"{rates[0]['model_id']}; {rates[0]['distribution']}", fontsize=9)
     panels = figure.subplots(1, 3)
-    offered, name = paces_of(rates)
+    offered, name = offered_by(rates)
     panels[0].plot(offered, [one["output_tokens_per_second"] for one in rates], "o-")
     panels[0].set(ylabel="output tokens a second")
     keys = ("time_to_first_token_seconds", "inter_token_latency_seconds")
@@ -63,7 +77,7 @@ def draw(rates: Sequence[Mapping[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def paces_of(rates: Sequence[Mapping[str, Any]]) -> tuple[list[float], str]:
+def offered_by(rates: Sequence[Mapping[str, Any]]) -> tuple[list[float], str]:
     if all(one["request_rate"] == "inf" for one in rates):
         return [one["max_concurrency"] or one["num_prompts"] for one in rates], "requests at once"
     done = [one["requests_per_second"] for one in rates]

@@ -44,6 +44,7 @@ class Gemma3Config(gemma2.Gemma2Config):
                 "model_type": "gemma3",
             }
         content, kinds = dict(super().adapted(content)), rope_mapping(content, "rope_parameters")
+        content["attn_logit_softcapping"] = None  # of which its attention knows nothing
         if "full_attention" in kinds or "sliding_attention" in kinds:
             scaling = {**rope_mapping(kinds, "full_attention"), **rope_mapping(content, "rope_scaling")}
             content |= {"rope_parameters": None, "rope_scaling": scaling}

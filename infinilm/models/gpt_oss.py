@@ -60,8 +60,9 @@ class GptOssConfig(MixtureConfig):
 
     @classmethod
     def adapted(cls, content: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Its quantisation is known, and its rotation where nothing is said of it."""
-        content = dict(super().adapted(content))
+        """Its quantisation is known, and its rotation where nothing is said of it. Shares of experts always
+        add up to one."""
+        content = {**super().adapted(content), "norm_topk_prob": True}
         method = content.get("quantization_config")
         if isinstance(method, Mapping) and method.get("quant_method") == "mxfp4":
             content["quantization_config"] = None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from infinilm.config import LlamaConfig
 from infinilm.models.gguf import GGUF
@@ -21,6 +23,11 @@ class MixtralConfig(MixtureConfig):
     rms_norm_eps: float = 1e-5
     rope_theta: float = 1000000.0
     norm_topk_prob: bool = True
+
+    @classmethod
+    def adapted(cls, content: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Shares of experts always add up to one."""
+        return {**super().adapted(content), "norm_topk_prob": True}
 
 
 class MixtralDecoderLayer(LlamaDecoderLayer):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from infinilm.models.gguf import GGUF
 from infinilm.models.mixture import GGUF_KEYS, GGUF_MODULES, MixtureMLP
@@ -21,6 +23,13 @@ class Qwen3MoeConfig(Qwen2MoeConfig):
     num_experts: int = 128
     num_experts_per_tok: int = 8
     moe_intermediate_size: int = 768
+
+    @classmethod
+    def adapted(cls, content: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Some files speak of Qwen2-MoE's biases and shared expert, which it never has, and of norms of
+        heads, which it always has."""
+        settled = ("qkv_bias", "shared_expert_intermediate_size", "use_qk_norm")
+        return super().adapted({key: value for key, value in content.items() if key not in settled})
 
     @property
     def has_output_bias(self) -> bool:

@@ -59,13 +59,22 @@ class Endpoint:
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length[:20]) > limit:
             raise too_large(limit)
+        await self.read_parts(call, receive)
+
+    async def read_parts(self, call: Call, receive: Receive) -> None:
+        """Within the limit of time, which the server's end shortens."""
+        seconds = self.server.settings.send_seconds
+        limit = asyncio.timeout(seconds)
         try:
-            async with asyncio.timeout(self.server.settings.send_seconds):
+            async with limit:
+                self.server.bodies.add(limit)
                 while await self.read_part(call, receive):
                     pass
         except TimeoutError:
-            seconds = self.server.settings.send_seconds
-            raise HttpError(408, f"the body did not come within {seconds:g} s") from None
+            late = HttpError(408, f"the body did not come within {seconds:g} s")
+            raise self.server.reason_to_refuse or late from None
+        finally:
+            self.server.bodies.discard(limit)
 
     async def read_part(self, call: Call, receive: Receive) -> bool:
         """Whether more follows"""

@@ -47,6 +47,7 @@ class Server:
     refusal: HttpError | None = None  # of all that is new, once the server is to end
     statuses: Counter[tuple[str, str, int]] = field(default_factory=Counter)  # of answers, by method and path
     calls: set[Call] = field(default_factory=set)  # that are being answered
+    bodies: set[asyncio.Timeout] = field(default_factory=set)  # limits of those that have not come whole
     num_held: int = 0  # bytes of bodies
 
     def hold(self, call: Call, data: bytes) -> None:
@@ -64,6 +65,12 @@ class Server:
         """Why nothing that is new is answered: the server is to end, or its engine is dead."""
         is_dead = self.service is not None and self.service.llm.death is not None
         return self.refusal or (engine_dead() if is_dead else None)
+
+    def end_bodies(self) -> None:
+        """Refuse what has not come whole, for the reason that there is."""
+        for limit in self.bodies:
+            if not limit.expired():
+                limit.reschedule(0.0)
 
     def end_calls(self, error: BaseException) -> None:
         """Answer all that are under way with an error: a body, or an event that ends a stream."""

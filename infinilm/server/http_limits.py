@@ -17,6 +17,7 @@ from infinilm.server.exchange import dumps
 
 # Bytes that are read at once: a caller may make of 256 KB 40,000 chunks, which take seconds to be told apart.
 READ_SIZE = 4 << 10
+MAX_AHEAD = 64 << 10  # bytes of a next request that are read before the last one has been answered
 
 
 class Web(uvicorn.Server):
@@ -66,11 +67,14 @@ class Protocol(H11Protocol):
         self._start()
 
     def data_received(self, data: bytes) -> None:
+        if self.conn.their_state is h11.MUST_CLOSE:  # the request that is being answered was the last one
+            return
         if self.awaits_head:
             self._start()
         super().data_received(data)
         if not self.awaits_head:
             self._stop()
+            self._read_ahead()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop()
@@ -81,6 +85,11 @@ class Protocol(H11Protocol):
             with suppress(h11.LocalProtocolError):
                 self._send_error(400, msg)
         self.transport.close()
+
+    def _read_ahead(self) -> None:
+        """uvicorn would read no more before it has answered, and not hear that the caller leaves."""
+        if self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) < MAX_AHEAD:
+            self.flow.resume_reading()
 
     def _start(self) -> None:
         if self._timer is None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from infinilm.async_llm import AsyncLLM
 
 LOG = logging.getLogger("infinilm.server")
-LAST_SECONDS = 2.0  # for callers to read how their answers ended
+LAST_SECONDS = 3.0  # for callers to read how their answers ended, longer than LINGER_SECONDS
 CLOSE_SECONDS = 60.0  # for the engine to save and to end
 DEAD_SECONDS = 3.0  # for all who ask to learn that the engine is dead
 KEEP_ALIVE_SECONDS = 75  # longer than proxies keep a connection, so that none is closed under their request
@@ -189,6 +189,7 @@ class Process:
     async def drain(self, seconds: float) -> None:
         """Take nothing new, wait for the rest, and tell those whose answers took too long."""
         self.server.refusal = shutting_down("the server is shutting down; ask another, or later")
+        self.server.end_bodies()
         if self.server.calls and seconds:
             tell(f"ending: {len(self.server.calls)} answers under way have {seconds:g} s")
         end = self.loop.time() + seconds

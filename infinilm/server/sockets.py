@@ -30,7 +30,9 @@ def inet_socket(host: str, port: int) -> socket.socket:
         raise ValueError(f"--port must be from 0 to 65535, but is {port}")
     try:
         ((family, *_, place), *_) = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        sock = socket.create_server(place[:2], family=family, backlog=2048)
+        # All addresses of IPv6, "::", are all of IPv4 too, as other servers have it.
+        is_dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        sock = socket.create_server(place[:2], family=family, backlog=2048, dualstack_ipv6=is_dual)
     except (OSError, UnicodeError) as error:
         reason, code = getattr(error, "strerror", None) or error, getattr(error, "errno", None)
         other = "--port" if code in (errno.EADDRINUSE, errno.EACCES) else "--host"

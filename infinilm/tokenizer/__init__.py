@@ -23,6 +23,7 @@ from infinilm.tokenizer.chat import (
     unused_character,
     with_content,
     with_thoughts,
+    without_marker,
 )
 from infinilm.tokenizer.error import TokenizerError, errors_of
 from infinilm.tokenizer.gguf import GgufVocabulary
@@ -183,7 +184,8 @@ class Tokenizer:
         ids = []
         for position, piece in enumerate(self._special_pattern.split(text)):
             is_special = position % 2 == 1  # the pattern is one group, so its matches stand between the rest
-            ids += self._encode_stretch(piece.replace(marker, ""), False, is_special, is_start=position == 0)
+            whole = without_marker(piece, marker)
+            ids += self._encode_stretch(whole, False, is_special, is_start=position == 0)
         return ids
 
     @functools.cached_property

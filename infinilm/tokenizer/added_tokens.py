@@ -1,6 +1,6 @@
 """Added tokens, as settings beside a vocabulary have them: behind its own, or its own with other flags."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from reprlib import repr as short
 from typing import Any
 
@@ -8,16 +8,23 @@ import tokenizers
 from tokenizers import AddedToken
 
 from infinilm.tokenizer.error import TokenizerError
+from infinilm.tokenizer.pieces import num_beginnings
 
 FLAGS = ("lstrip", "rstrip", "single_word", "special", "normalized")
 
-# Gemma 3 has six thousand.
-MAX_ADDED_TOKENS = 1 << 14
+# Gemma 3 has six thousand; Orpheus, a Llama that speaks, 29 thousand.
+MAX_ADDED_TOKENS = 1 << 15
+# What finds them in a text is built in a second for a hundred thousand; Orpheus has some thirty thousand.
+MAX_ADDED_BEGINNINGS = 1 << 18
 
 
-def check_count(num_tokens: int) -> None:
-    if num_tokens > MAX_ADDED_TOKENS:
-        raise ValueError(f"{num_tokens} tokens are special or whole, but {MAX_ADDED_TOKENS} is the limit")
+def check_added(texts: Collection[str]) -> None:
+    """Refuse more tokens that are found whole than any vocabulary has, before the library is given them."""
+    if len(texts) > MAX_ADDED_TOKENS:
+        raise ValueError(f"{len(texts)} tokens are special or whole, but {MAX_ADDED_TOKENS} is the limit")
+    if (size := num_beginnings(texts)) > MAX_ADDED_BEGINNINGS:
+        rule = f"but {MAX_ADDED_BEGINNINGS} is the limit"
+        raise ValueError(f"tokens that are special or whole have {size} beginnings, {rule}")
 
 
 def add_tokens(library: tokenizers.Tokenizer, tokens: Mapping[int, AddedToken], name: str) -> None:

@@ -9,6 +9,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from infinilm.tokenizer.added_tokens import check_added
+from infinilm.tokenizer.normalizer import size_of_keys
+from infinilm.tokenizer.pieces import check_pieces, check_tree
 from infinilm.tokenizer.regex import cost_of_regex
 
 # The widest in use: T5's normaliser, at 33 by its table, 1.5 by a Replace and 4 by its pre-tokenizer.
@@ -37,10 +40,12 @@ FIXED_GROWTH = {
 
 
 def check_bounds(content: Mapping[str, Any]) -> None:
-    """Refuse a tokenizer.json, parsed, whose steps could make a text endless or search it endlessly."""
+    """Refuse a tokenizer.json, parsed, whose steps could make a text endless or search it endlessly, or that
+    takes the library more memory or time to build than any vocabulary does."""
     _check_growth(_steps(content, ENCODING))
     _check_growth(_steps(content, DECODING))
     _check_model(content.get("model"))
+    check_added([token["content"] for token in content.get("added_tokens") or []])
 
 
 def _check_growth(steps: Sequence[Any]) -> None:
@@ -58,10 +63,29 @@ def _check_model(model: Any) -> None:
     match model:
         case {"max_input_chars_per_word": int(limit)} if limit > MAX_WORD:  # WordPiece works for its cube
             raise ValueError(f"model: 'max_input_chars_per_word' is {limit}, but {MAX_WORD} is the limit")
-        case {"continuing_subword_prefix": str(x)} | {"end_of_word_suffix": str(x)} if len(x) > MAX_AFFIX:
-            raise ValueError(
-                f"model: {x[:20]!r}… is put to every character; {MAX_AFFIX} letters is the limit"
-            )
+        case {"vocab": [*entries]}:  # of Unigram alone it is a list
+            pieces = [text for text, _ in entries]
+            check_pieces(pieces)
+            check_tree(pieces)
+        case {"vocab": _}:
+            for name in ("continuing_subword_prefix", "end_of_word_suffix"):
+                _check_affix(model.get(name) or "")
+            _check_merges(model.get("merges") or [], model.get("continuing_subword_prefix") or "")
+
+
+def _check_affix(affix: str) -> None:
+    if len(affix) > MAX_AFFIX:
+        rule = f"is put to every character; {MAX_AFFIX} letters is the limit"
+        raise ValueError(f"model: {affix[:20]!r}… {rule}")
+
+
+def _check_merges(merges: Sequence[Any], prefix: str) -> None:
+    """The library takes as many bytes as a prefix has from what is joined to a token, whatever they are."""
+    for merge in merges if prefix else []:
+        right = merge.partition(" ")[2] if isinstance(merge, str) else merge[1]
+        if not right.startswith(prefix):
+            rule = f"which does not begin with 'continuing_subword_prefix', {prefix!r}"
+            raise ValueError(f"model: a merge has {right[:60]!r} on its right, {rule}")
 
 
 def _steps(content: Mapping[str, Any], stages: Mapping[str, str]) -> list[Any]:
@@ -113,7 +137,7 @@ def _size(text: str) -> int:
 def _longest_entry(table: str) -> int:
     """Sentencepiece's table is the length of its index, the index, then entries that each end in a zero."""
     content = base64.b64decode(table)
-    start = 4 + int.from_bytes(content[:4], "little")
+    start = 4 + size_of_keys(content)  # as much memory the library takes, whether it is there or not
     return max(1, *map(len, content[start:].split(b"\0")))
 
 

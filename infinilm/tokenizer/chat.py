@@ -187,11 +187,21 @@ def with_thoughts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def unused_character(text: str) -> str:
+    """One that a text has neither as it is nor as JSON in ASCII writes it"""
     used = set(text)
-    for code in range(0xE000, 0x110000):
-        if chr(code) not in used:
-            return chr(code)
+    for character in map(chr, range(0xE000, 0x110000)):
+        if character not in used and _in_ascii(character) not in text:
+            return character
     raise TokenizerError("the conversation has every character there is, and leaves none to mark words with")
+
+
+def without_marker(text: str, marker: str) -> str:
+    """The text as it would be, also where its template writes JSON in ASCII"""
+    return text.replace(marker, "").replace(_in_ascii(marker), "")
+
+
+def _in_ascii(character: str) -> str:
+    return json.dumps(character)[1:-1]
 
 
 def break_up(value: Any, pattern: re.Pattern[str], marker: str) -> Any:

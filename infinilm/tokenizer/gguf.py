@@ -9,6 +9,7 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
+from infinilm.tokenizer.added_tokens import check_added
 from infinilm.tokenizer.error import TokenizerError
 from infinilm.tokenizer.pieces import (
     BYTE,
@@ -110,6 +111,7 @@ class GgufVocabulary:
             if is_special or kind == USER_DEFINED:
                 strips = is_special and self._strips_behind(token)
                 added.append(AddedToken(token, special=is_special, normalized=False, rstrip=strips))
+        check_added([token.content for token in added])
         return added
 
     def _ends_by_name(self) -> list[int]:

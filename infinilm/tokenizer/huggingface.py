@@ -1,6 +1,5 @@
 """A Hugging Face folder: tokenizer.json or tokenizer.model, and what the files beside it name."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +9,8 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from infinilm.folder import Folder
-from infinilm.tokenizer.added_tokens import FLAGS, add_tokens, check_count, names_given, tokens_given
+from infinilm.folder import Folder, parse_object
+from infinilm.tokenizer.added_tokens import FLAGS, add_tokens, check_added, names_given, tokens_given
 from infinilm.tokenizer.bounds import check_bounds
 from infinilm.tokenizer.error import TokenizerError, errors_of
 from infinilm.tokenizer.library import MAX_VOCAB_SIZE
@@ -25,6 +24,9 @@ MAX_TOKENIZER_BYTES = 1 << 26
 MAX_TOKENIZER_VALUES = 1 << 21
 MAX_NAMES_BYTES = 1 << 22
 MAX_TEMPLATE_BYTES = 1 << 20
+
+# Where transformers saves it beside chat_template.jinja.
+TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 
 # The special tokens that have a role, under the names configuration files and chat templates give them.
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -55,7 +57,7 @@ def read_vocabulary(folder: Folder, config: Mapping[str, Any]) -> Vocabulary:
     given, own = tokens_given(settings), library.get_added_tokens_decoder()
     if settings is not config:  # what tokenizer.json says of a token counts more than an older folder's file
         given = {token_id: token for token_id, token in given.items() if token_id not in own}
-    check_count(len(given))
+    check_added([token["content"] for token in given.values()])
     special = {*roles.values(), *(token.content for token in own.values() if token.special)}
     add_tokens(library, {i: _added_token(given[i], special) for i in sorted(given)}, "tokenizer.json")
     return Vocabulary(folder.path / "tokenizer.json", library, roles)
@@ -94,12 +96,11 @@ def _read_json(folder: Folder) -> tokenizers.Tokenizer:
             f"{path} does not exist, nor does a tokenizer.model; "
             "transformers' tokenizer.save_pretrained writes one"
         )
-    if raw.count(b",") > MAX_TOKENIZER_VALUES:
-        raise TokenizerError(f"{path}: its JSON has more than {MAX_TOKENIZER_VALUES} values")
+    content = parse_object(raw, path, TokenizerError, MAX_TOKENIZER_VALUES)
     with errors_of(str(path)):
-        text = raw.decode("utf-8")
-        check_bounds(json.loads(text))
-        return tokenizers.Tokenizer.from_str(text)
+        check_bounds(content)
+        del content
+        return tokenizers.Tokenizer.from_str(raw.decode("utf-8"))
 
 
 def _roles_in(config: Mapping[str, Any]) -> dict[str, str]:
@@ -141,6 +142,8 @@ def templates_in(folder: Folder, config: Mapping[str, Any]) -> tuple[str | None,
         if isinstance(template, list):  # several, each with a name
             template = {entry["name"]: entry["template"] for entry in template}
         named = template if isinstance(template, dict) else {"default": template}
+        if (raw := folder.read(TOOL_TEMPLATE, MAX_TEMPLATE_BYTES)) is not None:
+            named = named | {"tool_use": raw.decode("utf-8")}
         found = named.get("default"), named.get("tool_use")
         for template in found:
             if not isinstance(template, str | None):

@@ -3,6 +3,7 @@
 import copy
 import json
 from collections.abc import Iterable
+from reprlib import repr as short
 from typing import Any
 
 import tokenizers
@@ -19,10 +20,23 @@ def try_out(library: tokenizers.Tokenizer, source: str) -> None:
     library.no_truncation()
     library.no_padding()
     with errors_of(source):
+        _check_added_tokens(library)
         found = library.encode("try out").ids
     if any(library.id_to_token(token_id) is None for token_id in found):  # a frame names its ids itself
         end = vocab_size(library) - 1
         raise TokenizerError(f"{source}: encodes to token id {max(found)}, but its vocabulary ends at {end}")
+
+
+def _check_added_tokens(library: tokenizers.Tokenizer) -> None:
+    """Those that the library would look for without end: what its normalizer leaves nothing of, and white
+    space that takes more of it, in a run of which each is read from every place on."""
+    normalizer = library.normalizer
+    for token_id, token in library.get_added_tokens_decoder().items():
+        is_rewritten = token.normalized and normalizer is not None
+        text = normalizer.normalize_str(token.content) if is_rewritten else token.content
+        if not text or (text.isspace() and (token.lstrip or token.rstrip)):
+            rule = "but must be more than the normalizer removes, and than white space that takes more of it"
+            raise ValueError(f"added token {token_id} is {short(token.content)}, {rule}")
 
 
 def vocab_size(library: tokenizers.Tokenizer) -> int:

@@ -3,6 +3,7 @@
 The sign for a space is the library's to write; what its own steps would only come near to is done here.
 """
 
+import os
 import re
 import struct
 from collections.abc import Iterable, Mapping, Set
@@ -14,6 +15,7 @@ from tokenizers import AddedToken
 SPACE = "▁"
 MAX_KEY_BYTES = 64  # of a key of the table; the longest in use have 18
 MAX_REPLACEMENT_BYTES = 64  # for one key: U+FDFA, the longest in use, stands for 33
+MAX_BRANCHES = 32  # of a pattern, one in the other: Python's parser goes as deep
 
 
 class CharacterTable:
@@ -24,9 +26,7 @@ class CharacterTable:
     """
 
     def __init__(self, table: bytes) -> None:
-        size = int.from_bytes(table[:4], "little")
-        if size % 4 or not 4 <= size <= len(table) - 4:
-            raise ValueError(f"its table of characters has {len(table)} bytes, {size} of them for keys")
+        size = size_of_keys(table)
         self._units = struct.unpack_from(f"<{size // 4}I", table, 4)
         self._replacements = table[4 + size :]
 
@@ -81,24 +81,51 @@ class CharacterTable:
         return self._replacements[start:end].decode("utf-8")
 
 
+def size_of_keys(table: bytes) -> int:
+    """How many bytes of a table its keys take, which fit into it"""
+    size = int.from_bytes(table[:4], "little")
+    if size % 4 or not 4 <= size <= len(table) - 4:
+        raise ValueError(f"its table of characters has {len(table)} bytes, {size} of them for keys")
+    return size
+
+
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
     """The longest of texts at each place, as a group: split by it, a text has them at every second place."""
-    return _any_pattern(map(re.escape, sorted(texts, key=len, reverse=True)))
+    return re.compile(f"({_longest([(text, '') for text in texts])})")
 
 
 def any_token(tokens: Iterable[AddedToken]) -> re.Pattern[str]:
     """The same of tokens, each with the white space around it that is its own."""
-    return _any_pattern(map(_with_space, sorted(tokens, key=lambda token: len(token.content), reverse=True)))
+    words = [(token.content, r"\s*" * token.rstrip, token.lstrip) for token in tokens]
+    patterns = [_longest([(text, behind) for text, behind, _ in words])]
+    if taking := [(text, behind) for text, behind, takes_before in words if takes_before]:
+        # From the first space on, so that a run of them is read once and not from each of its places; a token
+        # before it may have taken them.
+        patterns.append(rf"(?<!\s)\s++(?:{_longest(taking)})")
+    return re.compile(f"({'|'.join(patterns)})")
 
 
-def _with_space(token: AddedToken) -> str:
-    # Before it from the first space on, so that a run of them is read once and not from each of its places; a
-    # token before it may have taken them.
-    return r"(?:(?<!\s)\s*+)?" * token.lstrip + re.escape(token.content) + r"\s*" * token.rstrip
+def _longest(words: list[tuple[str, str]], depth: int = MAX_BRANCHES) -> str:
+    """The longest word at a place, and the pattern that is to follow it. What words begin with is read once:
+    of thousands, as Gemma 3 has them, each would be tried wherever a text has a "<"."""
+    if not words:
+        return "(?!)"
+    if depth == 0 or len(words) == 1:
+        words = sorted(words, key=lambda word: len(word[0]), reverse=True)
+        return "|".join(re.escape(text) + behind for text, behind in words)
+    by_letter: dict[str, list[tuple[str, str]]] = {}
+    for text, behind in words:
+        by_letter.setdefault(text[:1], []).append((text, behind))
+    ended = by_letter.pop("", [])
+    branches = [_branch(group, depth - 1) for group in by_letter.values()]
+    return "|".join([*branches, *(behind for _, behind in ended)])
 
 
-def _any_pattern(patterns: Iterable[str]) -> re.Pattern[str]:
-    return re.compile(f"({'|'.join(patterns) or '(?!)'})")
+def _branch(words: list[tuple[str, str]], depth: int) -> str:
+    """Words that begin alike"""
+    beginning = os.path.commonprefix([text for text, _ in words])
+    rest = [(text.removeprefix(beginning), behind) for text, behind in words]
+    return f"{re.escape(beginning)}(?:{_longest(rest, depth)})"
 
 
 def _offset(unit: int) -> int:

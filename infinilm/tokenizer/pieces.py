@@ -1,6 +1,8 @@
 """What vocabularies of pieces have in common, from whichever file: kinds, limits, and merges by score."""
 
+import os
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from reprlib import repr as short
 
 # The kinds of tokens, as sentencepiece numbers them and GGUF after it.
@@ -10,6 +12,8 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 MAX_PIECE_LENGTH = 512
 # Each character is a place to cut. The largest vocabularies have two million.
 MAX_PIECE_CHARACTERS = 1 << 23
+# The largest vocabularies have one million.
+MAX_BEGINNINGS = 1 << 21
 
 
 def check_pieces(tokens: Iterable[str]) -> None:
@@ -22,6 +26,20 @@ def check_pieces(tokens: Iterable[str]) -> None:
             )
     if total > MAX_PIECE_CHARACTERS:
         raise ValueError(f"the tokens have {total} characters, but at most {MAX_PIECE_CHARACTERS}")
+
+
+def check_tree(tokens: Iterable[str]) -> None:
+    """Of a unigram model the library keeps a table for each beginning of a token: 300 bytes of memory for a
+    byte of the file."""
+    if (found := num_beginnings(tokens)) > MAX_BEGINNINGS:
+        raise ValueError(f"its pieces have {found} beginnings, but at most {MAX_BEGINNINGS} are supported")
+
+
+def num_beginnings(tokens: Iterable[str]) -> int:
+    """How many nodes a tree of tokens has, byte by byte"""
+    ordered = sorted(token.encode() for token in tokens)
+    shared = (len(os.path.commonprefix([*pair])) for pair in pairwise(ordered))
+    return sum(map(len, ordered)) - sum(shared)
 
 
 def merges_by_score(scores: Mapping[str, float]) -> list[tuple[str, str]]:

@@ -49,8 +49,15 @@ def chat_environment() -> jinja2.Environment:
     return environment
 
 
-def _to_json(value: object, ensure_ascii: bool = False, **options: Any) -> str:
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     # jinja's own filter escapes <, >, & and ' for HTML, which no model was trained on.
+    options: Any = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 

@@ -4,7 +4,6 @@ Texts become the tokens that sentencepiece makes of them. What it has no word fo
 own and special tokens inside a text, is as in transformers, which reads the same settings.
 """
 
-import os
 import re
 from collections.abc import Iterable, Mapping
 from reprlib import repr as short
@@ -13,10 +12,17 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from infinilm.tokenizer.added_tokens import FLAGS, add_tokens, check_count, names_given, tokens_given
+from infinilm.tokenizer.added_tokens import FLAGS, add_tokens, check_added, names_given, tokens_given
 from infinilm.tokenizer.error import TokenizerError
 from infinilm.tokenizer.normalizer import SPACE, CharacterTable, Normalizer, any_of
-from infinilm.tokenizer.pieces import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, merges_by_score
+from infinilm.tokenizer.pieces import (
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    USER_DEFINED,
+    check_tree,
+    merges_by_score,
+)
 from infinilm.tokenizer.sentencepiece_format import SentencePieceFile
 
 # Gemma's, which are pieces like any for sentencepiece; nobody may write them inside a message.
@@ -24,8 +30,6 @@ TURNS = {"<start_of_turn>", "<end_of_turn>"}
 
 # Each is tried wherever a text has its first letter.
 MAX_RESERVED = 1024
-# The largest vocabularies have one million.
-MAX_BEGINNINGS = 1 << 21
 
 
 class SentencePieceVocabulary:
@@ -75,7 +79,7 @@ class SentencePieceVocabulary:
         return models.BPE(ids, merges, unk_token=self._unknown, fuse_unk=True, byte_fallback=fallback)
 
     def _unigram(self) -> models.Unigram:
-        _check_trie(self._tokens)
+        check_tree(self._tokens)
         scores = list(self._file.scores)
         for index in self._ids_of_kind(USER_DEFINED):  # above all others, which are logarithms of frequencies
             scores[index] = 0.1 * (len(self._tokens[index].encode()) - 1)
@@ -130,8 +134,9 @@ class SentencePieceVocabulary:
         """By id, in order"""
         kinds = (UNKNOWN, CONTROL) if self._file.is_unigram else (UNKNOWN, CONTROL, USER_DEFINED)
         ids = {*self._given, *(index for kind in kinds for index in self._ids_of_kind(kind))}
-        check_count(len(ids))
-        return {token_id: self._added_token(token_id) for token_id in sorted(ids)}
+        added = {token_id: self._added_token(token_id) for token_id in sorted(ids)}
+        check_added([token.content for token in added.values()])
+        return added
 
     def _added_token(self, token_id: int) -> AddedToken:
         kind = self._file.kinds[token_id] if token_id < len(self._tokens) else None
@@ -148,13 +153,3 @@ class SentencePieceVocabulary:
 
     def _ids_of_kind(self, kind: int) -> list[int]:
         return [index for index, found in enumerate(self._file.kinds) if found == kind]
-
-
-def _check_trie(tokens: Iterable[str]) -> None:
-    """The library keeps a table for each beginning of a token: 300 bytes of memory for a byte of the file."""
-    ordered, size, before = sorted(token.encode() for token in tokens), 0, b""
-    for token in ordered:
-        size += len(token) - len(os.path.commonprefix([before, token]))
-        before = token
-    if size > MAX_BEGINNINGS:
-        raise ValueError(f"its pieces have {size} beginnings, but at most {MAX_BEGINNINGS} are supported")

@@ -33,6 +33,7 @@ class Spelling:
     replacements: tuple[tuple[str, str], ...] = ()
     prefix: str = ""
     drops_first_space: bool = False
+    is_joined: bool = False  # a further step sees one text, and no tokens
 
     def to_bytes(self, token: str, is_added: bool) -> bytes:
         if self.is_byte_level:
@@ -61,18 +62,18 @@ def spelling_of(library: tokenizers.Tokenizer) -> Spelling:
 
 def _with_decoder_step(spelling: Spelling, step: dict[str, Any]) -> Spelling:
     match step:
-        case {"type": "ByteLevel"}:
-            return replace(spelling, is_byte_level=True)
-        case {"type": "ByteFallback"}:
+        case {"type": "ByteLevel"} if not spelling.replacements:
+            return replace(spelling, is_byte_level=True, is_joined=True)
+        case {"type": "ByteFallback"} if not spelling.is_joined:
             return replace(spelling, has_byte_tokens=True)
         case {"type": "Fuse"}:
-            return spelling
-        case {"type": "Strip", "content": " ", "start": 1, "stop": 0}:
+            return replace(spelling, is_joined=True)
+        case {"type": "Strip", "content": " ", "start": 1, "stop": 0} if spelling.is_joined:
             return replace(spelling, drops_first_space=True)
-        case {"type": "Replace", "pattern": {"String": old}, "content": new}:
+        case {"type": "Replace", "pattern": {"String": old}, "content": new} if not spelling.is_joined:
             return replace(spelling, replacements=(*spelling.replacements, (old, new)))
-        case {"type": "Metaspace", "replacement": mark, "prepend_scheme": scheme}:
+        case {"type": "Metaspace", "replacement": mark, "prepend_scheme": scheme} if not spelling.is_joined:
             return replace(spelling, replacements=((mark, " "),), drops_first_space=scheme != "never")
     raise TokenizerError(
-        f"decoder step {short(step)} is not known; byte-level and sentencepiece decoders are"
+        f"decoder step {short(step)} is not known in its place; byte-level and sentencepiece decoders are"
     )

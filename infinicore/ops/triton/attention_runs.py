@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -13,13 +14,12 @@ from infinicore.ops.triton.attention_places import (
     arithmetic,
     capped,
     in_run,
-    lanes_at,
     padded,
     place_of,
     with_sinks,
 )
 from infinicore.ops.triton.cache import LANES
-from infinicore.ops.triton.tensors import overlap, wait_for_inputs
+from infinicore.ops.triton.tensors import overlap, shared_memory, wait_for_inputs
 
 # N tokens, B streams, M blocks of a stream, P blocks of a pool, S slots of a block, H query heads,
 # K key/value heads, G query heads of each, D head size, KEYS keys that are looked at together
@@ -58,20 +58,21 @@ def load_values(value_ptr, first, key, is_seen, d, D, S: tl.constexpr):
 
 
 @triton.jit
-def weigh(scores, largest):
-    """(weights, the largest score so far, what earlier sums are to be scaled by), scores in powers of two
+def weigh(scores, factor, largest):
+    """(weights, the largest score so far, what earlier sums are to be scaled by)
 
-    The largest of no scores is -inf, and stands for 0.
+    Scores times a factor, which is not negative, are powers of two. The largest of none is -inf, and stands
+    for 0.
     """
-    new = tl.maximum(largest, tl.max(scores, 1))
+    new = tl.maximum(largest, tl.max(scores, 1) * factor)
     base = tl.where(new == -float("inf"), 0.0, new)
-    return tl.exp2(scores - base[:, None]), new, tl.exp2(largest - base)
+    return tl.exp2(scores * factor - base[:, None]), new, tl.exp2(largest - base)
 
 
 @triton.jit
 def add_spoilt_keys(
     sums, total, largest, q, slot, key_ptr, value_ptr, table, begin, end, last, scale, cap, window,
-    K, P, head, D, CAPS: tl.constexpr,
+    K, P, head, D: tl.constexpr, CAPS: tl.constexpr,
     S: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -86,7 +87,7 @@ def add_spoilt_keys(
         scores = tl.dot(q, keys, input_precision=PRECISION) * scale
         scores = capped(scores, cap, CAPS) + missing[None, :]
         is_seen = (key[None, :] <= slot[:, None]) & ((window <= 0) | (key[None, :] > slot[:, None] - window))
-        weights, largest, scaled = weigh(tl.where(is_seen, scores, -float("inf")), largest)
+        weights, largest, scaled = weigh(tl.where(is_seen, scores, -float("inf")), 1.0, largest)
         values = load_values(value_ptr, first, key, is_there, d, D, S).to(DTYPE)
         total = total * scaled + tl.sum(weights, 1)
         is_finite = tl.abs(values.to(tl.float32)) < float("inf")
@@ -99,53 +100,89 @@ def add_spoilt_keys(
 
 
 @triton.jit
-def chosen(group, first, second, third, fourth):
-    """The one of four numbers that each group has"""
-    return tl.where(group < 2, tl.where(group == 0, first, second), tl.where(group == 2, third, fourth))
+def four_blocks(table, start, end, S: tl.constexpr, LANES: tl.constexpr):
+    """The blocks of four times LANES keys from `start` on, a multiple of as many: one for each LANES, 0 where
+    there are no keys"""
+    at = table + start // S
+    a = tl.load(at, mask=start < end, other=0)
+    b = tl.load(at + 1, mask=start + LANES < end, other=0) if S == LANES else a
+    c = tl.load(at + 2 * LANES // S, mask=start + 2 * LANES < end, other=0) if S <= 2 * LANES else a
+    d = tl.load(at + 3, mask=start + 3 * LANES < end, other=0) if S == LANES else c
+    return a, b, c, d
+
+
+@triton.jit
+def lost_of(blocks, P):
+    """NaN where the pool has not all of them"""
+    a, b, c, d = blocks
+    is_lost = (a < 0) | (a >= P) | (b < 0) | (b >= P) | (c < 0) | (c >= P) | (d < 0) | (d >= P)
+    return tl.where(is_lost, float("nan"), 0.0)
+
+
+@triton.jit
+def in_pool(block, P):
+    """A block that the pool has: itself, or the last"""
+    return tl.minimum(block.to(tl.uint32), (P - 1).to(tl.uint32))
+
+
+@triton.jit
+def starts_of(blocks, group, K, P, D: tl.constexpr, S: tl.constexpr):
+    """Where the one of four blocks that each group has begins in a pool"""
+    low = tl.where(group == 0, in_pool(blocks[0], P), in_pool(blocks[1], P))
+    top = tl.where(group == 2, in_pool(blocks[2], P), in_pool(blocks[3], P))
+    return tl.where(group < 2, low, top).to(tl.uint64) * (K * S * D).to(tl.uint32).to(tl.uint64)
+
+
+@triton.jit
+def load_part(at, d, D: tl.constexpr, AXIS: tl.constexpr):
+    """What lies there, of which d is the place in a head along an axis"""
+    return tl.load(at) if d.shape[0] == D else tl.load(at, mask=tl.expand_dims(d < D, 1 - AXIS), other=0.0)
 
 
 @triton.jit
 def add_keys(
     sums, total, largest, q, slot, key_ptr, value_ptr, table, begin, end, scale, cap, window,
-    K, P, head, D, IS_PARTED: tl.constexpr, CAPS: tl.constexpr,
+    K, P, head, D: tl.constexpr, IS_PARTED: tl.constexpr, CAPS: tl.constexpr,
     S: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What the tokens of a tile have summed up, with the keys from begin to end: all see all of them, or some
-    see some if they are parted. Four times LANES at once, whose addresses are found one round ahead, a number
-    for each LANES"""
+    see some if they are parted. Four times LANES at once, whose blocks are found one round ahead"""
     d, k = tl.arange(0, DIM), tl.arange(0, 4 * LANES)
-    a0, lost0 = lanes_at(table, begin, 0, end, K, P, head, D, S, LANES)
-    a1, lost1 = lanes_at(table, begin + LANES, 0, end, K, P, head, D, S, LANES)
-    a2, lost2 = lanes_at(table, begin + 2 * LANES, 0, end, K, P, head, D, S, LANES)
-    a3, lost3 = lanes_at(table, begin + 3 * LANES, 0, end, K, P, head, D, S, LANES)
+    key_ptr += head * S * D
+    value_ptr += head * S * D
+    lost = 0.0
+    blocks = four_blocks(table, begin, end, S, LANES)
     for start in range(begin, end, 4 * LANES):
-        ahead, lost = start + 4 * LANES, lost0 + lost1 + lost2 + lost3
-        first = tl.multiple_of(chosen(k // LANES, a0, a1, a2, a3), LANES)
-        a0, lost0 = lanes_at(table, ahead, 0, end, K, P, head, D, S, LANES)
-        a1, lost1 = lanes_at(table, ahead + LANES, 0, end, K, P, head, D, S, LANES)
-        a2, lost2 = lanes_at(table, ahead + 2 * LANES, 0, end, K, P, head, D, S, LANES)
-        a3, lost3 = lanes_at(table, ahead + 3 * LANES, 0, end, K, P, head, D, S, LANES)
-        at = (first + k % LANES)[None, :] + (d * LANES)[:, None]
-        at = tl.max_contiguous(tl.multiple_of(at, (1, LANES)), (1, LANES))
-        keys = tl.load(key_ptr + at, mask=(d < D)[:, None], other=0.0).to(DTYPE)
-        scores = capped(tl.dot(q, keys, input_precision=PRECISION) * scale, cap, CAPS) + lost
-        is_value = (d < D)[None, :]
+        lost += lost_of(blocks, P)
+        first = starts_of(blocks, k // LANES, K, P, D, S)
+        place = start % S + k if S > 4 * LANES else k % S
+        blocks = four_blocks(table, start + 4 * LANES, end, S, LANES)
+        at = (place // LANES * LANES * D + place % LANES)[None, :] + (d * LANES)[:, None]
+        at = (key_ptr + first)[None, :] + at
+        at = tl.max_contiguous(tl.multiple_of(at, (1, 2 * LANES)), (1, LANES))
+        scores = tl.dot(q, load_part(at, d, D, 0).to(DTYPE), input_precision=PRECISION)
+        at = (value_ptr + first)[:, None] + ((place * D)[:, None] + d[None, :])
         if IS_PARTED:
             behind = slot[:, None] - (start + k)[None, :]
-            scores = tl.where((behind >= 0) & ((window <= 0) | (behind < window)), scores, -float("inf"))
-            is_value = is_value & (start + k < end)[:, None]
-        weights, largest, scaled = weigh(scores, largest)
-        at = (first + k % LANES * D)[:, None] + d[None, :]
-        values = tl.load(value_ptr + at, mask=is_value, other=0.0).to(DTYPE)
+            is_seen = (behind >= 0) & ((window <= 0) | (behind < window))
+            scores = tl.where(is_seen, capped(scores * scale, cap, CAPS), -float("inf"))
+            weights, largest, scaled = weigh(scores, 1.0, largest)
+            values = tl.load(at, mask=(d < D)[None, :] & (start + k < end)[:, None], other=0.0).to(DTYPE)
+        else:
+            if CAPS:
+                weights, largest, scaled = weigh(capped(scores * scale, cap, CAPS), 1.0, largest)
+            else:
+                weights, largest, scaled = weigh(scores, scale, largest)
+            values = load_part(at, d, D, 1).to(DTYPE)
         total = total * scaled + tl.sum(weights, 1)
         sums = tl.dot(weights.to(DTYPE), values, sums * scaled[:, None], input_precision=PRECISION)
-    return sums, total, largest
+    return sums + lost, total, largest
 
 
 @triton.jit
 def add_parted_keys(
     sums, total, largest, q, slot, key_ptr, value_ptr, table, begin, end, last, scale, cap, window,
-    K, P, head, D, CAPS: tl.constexpr,
+    K, P, head, D: tl.constexpr, CAPS: tl.constexpr,
     S: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -177,12 +214,13 @@ def spans_of(slot, is_own, window, KEYS: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def attend_run(
-    q, slot, is_own, pools, scale, cap, window, K, P, head, D, CAPS: tl.constexpr,
+    q, slot, is_own, pools, scale, cap, window, K, P, head, D: tl.constexpr, CAPS: tl.constexpr,
     S: tl.constexpr, LANES: tl.constexpr, KEYS: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """(sums, sums of weights, largest scores) of the own tokens of a tile, over all keys of their stream
 
-    A value that is no number makes NaN of a sum. Which tokens see it is asked only then.
+    A value that is no number makes NaN of a sum, as does a block that is not there. Which tokens see it is
+    asked only then.
     """
     TOKENS: tl.constexpr = q.shape[0]
     DIM: tl.constexpr = q.shape[1]
@@ -212,10 +250,10 @@ def attend_run(
     return sums, total, largest
 
 
-@triton.jit(do_not_specialize=["window", "N", "B", "M", "P"])
+@triton.jit(do_not_specialize=["window", "N", "B", "M", "P", "K"])
 def runs_kernel(
     y_ptr, q_ptr, key_ptr, value_ptr, table_ptr, stream_ptr, slot_ptr, sink_ptr,
-    q_token_stride, q_head_stride, scale, cap, window, N, B, M, P, K, G, D,
+    q_token_stride, q_head_stride, scale, cap, window, N, B, M, P, K, G, D: tl.constexpr,
     CAPS: tl.constexpr, HAS_SINKS: tl.constexpr,
     S: tl.constexpr, LANES: tl.constexpr, LONG: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr,
     KEYS: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
@@ -250,20 +288,22 @@ def runs_kernel(
         is_any = tl.max(todo.to(tl.int32), 0)
 
 
-def runs_tile(is_wide: bool, dim: int) -> tuple[int, int, int, int]:
+def runs_tile(is_wide: bool, dim: int, device: torch.device) -> tuple[int, int, int, int]:
     """Tokens and keys at once, warps, stages"""
     if is_wide:
         return 32, 32, 4, 2
     if dim > 128:
         return 64, 32, 4, 3
-    return (64, 64, 4, 3) if dim == 128 else (128, 64, 8, 3)
+    return 128, 64, 8, 4 if dim == 128 and shared_memory(device) >= 1 << 17 else 3
 
 
 def launch_runs(y: Tensor, seen: Seen, sizes: Sizes) -> None:
+    if sizes.scale < 0:
+        seen, sizes = seen._replace(q=-seen.q), sizes._replace(scale=-sizes.scale)
     num_tokens, num_heads, size = seen.q.shape
     math_of = arithmetic(seen.q, seen.values)
     dim = padded(size)
-    tokens, keys, num_warps, num_stages = runs_tile(math_of["DTYPE"] == tl.float32, dim)
+    tokens, keys, num_warps, num_stages = runs_tile(math_of["DTYPE"] == tl.float32, dim, y.device)
     runs_kernel[(num_heads, triton.cdiv(num_tokens, tokens))](
         y, *seen, *seen.q.stride()[:2], *sizes,
         CAPS=sizes.cap > 0, HAS_SINKS=seen.sinks is not None,

@@ -84,6 +84,13 @@ def num_processors(device: torch.device) -> int:
 
 
 @cache
+def shared_memory(device: torch.device) -> int:
+    """What a program may have of it, in bytes"""
+    properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return int(getattr(properties, "shared_memory_per_block_optin", 0))
+
+
+@cache
 def overlap(device: torch.device) -> dict[str, Any]:
     """Launch options that let a kernel come up while the one before it ends (Hopper and later)"""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
