@@ -34,7 +34,7 @@ from benchmarks.timing import rounds_within
 from infinilm import load
 from infinilm.bench import Measured, random_prompts
 from infinilm.checkpoint import open_checkpoint
-from infinilm.load import Answer, Load, Pace, Question, Target
+from infinilm.load import Answer, Arrivals, Load, Query, Target
 from infinilm.load.wire import Address, request
 from infinilm.models.registry import read_config
 
@@ -211,22 +211,26 @@ class Runs:
         self.number = 0
 
     def __call__(
-        self, target: Target, num_prompts: int, pace: Pace, health: list[float] | None = None
+        self, target: Target, num_prompts: int, arrivals: Arrivals, health: list[float] | None = None
     ) -> dict[str, Any]:
         self.number += 1
-        asked = load.questions(Load(num_prompts, PROMPT, NUM_NEW, "fixed"), self.number)
-        run = load.run(target, asked, pace) if health is None else watched(target, asked, pace, health)
-        found = load.measured(asyncio.run(run), pace, LIMITS)
+        asked = load.queries(Load(num_prompts, PROMPT, NUM_NEW, "fixed"), self.number)
+        run = (
+            load.run(target, asked, arrivals) if health is None else watched(target, asked, arrivals, health)
+        )
+        found = load.measured(asyncio.run(run), arrivals, LIMITS)
         for line in load.complaints(found):
             print(line, flush=True)
         return found
 
 
-async def watched(target: Target, asked: Sequence[Question], pace: Pace, health: list[float]) -> list[Answer]:
+async def watched(
+    target: Target, asked: Sequence[Query], arrivals: Arrivals, health: list[float]
+) -> list[Answer]:
     """The answers, and beside them the seconds that /health takes again and again"""
     watching = asyncio.create_task(watch(replace(target.address, prefix=""), health))
     try:
-        return await load.run(target, asked, pace)
+        return await load.run(target, asked, arrivals)
     finally:
         watching.cancel()
 
@@ -251,7 +255,7 @@ def closed_loop(
         for _ in rounds_within(num_rounds, MIN_ROUNDS, BUDGET):
             for name, target in targets.items():
                 health = found.health if name == report.OURS and count == max(clients) else None
-                one = runs(target, CLIENTS.get(count, 2 * count), Pace(concurrency=count), health)
+                one = runs(target, CLIENTS.get(count, 2 * count), Arrivals(concurrency=count), health)
                 found.clients[name].setdefault(count, []).append(one)
                 print(f"{name:18} {load.row(one)}", flush=True)
 
@@ -262,7 +266,7 @@ def open_loop(targets: dict[str, Target], rates: Sequence[float], runs: Runs, fo
     left = dict(targets)
     for rate in rates:
         for name, target in list(left.items()):
-            one = runs(target, NUM_AT_RATE, Pace(rate))
+            one = runs(target, NUM_AT_RATE, Arrivals(rate))
             found.rates[name].append(one)
             print(f"{name:18} {load.row(one)}", flush=True)
             if one["requests_per_second"] < rate / 2:
@@ -273,7 +277,7 @@ def added_time(target: Target, path: Path, num_threads: int, num_rounds: int, fo
     """The same prompts in the engine's own process and through HTTP; a first round of each is not counted."""
     with open_checkpoint(path) as checkpoint:
         vocab_size = read_config(checkpoint).vocab_size
-    asked = [Question(prompt, NUM_NEW) for prompt in random_prompts(vocab_size, PROMPT, CLIENTS[AT], seed=1)]
+    asked = [Query(prompt, NUM_NEW) for prompt in random_prompts(vocab_size, PROMPT, CLIENTS[AT], seed=1)]
     with engine_alone(path, num_threads) as alone:
         for number in range(-1, num_rounds):
             engine, served = alone(number), through_server(target, asked, number)
@@ -285,11 +289,11 @@ def added_time(target: Target, path: Path, num_threads: int, num_rounds: int, fo
                 found.served.append(served)
 
 
-def through_server(target: Target, asked: Sequence[Question], number: int) -> float:
+def through_server(target: Target, asked: Sequence[Query], number: int) -> float:
     """Seconds a token. No round finds the prompts of another."""
     salted = {**target.extra, "cache_salt": f"round {number}"}
     through = Target(target.address, target.model, extra=salted)
-    one = load.measured(asyncio.run(load.run(through, asked, Pace(concurrency=AT))), Pace(), {})
+    one = load.measured(asyncio.run(load.run(through, asked, Arrivals(concurrency=AT))), Arrivals(), {})
     if one["failed"]:
         raise RuntimeError(f"requests failed: {one['errors']}")
     return float(one["elapsed_seconds"] / one["total_output_tokens"])

@@ -22,7 +22,7 @@ from infinilm.arguments import as_request_errors, one_each, with_options
 from infinilm.config import EngineConfig
 from infinilm.engine.adapters import LoRARequest
 from infinilm.engine.engine import Engine
-from infinilm.engine.intake import Prompt
+from infinilm.engine.intake import Prompt, RequestOptions
 from infinilm.engine.request import EngineDead, QueueFull, Request, RequestError, RequestOutput
 from infinilm.engine.stats import Progress, Stats
 from infinilm.sampling import SamplingParams
@@ -207,7 +207,10 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """The output so far, again and again until it has finished. Leaving the loop ends the request."""
         (params,) = one_each("sampling_params", sampling_params, SamplingParams, 1, SamplingParams())
-        make = partial(self.engine.make, prompt, params, priority, request_id, cache_salt, lora_request)
+        options = RequestOptions(
+            priority=priority, request_id=request_id, cache_salt=cache_salt, lora_request=lora_request
+        )
+        make = partial(self.engine.make, prompt, params, **options)
         request, listener = await self._begin(make, request_id)
         with self._ending(request, listener):
             while not (output := await listener.next()).finished:
@@ -238,9 +241,10 @@ class AsyncLLM:
         """The state [hidden_size] of the prompt's last token after the last norm, in float32. A request like
         others: it waits its turn, is read beside them, and ends when its coroutine is cancelled; one that is
         aborted raises Aborted."""
-        make = partial(
-            self.engine.make_encoding, prompt, priority, request_id, cache_salt, prompt_name, lora_request
+        options = RequestOptions(
+            priority=priority, request_id=request_id, cache_salt=cache_salt, lora_request=lora_request
         )
+        make = partial(self.engine.make_encoding, prompt, prompt_name, **options)
         request, listener = await self._begin(make, request_id)
         with self._ending(request, listener):
             await listener.next()

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from infinilm.pages import sent
+from infinilm.parcels import sent
 from infinilm.sampling import SamplingParams
 
 # N tokens of the step, B streams, M blocks of a stream, R rows of logits

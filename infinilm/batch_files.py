@@ -11,6 +11,7 @@ import json
 import uuid
 import zlib
 from array import array
+from codecs import BOM_UTF8
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -42,7 +43,7 @@ Report = Callable[[int], None]  # of lines that are done with
 
 
 @dataclass(frozen=True)
-class Question:
+class Line:
     """A line of the input, or what is wrong with it."""
 
     number: int
@@ -52,7 +53,7 @@ class Question:
     error: RequestError | None = None
 
 
-class Questions:
+class Lines:
     """The lines of a file, each read when it is asked for; blank ones are none."""
 
     def __init__(self, path: Path) -> None:
@@ -62,16 +63,17 @@ class Questions:
         with path.open("rb") as file:
             self.num_lines = count_lines(file)
 
-    def __iter__(self) -> Iterator[Question | None]:
+    def __iter__(self) -> Iterator[Line | None]:
         """None is a blank line."""
         with self.path.open("rb") as file:
+            skip_mark(file)
             for number in range(1, self.num_lines + 1):
                 raw = file.readline(MAX_LINE + 1)
                 if len(raw) > MAX_LINE:
                     skip_line(file, raw)
-                    yield Question(number, error=BodyError(f"line {number}: has more than {MAX_LINE} bytes"))
+                    yield Line(number, error=BodyError(f"line {number}: has more than {MAX_LINE} bytes"))
                 else:
-                    yield question(number, raw) if raw.strip() else None
+                    yield line_of(number, raw) if raw.strip() else None
 
 
 def count_lines(file: BinaryIO) -> int:
@@ -82,37 +84,43 @@ def count_lines(file: BinaryIO) -> int:
     return count + (last != b"\n")
 
 
+def skip_mark(file: BinaryIO) -> None:
+    """The mark of UTF-8 that Windows begins files with"""
+    if file.read(len(BOM_UTF8)) != BOM_UTF8:
+        file.seek(0)
+
+
 def skip_line(file: BinaryIO, read: bytes) -> None:
     while read and not read.endswith(b"\n"):
         read = file.readline(CHUNK)
 
 
-def question(number: int, raw: bytes) -> Question:
+def line_of(number: int, raw: bytes) -> Line:
     custom_id = None
     try:
-        line = parse_object(raw, f"line {number}", RequestError)
-        custom_id = checked_id(number, line)
-        check_line(number, line)
+        given = parse_object(raw, f"line {number}", RequestError)
+        custom_id = checked_id(number, given)
+        check_line(number, given)
     except RequestError as error:
-        return Question(number, custom_id, error=error)
-    return Question(number, custom_id, line["url"], line["body"])
+        return Line(number, custom_id, error=error)
+    return Line(number, custom_id, given["url"], given["body"])
 
 
-def checked_id(number: int, line: Json) -> str:
-    found = line.get("custom_id")
+def checked_id(number: int, given: Json) -> str:
+    found = given.get("custom_id")
     if not isinstance(found, str):
         raise BodyError(f"line {number}: custom_id must be a string, but is {short(found)}", "custom_id")
     return found
 
 
-def check_line(number: int, line: Json) -> None:
-    if unknown := [key for key in line if key not in KEYS]:
+def check_line(number: int, given: Json) -> None:
+    if unknown := [key for key in given if key not in KEYS]:
         raise BodyError(f"line {number}: {unknown[0][:64]!r} is none of {', '.join(KEYS)}", unknown[0])
     for key, allowed in (("method", ("POST",)), ("url", (CHAT, COMPLETIONS))):
-        if line.get(key) not in allowed:
-            found = short(line.get(key))
+        if given.get(key) not in allowed:
+            found = short(given.get(key))
             raise BodyError(f"line {number}: {key} must be {' or '.join(allowed)}, but is {found}", key)
-    body = line.get("body")
+    body = given.get("body")
     if not isinstance(body, dict):
         raise BodyError(f"line {number}: body must be an object, but is {short(body)}", "body")
     if body.get("stream"):
@@ -147,25 +155,25 @@ class Answers:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def has(self, question: Question) -> bool:
-        known = self._known[question.number]
-        if known not in (0, checksum(question.custom_id)):
+    def has(self, line: Line) -> bool:
+        known = self._known[line.number]
+        if known not in (0, checksum(line.custom_id)):
             raise ValueError(
-                f"{self.path}: its answer to line {question.number} is not to custom_id "
-                f"{short(question.custom_id)}, so it belongs to another input; name another output"
+                f"{self.path}: its answer to line {line.number} is not to custom_id "
+                f"{short(line.custom_id)}, so it belongs to another input; name another output"
             )
         return known != 0
 
-    def add(self, question: Question, status: int, body: Json) -> None:
+    def add(self, line: Line, status: int, body: Json) -> None:
         response = {"status_code": status, "request_id": f"req_{uuid.uuid4().hex}", "body": body}
-        line = {
-            "id": f"{ID}{question.number}",
-            "custom_id": question.custom_id,
+        told = {
+            "id": f"{ID}{line.number}",
+            "custom_id": line.custom_id,
             "response": response,
             "error": None,
         }
         # Halves of surrogate pairs, which UTF-8 cannot write, become the escapes of JSON.
-        text = json.dumps(line, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace")
+        text = json.dumps(told, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace")
         self._file.write(text + b"\n")
         self._file.flush()
 
@@ -206,12 +214,19 @@ def checksum(custom_id: str | None) -> int:
 
 @dataclass
 class Job:
-    """A question in the engine, by a request for each of its turns."""
+    """A line in the engine, by a request for each of its turns."""
 
-    question: Question
+    line: Line
     asked: Asked
     prepared: list[Prepared]
     num_finished: int = 0
+
+    def check(self) -> None:
+        """Raise what one of its requests has ended with, if that is an error."""
+        for one in self.prepared:
+            with one.turn.as_body_errors():
+                if one.request.error is not None:
+                    raise one.request.error
 
 
 @dataclass
@@ -221,14 +236,14 @@ class Counts:
     known: int = 0  # answered before
 
 
-class Run:
+class BatchRun:
     """Keeps the engine busy with a window of lines, and writes the answers as they come."""
 
-    def __init__(self, llm: LLM, questions: Questions, answers: Answers, report: Report) -> None:
+    def __init__(self, llm: LLM, name: str, lines: Lines, answers: Answers, report: Report) -> None:
         self.engine = llm.engine
-        self.served = Served(Path(str(llm.config.model)).name)
+        self.served = Served(name)
         self.preparer = Preparer(llm)
-        self.lines = iter(questions)
+        self.lines = iter(lines)
         self.answers = answers
         self.report = report
         self.counts = Counts()
@@ -254,7 +269,7 @@ class Run:
             self.engine.enqueue(self.waiting.popleft())
         return bool(self.jobs)
 
-    def begin(self, line: Question | None) -> None:
+    def begin(self, line: Line | None) -> None:
         if line is None:
             self.report(1)
         elif self.answers.has(line):
@@ -263,33 +278,34 @@ class Run:
         else:
             self.ask(line)
 
-    def ask(self, question: Question) -> None:
+    def ask(self, line: Line) -> None:
         try:
-            if question.error is not None:
-                raise question.error
-            job = self.job(question)
+            if line.error is not None:
+                raise line.error
+            job = self.job(line)
         except RequestError as error:
-            self.refuse(question, error)
+            self.refuse(line, error)
             return
         requests = [one.request for one in job.prepared]
         self.jobs |= {request.request_id: job for request in requests}
         self.waiting.extend(requests)
 
-    def job(self, question: Question) -> Job:
-        asked, turns = turns_of(question.url, question.body, self.preparer.defaults)
-        named = [(turn, f"{question.number}-{i}") for i, turn in enumerate(turns)]
-        return Job(question, asked, [self.preparer.prepare(turn, own, self.served) for turn, own in named])
+    def job(self, line: Line) -> Job:
+        asked, turns = turns_of(line.url, line.body, self.preparer.defaults)
+        named = [(turn, f"{line.number}-{i}") for i, turn in enumerate(turns)]
+        return Job(line, asked, [self.preparer.prepare(turn, own, self.served) for turn, own in named])
 
     def finish(self, job: Job) -> None:
         """One more of a job's requests has ended; the last brings the answer."""
         job.num_finished += 1
         if job.num_finished < len(job.prepared):
             return
-        errors = [one.request.error for one in job.prepared if one.request.error is not None]
-        if errors:
-            self.refuse(job.question, errors[0])
+        try:
+            job.check()
+        except Exception as error:
+            self.refuse(job.line, error)
         else:
-            self.answer(job.question, 200, self.told(job))
+            self.answer(job.line, 200, self.told(job))
 
     def told(self, job: Job) -> Json:
         outputs = [one.request.output() for one in job.prepared]
@@ -297,12 +313,12 @@ class Run:
         name = job.asked.model or self.served.name
         return whole_answer(job.asked, job.prepared, outputs, pieces, name, self.preparer.tokenizer)
 
-    def refuse(self, question: Question, error: BaseException) -> None:
+    def refuse(self, line: Line, error: BaseException) -> None:
         told = http_error(error)
-        self.answer(question, told.status, openai_error(told))
+        self.answer(line, told.status, openai_error(told))
 
-    def answer(self, question: Question, status: int, body: Json) -> None:
-        self.answers.add(question, status, body)
+    def answer(self, line: Line, status: int, body: Json) -> None:
+        self.answers.add(line, status, body)
         self.counts.answered += status == 200
         self.counts.refused += status != 200
         self.report(1)

@@ -71,13 +71,13 @@ def greedy(num_tokens: int) -> SamplingParams:
 
 @dataclass(frozen=True)
 class Workload:
-    prompt_length: int = 512
-    output_length: int = 64
+    input_len: int = 512
+    output_len: int = 64
     batch_size: int = 1
     num_rounds: int = 5
 
     def __post_init__(self) -> None:
-        check_sizes(self, output_length=2)
+        check_sizes(self, output_len=2)
 
 
 def measure_latency(
@@ -100,12 +100,12 @@ def measure_latency(
 
 
 def measure_rounds(model: LlamaForCausalLM, workload: Workload) -> dict[str, Measured]:
-    prompts = random_prompts(model.config.vocab_size, workload.prompt_length, workload.batch_size, seed=1)
-    lockstep = Lockstep(model, prompts, workload.output_length)
+    prompts = random_prompts(model.config.vocab_size, workload.input_len, workload.batch_size, seed=1)
+    lockstep = Lockstep(model, prompts, workload.output_len)
     rounds = [run_once(lockstep, workload) for _ in range(workload.num_rounds + 1)][1:]
     gaps = [run.gap for run in rounds if run.gap is not None]
-    num_prompt = workload.batch_size * workload.prompt_length
-    num_decoded = workload.batch_size * (workload.output_length - 1)
+    num_prompt = workload.batch_size * workload.input_len
+    num_decoded = workload.batch_size * (workload.output_len - 1)
     return {
         "prefill_tokens_per_second": Measured(tuple(num_prompt / run.prefill for run in rounds)),
         "decode_tokens_per_second": Measured(tuple(num_decoded / run.decode for run in rounds)),
@@ -115,10 +115,10 @@ def measure_rounds(model: LlamaForCausalLM, workload: Workload) -> dict[str, Mea
 
 def check_context(model: LlamaForCausalLM, workload: Workload) -> None:
     """What lies beyond it could be measured, but not asked for."""
-    num_tokens, most = workload.prompt_length + workload.output_length, model.config.longest
+    num_tokens, most = workload.input_len + workload.output_len, model.config.longest
     if num_tokens > most:
         raise ValueError(
-            f"prompt-length {workload.prompt_length} and output-length {workload.output_length} are "
+            f"input-len {workload.input_len} and output-len {workload.output_len} are "
             f"{num_tokens} tokens, but the model's context is {most}"
         )
 
@@ -195,7 +195,7 @@ def run_once(lockstep: Lockstep, workload: Workload) -> Round:
     start = time.perf_counter()
     lockstep.step()
     first = time.perf_counter()
-    for _ in range(workload.output_length - 1):
+    for _ in range(workload.output_len - 1):
         lockstep.step()
     decode = time.perf_counter() - first
     return Round(first - start, decode, statistics.median(graph.gaps) if graph and graph.gaps else None)

@@ -111,7 +111,7 @@ class LlamaConfig:
 
     model_types: ClassVar[tuple[str, ...]] = ("llama",)  # the first where config.json has none
     has_renewed_rope: ClassVar[bool] = False
-    activations: ClassVar[tuple[str, ...]] = ("silu",)
+    activation_functions: ClassVar[tuple[str, ...]] = ("silu",)
     base_model_tp_plan: ClassVar[dict[str, str]] = {
         "layers.*.self_attn.q_proj": "colwise",
         "layers.*.self_attn.k_proj": "colwise",
@@ -264,8 +264,8 @@ class LlamaConfig:
         for flag in fields(self):
             if flag.type == "bool":
                 check_flag(flag.name, getattr(self, flag.name))
-        if self.hidden_act not in self.activations:
-            wanted = " or ".join(map(repr, self.activations))
+        if self.hidden_act not in self.activation_functions:
+            wanted = " or ".join(map(repr, self.activation_functions))
             raise ValueError(f"hidden_act {short(self.hidden_act)} is not supported; expected {wanted}")
         self._check_windows()
         for name in ("bos_token_id", "pad_token_id"):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from infinicore import ops
 from infinilm.batch import Stream
-from infinilm.pages import Kinds, Page, sent, tensors_of
+from infinilm.parcels import Kinds, Parcel, sent, tensors_of
 from infinilm.sampling import SamplingParams
 
 # R rows, V vocabulary, W words of 32 bits that have one for every token
@@ -52,7 +52,7 @@ def mix(bits: int) -> int:
 
 
 class Settings:
-    """What ops.sample reads of R rows, in arrays of a page.
+    """What ops.sample reads of R rows, in arrays of a parcel.
 
     After a step nothing but weights is in the CPU's caches, and each call into torch would take tens of
     microseconds.
@@ -90,11 +90,11 @@ def draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     """A token from each row [V]; -1 where the logits are no numbers"""
     streams = [row.stream for row in rows]
     kinds = Settings.kinds(len(rows))
-    page = Page(kinds, is_sent=False)
-    Settings(page.arrays).fill(rows)
+    parcel = Parcel(kinds, is_sent=False)
+    Settings(parcel.arrays).fill(rows)
     if any(map(needs_adjusting, streams)):
         logits = adjusted(logits, streams)
-    return sampled(logits, tensors_of(sent(page.memory, logits.device), kinds))
+    return sampled(logits, tensors_of(sent(parcel.memory, logits.device), kinds))
 
 
 # ---- what a stream forbids or makes less likely ------------------------------------------------------------

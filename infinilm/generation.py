@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from reprlib import repr as short
 from typing import TYPE_CHECKING, Any
 
@@ -75,13 +75,10 @@ class GenerationMixin:
             raise ValueError(NO_HEAD)
         pad = self.pad_id(pad_token_id)
         rows, prompts = as_prompts(input_ids, attention_mask, pad)
-        is_greedy = not do_sample if do_sample is not None else not (temperature or top_k or top_p or min_p)
-        params = SamplingParams(
+        params = sampling_params(
+            do_sample,
+            {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p},
             max_tokens=positive("generate", "max_new_tokens", max_new_tokens),
-            temperature=0.0 if is_greedy else 1.0 if temperature is None else temperature,
-            top_k=top_k or 0,
-            top_p=1.0 if top_p is None else top_p,
-            min_p=min_p or 0.0,
             repetition_penalty=repetition_penalty,
             seed=seed,
         )
@@ -161,6 +158,17 @@ class GenerationMixin:
             return integer("generate", "pad_token_id", given)
         candidates = (self.config.pad_token_id, *self.config.eos_token_ids, 0)
         return next(i for i in candidates if i is not None and 0 <= i < self.config.vocab_size)
+
+
+def sampling_params(
+    do_sample: bool | None, choice: Mapping[str, float | None], **others: Any
+) -> SamplingParams:
+    """Greedy unless sampling is asked for, or something of how tokens are chosen; None leaves it as usual."""
+    chosen: dict[str, Any] = {name: value for name, value in choice.items() if value is not None}
+    is_sampled = any(chosen.values()) if do_sample is None else do_sample
+    if not is_sampled:
+        chosen["temperature"] = 0.0
+    return SamplingParams(**chosen, **others)
 
 
 def step_tokens(config: LlamaConfig, device: torch.device) -> int:

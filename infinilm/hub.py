@@ -83,6 +83,17 @@ def resolve(model: str | None = None) -> Path:
     raise ModelNotFoundError(f"{model!r} is no existing path and no Hugging Face id such as 'org/name'")
 
 
+def served_name(model: str | None = None) -> str:
+    """What answers call a model: a Hugging Face id as it is, of a path its last part"""
+    if model is None:
+        return DEFAULT_MODEL.name
+    path = expanded(model, ModelNotFoundError)
+    if not path.exists():
+        return model
+    part = PartName.parse(path.name)
+    return part.stem if part else path.name.removesuffix(".gguf")
+
+
 def _check_local(path: Path) -> Path:
     if path.is_dir() or path.suffix.lower() == ".gguf":
         return path

@@ -80,7 +80,7 @@ class LLM:
         loras = one_each("lora_request", lora_request, LoRARequest | None, len(given), None)
         with as_request_errors():
             requests = [
-                self.engine.make(prompt, own, rank, cache_salt=cache_salt, lora_request=lora)
+                self.engine.make(prompt, own, priority=rank, cache_salt=cache_salt, lora_request=lora)
                 for prompt, own, rank, lora in zip(given, params, priorities, loras, strict=True)
             ]
         self._finish(requests, use_tqdm)

@@ -16,7 +16,7 @@ from infinilm.batch import Batch
 from infinilm.cache import PagedCache
 from infinilm.draw import Row, Settings, sampled
 from infinilm.latest import Latest
-from infinilm.pages import Kinds, Page, num_bytes, tensors_of
+from infinilm.parcels import Kinds, Parcel, num_bytes, tensors_of
 from infinilm.tables import Tables
 from infinilm.work import Work
 
@@ -37,7 +37,7 @@ UNKNOWN_LENGTHS = [1]
 
 
 class Inputs(NamedTuple):
-    """What a step is told of its tokens: arrays of a page to be filled in, or tensors over the same memory"""
+    """What a step is told of its tokens: arrays of a parcel to be filled in, or tensors over its memory"""
 
     token_ids: Any
     sources: Any  # where a token id is read from: the latest tokens, and after them token_ids
@@ -49,7 +49,7 @@ class Inputs(NamedTuple):
     logit_rows: Any
 
 
-def page_kinds(num_tokens: int, num_rows: int) -> Kinds:
+def parcel_kinds(num_tokens: int, num_rows: int) -> Kinds:
     """The arrays of Inputs, then those of Settings"""
     return *[("q", num_tokens)] * 7, ("q", num_rows), *Settings.kinds(num_rows)
 
@@ -64,7 +64,7 @@ class Recording:
 
     Where there are fewer, the last one is computed again: it changes nothing of what it finds in its slot.
 
-    On a GPU two pages are filled in turn: of one the copy may still be under way.
+    On a GPU two parcels are filled in turn: of one the copy may still be under way.
     """
 
     graph: Graph[tuple[Tensor, Tensor]]
@@ -72,12 +72,12 @@ class Recording:
     def __init__(
         self, num_tokens: int, num_rows: int, is_adapted: bool, tables: Tensor, latest: Latest
     ) -> None:
-        kinds = page_kinds(num_tokens, num_rows)
+        kinds = parcel_kinds(num_tokens, num_rows)
         self._latest = latest
-        self._pages = [Page(kinds, latest.is_sent) for _ in range(1 + latest.is_sent)]
-        filled = [inputs_and_settings(page.arrays) for page in self._pages]
+        self._parcels = [Parcel(kinds, latest.is_sent) for _ in range(1 + latest.is_sent)]
+        filled = [inputs_and_settings(parcel.arrays) for parcel in self._parcels]
         self._filled = [(inputs, Settings(settings)) for inputs, settings in filled]
-        self._sent = self._pages[0].memory  # what the step reads: the same memory on a CPU
+        self._sent = self._parcels[0].memory  # what the step reads: the same memory on a CPU
         if latest.is_sent:
             self._sent = latest.memory[8 * latest.num_rows :][: num_bytes(kinds)]
         self._read, self._settings = inputs_and_settings(tensors_of(self._sent, kinds))
@@ -92,7 +92,7 @@ class Recording:
             adapters=self._read.adapters if is_adapted else None,
         )
         self.num_rows = num_rows
-        self._drawn = Page([("q", num_rows)], is_sent=False)
+        self._drawn = Parcel([("q", num_rows)], is_sent=False)
         self.tokens = self._drawn.memory.view(torch.int64)
         if latest.is_sent:
             self.tokens = latest.on_device[:num_rows]
@@ -106,7 +106,7 @@ class Recording:
     def fill(
         self, work: Sequence[Work], rows: Sequence[Row], tables: Tables, adapted: AdaptedModel | None
     ) -> None:
-        self._pages.reverse()  # of the one that was filled last the copy may be under way
+        self._parcels.reverse()  # of the one that was filled last the copy may be under way
         self._filled.reverse()
         inputs, settings = self._filled[0]
         at = num_wanted = 0
@@ -133,7 +133,7 @@ class Recording:
 
     def run(self, model: Any, cache: PagedCache, rope: Any, arena: Arena | CudaArena) -> None:
         if self._latest.is_sent:
-            self._sent.copy_(self._pages[0].memory, non_blocking=True)
+            self._sent.copy_(self._parcels[0].memory, non_blocking=True)
         if rope is self.rope:
             self.graph.replay()
             return

@@ -22,7 +22,7 @@ from infinilm.batch import Batch, Pausing
 from infinilm.cache import PagedCache
 from infinilm.draw import Row, draw
 from infinilm.latest import Latest, Readback
-from infinilm.pages import num_bytes
+from infinilm.parcels import num_bytes
 from infinilm.recording import (
     MAX_CAPTURED,
     MAX_RECORDINGS,
@@ -30,7 +30,7 @@ from infinilm.recording import (
     RECORDED_AT,
     Recording,
     may_come_again,
-    page_kinds,
+    parcel_kinds,
     recorded_size,
 )
 from infinilm.tables import Tables
@@ -97,7 +97,7 @@ class Runner:
         has_recordings = is_cuda or self.device.type == "cpu"
         self.obstacle = "" if has_recordings else f"{self.device.type} has none"  # to recording steps
         self.refused_from = sys.maxsize if has_recordings else 1  # tokens: steps of so many meet it
-        most_bytes = num_bytes(page_kinds(PROMPTED[-1], MAX_CAPTURED))
+        most_bytes = num_bytes(parcel_kinds(PROMPTED[-1], MAX_CAPTURED))
         self._latest = Latest(max(MAX_CAPTURED, max_streams), most_bytes, self.device)
 
     def run(self, work: Sequence[Work]) -> list[Drawn]:
@@ -156,18 +156,8 @@ class Runner:
         return outcome
 
     def _inputs(self, work: Sequence[Work], adapted: AdaptedModel | None) -> tuple[Batch, PagedCache, Any]:
-        """What a step of the model takes. Its rows of logits are for the logprobs of prompts and for what is
-        drawn, in the order of the work."""
-        token_ids, streams, slots, spans, logit_rows = (array("q") for _ in range(5))
-        for row, item in enumerate(work):
-            stream, start, end = item.stream, item.start, item.end
-            base = len(slots) - start
-            logit_rows.extend(base + position - 1 for position in item.prompt_positions)
-            logit_rows.extend(range(base + end - item.num_drawn, base + end))
-            token_ids.extend(stream.pending(item.num_tokens))
-            streams.extend([row] * item.num_tokens)
-            slots.extend(range(start, end))
-            spans.extend(map(stream.span, range(start, end)))
+        """What a step of the model takes"""
+        token_ids, streams, slots, spans, logit_rows = flattened(work)
         rope, rope_rows = self._rope(slots, spans)
         lengths = [item.end for item in work]
         tables = self.tables.of(work, -(-max(lengths) // self.cache.shape.size))
@@ -262,6 +252,22 @@ class Passage:
         except StopIteration as done:
             states, logits = done.value
             return collected(self.work, states, logits, drawn_rows(self.work))
+
+
+def flattened(work: Sequence[Work]) -> tuple[array[int], ...]:
+    """Of each token its id, stream, slot and span; and the rows that logits are wanted of, for the logprobs
+    of prompts and for what is drawn, in the order of the work"""
+    token_ids, streams, slots, spans, logit_rows = arrays = tuple(array("q") for _ in range(5))
+    for row, item in enumerate(work):
+        stream, start, end = item.stream, item.start, item.end
+        base = len(slots) - start
+        logit_rows.extend(base + position - 1 for position in item.prompt_positions)
+        logit_rows.extend(range(base + end - item.num_drawn, base + end))
+        token_ids.extend(stream.pending(item.num_tokens))
+        streams.extend([row] * item.num_tokens)
+        slots.extend(range(start, end))
+        spans.extend(map(stream.span, range(start, end)))
+    return arrays
 
 
 def tensor(numbers: array[int] | memoryview[int]) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from infinilm.pages import sent
+from infinilm.parcels import sent
 
 # B streams, M blocks of a stream
 

@@ -204,7 +204,7 @@ def run(
 ) -> list[Request]:
     """Let the jobs come and go as they say, each stream be interrupted a few times, and check every step."""
     requests = [
-        engine.make(job.prompt, job.params, job.priority, cache_salt=job.salt, lora_request=job.lora)
+        engine.make(job.prompt, job.params, priority=job.priority, cache_salt=job.salt, lora_request=job.lora)
         for job in jobs
     ]
     step = 0

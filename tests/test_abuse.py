@@ -404,6 +404,20 @@ def test_ids_of_padding_are_read_drawn_and_written_as_no_text(token_id: int, abu
     assert ask(abused, "/detokenize", tokens=[token_id]).json() == {"prompt": ""}
 
 
+def test_a_prompt_that_is_no_text_is_echoed_once(abused: Running) -> None:
+    forced = {"allowed_token_ids": [VOCAB_SIZE], "max_tokens": 3, "logprobs": 0}
+    chunks = abused.stream(COMPLETIONS, prompt=[VOCAB_SIZE] * 2, echo=True, **forced)
+    told = [token for chunk in chunks for token in chunk["choices"][0]["logprobs"]["tokens"]]
+    assert told == [""] * 5
+
+
+@pytest.mark.parametrize("path", DRAWN)
+def test_fields_that_leave_no_token_are_told_by_their_names(path: str, abused: Running) -> None:
+    word = abused.post("/detokenize", tokens=[5]).json()["prompt"]
+    told = refused(ask(abused, path, allowed_token_ids=[5], bad_words=[word]), "allowed_token_ids")
+    assert told == "allowed_token_ids: no token is left to be drawn after allowed_token_ids and bad_words"
+
+
 # ---- connections -------------------------------------------------------------------------------------------
 
 
@@ -423,7 +437,9 @@ def test_heads_without_end_are_cut_off(headers: list[str], abused: Running) -> N
 
 def test_no_other_way_to_write_a_path_needs_no_key(folder: Path) -> None:
     targets = (
-        b"http://x/health",
+        b"http://x/v1/models",
+        b"http://x/health/../v1/models",
+        b"http:/health",
         b"//health",
         b"/v1/models?/health",
         b"/health/../v1/models",

@@ -499,6 +499,7 @@ WRONG: list[tuple[str, Any]] = [
     ("max_tokens", 0),
     ("max_tokens", "5"),
     ("max_tokens", 1 << 31),
+    ("max_completion_tokens", 5),
     ("messages", None),
     ("messages", []),
     ("messages", "hello"),

@@ -32,7 +32,7 @@ LAYERS = (
     ("draw",),
     ("batch",),
     ("checkpoint", "hub", "sampling", "tokenizer"),
-    ("config", "folder", "pages"),
+    ("config", "folder", "parcels"),
     ("progress", "rope"),
     ("values",),
 )

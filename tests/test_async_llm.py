@@ -283,9 +283,9 @@ def test_an_aborted_request_ends_with_a_last_output(
 ) -> None:
     make, may_make = llm.engine.make, threading.Event()
 
-    def slow_make(*args: Any) -> Any:
+    def slow_make(*args: Any, **options: Any) -> Any:
         may_make.wait(PATIENCE)
-        return make(*args)
+        return make(*args, **options)
 
     async def aborted() -> list[RequestOutput]:
         task = asyncio.create_task(outputs_of(llm, prompt(5), ENDLESS, "a"))
@@ -313,9 +313,9 @@ def test_an_abort_that_met_a_wrong_request_does_not_wait_for_the_next_of_its_nam
 ) -> None:
     make, may_make = llm.engine.make, threading.Event()
 
-    def slow_make(*args: Any) -> Any:
+    def slow_make(*args: Any, **options: Any) -> Any:
         may_make.wait(PATIENCE)
-        return make(*args)
+        return make(*args, **options)
 
     async def refused() -> None:
         task = asyncio.create_task(outputs_of(llm, [], SAMPLED, "a"))

@@ -20,7 +20,7 @@ from gguf_files import VOCAB_SIZE, llama_weights, write_folder
 from tokenizers import decoders, models
 
 from infinilm import LLM, SamplingParams
-from infinilm.batch_files import MAX_LINE, Answers, Counts, Question, Questions, Run
+from infinilm.batch_files import MAX_LINE, Answers, BatchRun, Counts, Line, Lines
 from infinilm.cli import main
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789ABCD"
@@ -65,9 +65,9 @@ class Files:
         self.input.write_bytes(b"\n".join(raw) + b"\n")
 
     def run(self, llm: LLM) -> Counts:
-        questions = Questions(self.input)
-        with Answers(self.output, questions.num_lines) as answers:
-            return Run(llm, questions, answers, lambda count: None).run()
+        lines = Lines(self.input)
+        with Answers(self.output, lines.num_lines) as answers:
+            return BatchRun(llm, "tiny", lines, answers, lambda count: None).run()
 
     def answers(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.output.read_text().splitlines()]
@@ -314,6 +314,13 @@ def test_a_line_that_cannot_be_read_is_answered_with_its_number(
     assert right["custom_id"] == "last" and right["response"]["status_code"] == 200
 
 
+def test_a_mark_of_utf_8_before_the_first_line_is_none_of_it(files: Files, llm: LLM) -> None:
+    marked = [b"\xef\xbb\xbf" + json.dumps(chat(name)).encode() for name in ("first", "second")]
+    first, second = files.ask(llm, *marked)
+    assert first["custom_id"] == "first" and first["response"]["status_code"] == 200
+    assert second["response"]["status_code"] == 400
+
+
 def test_logits_that_are_no_numbers_are_the_servers_error(files: Files, folder: Path) -> None:
     broken = LLM(folder, kv_cache_memory=CACHE)
     broken.model.model.norm.weight.data.fill_(float("nan"))
@@ -391,6 +398,17 @@ def test_the_same_file_for_both_is_refused_before_it_is_changed(
     assert files.input.read_bytes() == before
 
 
+def test_answers_call_the_model_as_the_server_does(
+    files: Files, llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tiny.gguf").touch()
+    monkeypatch.setattr("infinilm.cli.batch.load", lambda options: llm)
+    files.write(chat(model=None))
+    assert main(["batch", str(files.input), str(files.output), "--model", str(tmp_path / "tiny.gguf")]) == 0
+    (answer,) = files.answers()
+    assert answer["response"]["body"]["model"] == "tiny"
+
+
 @pytest.mark.parametrize("name", ["no/such.jsonl", "."])
 def test_an_input_that_is_no_file_is_one_line(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -403,18 +421,18 @@ def test_an_input_that_is_no_file_is_one_line(
 def test_lines_are_read_as_they_are_needed(files: Files, folder: Path) -> None:
     llm = LLM(folder, kv_cache_memory=CACHE, max_num_seqs=2)
     files.write(*(chat(str(i), ignore_eos=True) for i in range(50)))
-    questions, read = Questions(files.input), []
+    lines, read = Lines(files.input), []
 
-    class Counted(Questions):
+    class Counted(Lines):
         def __init__(self) -> None: ...
 
-        def __iter__(self) -> Iterator[Question | None]:
-            for line in questions:
+        def __iter__(self) -> Iterator[Line | None]:
+            for line in lines:
                 read.append(line)
                 yield line
 
-    with Answers(files.output, questions.num_lines) as answers:
-        run, num_done = Run(llm, Counted(), answers, lambda count: None), 0
+    with Answers(files.output, lines.num_lines) as answers:
+        run, num_done = BatchRun(llm, "tiny", Counted(), answers, lambda count: None), 0
         while run.fill():
             assert len(read) - num_done <= 2 * 2
             for request in run.engine.step():

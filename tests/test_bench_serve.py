@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import statistics
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -16,10 +15,9 @@ import pytest
 import servers
 
 from infinilm import cli, load
-from infinilm.load import Answer, Failure, Load, Pace, Question, Target
+from infinilm.load import Answer, Arrivals, Failure, Load, Query, Target
 from infinilm.load.client import note
-from infinilm.load.paces import MAX_RATES
-from infinilm.load.prompts import arrivals
+from infinilm.load.traffic import MAX_RATES
 from infinilm.load.wire import Address
 
 CHUNK = b'data: {"choices": [{"index": 0, "text": "a", "finish_reason": null}]}\n\n'
@@ -41,7 +39,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Iterat
 
 
 def test_lengths_are_drawn_around_their_means_and_are_the_same_in_every_run() -> None:
-    asked = [load.questions(Load(2000, 100, 40), run) for run in range(2)]
+    asked = [load.queries(Load(2000, 100, 40), run) for run in range(2)]
     prompts, answers = ([len(one.prompt.split()) for one in asked[0]], [one.num_tokens for one in asked[0]])  # type: ignore[union-attr]
     assert statistics.fmean(prompts) == pytest.approx(100, rel=0.05) and max(prompts) <= 400
     assert statistics.fmean(answers) == pytest.approx(40, rel=0.05) and min(answers) >= 1
@@ -51,22 +49,22 @@ def test_lengths_are_drawn_around_their_means_and_are_the_same_in_every_run() ->
 
 
 def test_fixed_lengths_and_token_ids_are_as_said() -> None:
-    asked = load.questions(Load(5, 7, 3, "fixed", token_ids=10), 0)
+    asked = load.queries(Load(5, 7, 3, "fixed", token_ids=10), 0)
     assert {len(one.prompt) for one in asked} == {7} and {one.num_tokens for one in asked} == {3}
     assert all(0 <= token < 10 for one in asked for token in one.prompt)
 
 
 def test_a_seed_repeats_the_load() -> None:
-    assert load.questions(Load(5, seed=3), 0) == load.questions(Load(5, seed=3), 0)
-    assert load.questions(Load(5, seed=3), 0) != load.questions(Load(5, seed=4), 0)
+    assert load.queries(Load(5, seed=3), 0) == load.queries(Load(5, seed=3), 0)
+    assert load.queries(Load(5, seed=3), 0) != load.queries(Load(5, seed=4), 0)
 
 
 def test_arrivals_are_those_of_a_poisson_process() -> None:
-    moments = arrivals(5.0, 4000, seed=1)
+    moments = Arrivals(5.0).moments(4000, seed=1)
     gaps = [b - a for a, b in zip(moments, moments[1:], strict=False)]
     assert statistics.fmean(gaps) == pytest.approx(0.2, rel=0.05)
     assert statistics.stdev(gaps) == pytest.approx(0.2, rel=0.1)  # as the mean: exponential
-    assert arrivals(math.inf, 3, seed=1) == [0.0, 0.0, 0.0]
+    assert Arrivals().moments(3, seed=1) == [0.0, 0.0, 0.0]
 
 
 # ---- answers that are no good, and odd ones that are ----
@@ -89,7 +87,7 @@ def answered(reply: bytes, timeout: float = 30.0, **options: Any) -> Answer:
         async with server:
             port = server.sockets[0].getsockname()[1]
             target = Target(Address.of(f"http://127.0.0.1:{port}"), "m", timeout=timeout)
-            (answer,) = await load.run(target, [Question("hello", 5)], Pace())
+            (answer,) = await load.run(target, [Query("hello", 5)], Arrivals())
         return answer
 
     return asyncio.run(ask())
@@ -122,7 +120,7 @@ def test_an_answer_is_read_however_it_is_framed(reply: bytes) -> None:
 
 
 def test_without_usage_tokens_are_counted_by_chunks() -> None:
-    found = load.measured([answered(UNBOUNDED + CHUNK * 3 + LAST + DONE)], Pace(), {})
+    found = load.measured([answered(UNBOUNDED + CHUNK * 3 + LAST + DONE)], Arrivals(), {})
     assert (found["total_output_tokens"], found["tokens_counted_by"]) == (3, "chunks")
     assert found["tokens_per_chunk"] is None
 
@@ -143,7 +141,7 @@ BAD = {
 
 @pytest.mark.parametrize("kind", BAD)
 def test_a_request_that_fails_is_counted_by_what_went_wrong(kind: str) -> None:
-    found = load.measured([answered(BAD[kind])], Pace(), {})
+    found = load.measured([answered(BAD[kind])], Arrivals(), {})
     assert (found["completed"], found["failed"], found["errors"]) == (0, 1, {kind: 1})
     assert found["error_messages"][kind] and "1 failed" in load.complaints(found)[0]
     assert found["total_output_tokens"] == 0 and load.row(found)
@@ -170,7 +168,7 @@ def test_a_server_that_falls_silent_is_waited_for_up_to_the_limit() -> None:
 
 def test_nobody_there_is_an_error_like_others() -> None:
     target = Target(Address.of("http://127.0.0.1:1"), "m")
-    (answer,) = asyncio.run(load.run(target, [Question("hello", 5)], Pace()))
+    (answer,) = asyncio.run(load.run(target, [Query("hello", 5)], Arrivals()))
     assert answer.error == "ConnectionRefusedError"
 
 
@@ -213,7 +211,7 @@ def answer(first: float, gap: float, num_chunks: int = 5, **options: Any) -> Ans
 def test_percentiles_rates_and_goodput_are_those_of_whole_answers() -> None:
     failed = Answer(0.0, 0.0, 2.0, [0.1], error="HTTP 500")
     found = load.measured(
-        [answer(0.1, 0.01), answer(0.4, 0.1), failed], Pace(3.0), {"ttft": 0.2, "itl": 0.05}
+        [answer(0.1, 0.01), answer(0.4, 0.1), failed], Arrivals(3.0), {"ttft": 0.2, "itl": 0.05}
     )
     assert found["requests_per_second"] == 1.0 and found["good_requests_per_second"] == 0.5
     assert found["output_tokens_per_second"] == 5.0 and found["total_tokens_per_second"] == 15.0
@@ -222,7 +220,7 @@ def test_percentiles_rates_and_goodput_are_those_of_whole_answers() -> None:
 
 
 def test_several_tokens_in_a_chunk_are_told() -> None:
-    found = load.measured([answer(0.1, 0.1, num_usage=9)], Pace(), {})
+    found = load.measured([answer(0.1, 0.1, num_usage=9)], Arrivals(), {})
     assert found["tokens_per_chunk"] == 1.8
     assert found["mean_itl_ms"] == pytest.approx(100) and found["mean_tpot_ms"] == pytest.approx(50)
 
@@ -232,8 +230,8 @@ def test_several_tokens_in_a_chunk_are_told() -> None:
 
 def test_every_request_is_answered_in_full(server: servers.Running) -> None:
     target = Target(Address.of(server.url), servers.NAME, extra={"ignore_eos": True})
-    asked = load.questions(Load(12, 20, 6), 0)
-    answers = asyncio.run(load.run(target, asked, Pace(rate=200.0)))
+    asked = load.queries(Load(12, 20, 6), 0)
+    answers = asyncio.run(load.run(target, asked, Arrivals(rate=200.0)))
     assert [one.error for one in answers] == [None] * 12
     assert [one.num_tokens for one in answers] == [one.num_tokens for one in asked]
     assert all(one.due <= one.sent <= one.moments[0] <= one.moments[-1] <= one.end for one in answers)
@@ -241,7 +239,7 @@ def test_every_request_is_answered_in_full(server: servers.Running) -> None:
 
 def test_no_more_requests_are_under_way_than_there_may_be(server: servers.Running) -> None:
     target = Target(Address.of(server.url), servers.NAME, endpoint="chat")
-    answers = asyncio.run(load.run(target, load.questions(Load(9, 4, 4), 0), Pace(concurrency=3)))
+    answers = asyncio.run(load.run(target, load.queries(Load(9, 4, 4), 0), Arrivals(concurrency=3)))
     moments = sorted([(one.sent, 1) for one in answers] + [(one.end, -1) for one in answers])
     at_once = [sum(change for _, change in moments[: i + 1]) for i in range(len(moments))]
     assert max(at_once) == 3 and not any(one.error for one in answers)

@@ -31,7 +31,7 @@ from benchmarks.timing import rounds_within
 from benchmarks.worker import Worker, answer, library_memory, peak_memory
 from infinilm import LLM, SamplingParams
 from infinilm.bench import Measured
-from infinilm.load import Answer, Pace, measured
+from infinilm.load import Answer, Arrivals, measured
 
 MB = 1e6
 TINY = Size(2, 64, 96, num_heads=2, num_kv_heads=1)
@@ -346,7 +346,7 @@ def served(rate: float) -> dict[str, Any]:
     """What a server gave whose clients had so many tokens a second"""
     moments = [0.1, 0.1 + 4 / rate]
     answer = Answer(0.0, 0.0, 5 / rate, moments, num_prompt=3, num_usage=5)
-    return measured([answer], Pace(2.0), serving.LIMITS)
+    return measured([answer], Arrivals(2.0), serving.LIMITS)
 
 
 def test_servers_are_compared_by_their_medians_and_a_missing_one_has_no_target() -> None:

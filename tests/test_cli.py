@@ -160,7 +160,7 @@ def test_info_tells_architecture_sizes_and_memory(here: Here, default_model_path
         (("generate", "x", "--kv-cache-memory", "much"), "kv_cache_memory"),
         (("generate", "x", "--max-model-len", "1"), "max_model_len"),
         (("bench", "throughput", "--output-len", "1"), "output-len must be at least 2, but is 1"),
-        (("bench", "latency", "--prompt-length", "8192"), "8256 tokens, but the model's context is 8192"),
+        (("bench", "latency", "--input-len", "8192"), "8256 tokens, but the model's context is 8192"),
         (("generate", "x", "--model", ""), "the model's name is empty"),
         (("generate", "x", "--raw", "--system", "y"), "--system needs a chat template"),
     ],
@@ -222,7 +222,7 @@ def test_logits_that_are_no_numbers_are_one_line_and_a_chat_goes_on(here: Here, 
 
 
 def test_bench_latency_prints_every_quantity_with_its_spread(here: Here, tiny_folder: Path) -> None:
-    sizes = ("--prompt-length", "16", "--output-length", "4", "--batch-size", "2", "--rounds", "2")
+    sizes = ("--input-len", "16", "--output-len", "4", "--batch-size", "2", "--rounds", "2")
     result = json.loads(here("bench", "latency", "--model", str(tiny_folder), *sizes, "--json").stdout)
     for name in (
         "prefill_tokens_per_second",

@@ -104,6 +104,20 @@ def test_without_a_module_that_normalizes_states_stay_as_they_are(tmp_path: Path
     check_close(output.outputs.embedding, last_state(oracle, tokens_of(tmp_path, "a cat")))
 
 
+def test_a_text_longer_than_the_files_have_it_is_refused_unless_more_is_asked_for(tmp_path: Path) -> None:
+    oracle = write_embedder(tmp_path)
+    write_json(tmp_path / "sentence_bert_config.json", {"max_seq_length": 20, "do_lower_case": False})
+    (output,) = engine(tmp_path).embed("a" * 19)
+    assert len(output.prompt_token_ids) == 20
+    with pytest.raises(RequestError, match="has 21 tokens; with max_model_len 20 "):
+        engine(tmp_path).embed("a" * 20)
+    (output,) = engine(tmp_path, max_model_len=40).embed("a" * 30)
+    wanted = last_state(oracle, tokens_of(tmp_path, "a" * 30))
+    check_close(output.outputs.embedding, torch.nn.functional.normalize(wanted, dim=0))
+    write_json(tmp_path / "sentence_bert_config.json", {"max_seq_length": 1 << 20})
+    assert engine(tmp_path).engine.max_length == 1024  # the model's own
+
+
 def test_a_model_without_a_head_says_that_it_cannot_generate(headless: Path) -> None:
     llm = engine(headless)
     for ask in (lambda: llm.generate("a"), lambda: list(llm.stream("a"))):
@@ -169,6 +183,9 @@ def test_other_ways_to_pool_are_refused_by_name(modules: Any, named: str, tmp_pa
         ("modules.json", [{"type": "Pooling"}]),
         ("modules.json", [{"type": "Pooling", "path": "../.."}]),
         ("1_Pooling/config.json", []),
+        ("sentence_bert_config.json", []),
+        ("sentence_bert_config.json", {"max_seq_length": 0}),
+        ("sentence_bert_config.json", {"max_seq_length": "512"}),
         ("config_sentence_transformers.json", {"prompts": ["query"]}),
         ("config_sentence_transformers.json", {"prompts": {"query": 5}}),
         ("config_sentence_transformers.json", {"prompts": {}, "default_prompt_name": "query"}),

@@ -542,7 +542,8 @@ def test_times_are_noted_when_things_happen_and_not_when_they_do_not(tiny: Tiny)
 
 def test_a_lower_priority_number_goes_first_then_who_came_first(tiny: Tiny) -> None:
     engine = tiny.engine(max_num_seqs=1)
-    requests = [engine.make(prompt(5, i), GREEDY, priority) for i, priority in enumerate([0, 1, -1, 0, -1])]
+    ranks = [0, 1, -1, 0, -1]
+    requests = [engine.make(prompt(5, i), GREEDY, priority=rank) for i, rank in enumerate(ranks)]
     for request in requests:
         engine.enqueue(request)
     ended: list[Request] = []
@@ -795,7 +796,8 @@ def test_a_request_that_leaves_itself_no_token_is_the_users_mistake(tiny: Tiny) 
     stuck = engine.make(prompt(5), SamplingParams(allowed_token_ids=[a], bad_words=["aa"], max_tokens=9))
     finish(engine, other, stuck)
     assert isinstance(stuck.error, RequestError)
-    assert "no token" in str(stuck.error) and "bad_words" in str(stuck.error)
+    assert str(stuck.error) == "no token is left to be drawn after allowed_token_ids and bad_words"
+    assert stuck.error.field == "allowed_token_ids"
     assert stuck.output().outputs[0].token_ids == [a]
     assert said(other.output()) == said(alone(tiny, Job(prompt(5), GREEDY)))
 

@@ -252,6 +252,9 @@ def test_json_object_is_any_object(case: Case) -> None:
         {"enum": [{"a": [12345678901234567890]}]},
         {"const": 2**53 + 1},
         {"type": "integer", "maximum": 2**53 + 1},
+        {"const": "a\x01b"},
+        {"enum": ["a", {"b": ["\x7f"]}]},
+        {"type": "string", "pattern": r"^a\x01b$"},
         {"type": "object", "patternProperties": 5},
         {"items": {"properties": {"a": {"uniqueItems": True}}}},
     ],
@@ -286,12 +289,12 @@ def test_keywords_that_ask_for_nothing_are_left_out_and_the_others_hold(
 
 
 def test_what_is_loosened_holds_all_that_can_be_and_names_the_rest(tiny: Case) -> None:
-    entry = {"type": "string", "pattern": "^(?!a)b$", "maxLength": 2, "not": {"const": "b"}}
+    entry = {"type": "string", "pattern": "^(?!a)b$", "maxLength": 2, "not": {"const": "b"}, "enum": ["\0"]}
     tags = {"type": "array", "items": entry, "uniqueItems": True, "propertyNames": {"type": "string"}}
     some = {"oneOf": [{"$ref": "#/$defs/tags"}, {"type": ["array", "null"], "maxItems": 0}]}
     schema = {"properties": {"not": some}, "required": ["not"], "minProperties": 2, "$defs": {"tags": tags}}
     loose, dropped = loosened(schema)
-    assert dropped == ["minProperties", "not", "pattern", "uniqueItems"] and "uniqueItems" in tags
+    assert dropped == ["enum", "minProperties", "not", "pattern", "uniqueItems"] and "uniqueItems" in tags
     assert tiny.accepts('{"not":["xy","xy"]}', json=loose) and tiny.accepts('{"not":null}', json=loose)
     assert not tiny.accepts('{"not":["xyz"]}', json=loose) and not tiny.accepts("{}", json=loose)
 
@@ -301,6 +304,16 @@ def test_what_is_loosened_keeps_what_references_lead_through(tiny: Case) -> None
     loose, dropped = loosened({"properties": {"a": either, "b": {"$ref": "#/properties/a/oneOf/0"}}})
     assert dropped == ["not"]
     assert tiny.accepts('{"a":"x","b":1}', json=loose) and not tiny.accepts('{"a":"x","b":"y"}', json=loose)
+
+
+def test_control_characters_that_have_a_short_escape_are_written_by_it(tiny: Case) -> None:
+    assert tiny.accepts(r'"a\n\tb"', json={"const": "a\n\tb"})
+    assert not tiny.accepts('"ab"', json={"const": "a\n\tb"})
+
+
+def test_a_class_of_characters_may_have_some_that_json_has_no_short_escape_for(tiny: Case) -> None:
+    schema = {"type": "string", "pattern": r"^[^\x00-\x1f]+$"}
+    assert tiny.accepts('"ab"', json=schema) and not tiny.accepts('""', json=schema)
 
 
 def test_a_key_cannot_be_written_in_a_second_way_to_evade_its_schema(tiny: Case) -> None:

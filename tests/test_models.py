@@ -236,6 +236,21 @@ NEW_WEIGHTS: dict[str, tuple[str, dict[str, Tensor | None], str]] = {
         f"'{QUERIES}' and '.*qkv_proj.weight' are both",
     ),
     "stacked too": ("olmoe", {f"{EXPERTS}.up_proj.weight": torch.ones(720, 64)}, "up_proj.weight' are both"),
+    "of all experts too": (
+        "olmoe",
+        {f"{EXPERTS}.gate_up_proj": torch.ones(6, 240, 64)},
+        r"gate_up_proj' and '.*experts.0.gate_proj.weight' are both",
+    ),
+    "of all experts, no halves": (
+        "qwen2moe",
+        {f"{EXPERTS}.gate_up_proj": torch.ones(6, 81, 64)},
+        r"gate_up_proj' has shape \(6, 81, 64\), but should be \[experts, 2 parts, columns\]",
+    ),
+    "of all experts, one number": (
+        "mixtral",
+        {f"{EXPERTS}.down_proj": torch.tensor(1.0)},
+        r"down_proj' has shape \(\), but should be \[experts, 1 parts, columns\]",
+    ),
     "one number for heads": (
         "phi3",
         {QUERIES.replace("q_", "qkv_"): None, QUERIES: torch.tensor(1.0)},
@@ -262,6 +277,15 @@ def test_a_weight_that_is_there_twice_or_has_no_rows_is_refused_by_name(name: st
     change_weights(folder, weights)
     with pytest.raises(CheckpointError, match=error):
         LlamaForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "olmoe", "qwen2moe", "qwen3moe, some layers"])
+def test_experts_that_transformers_saved_as_one_tensor_are_read(name: str, make: Any) -> None:
+    kind, options = MODELS[name]
+    theirs, folder = make(kind, **options)
+    theirs.save_pretrained(folder, save_original_format=False)
+    assert any(key.endswith("experts.gate_up_proj") for key in load_file(folder / "model.safetensors"))
+    check_parity(theirs, folder, torch.float32, FLOAT32_BAR)
 
 
 def test_a_router_stays_as_it_is_where_matrices_are_rounded(make: Any) -> None:
@@ -366,4 +390,33 @@ def test_a_gemma_whose_windows_are_scaled_is_refused(key: str, make: Any) -> Non
     scaled = {key: "linear", "factor": 4.0, "rope_theta": 50.0}
     change_config(folder, rope_parameters={**GEMMA_ROPES, "sliding_attention": scaled})
     with pytest.raises(CheckpointError, match="is not supported where there is a window"):
+        LlamaForCausalLM.from_pretrained(folder)
+
+
+PASSED_OVER: dict[str, tuple[dict[str, Any], str]] = {
+    "one rope for all layers": (
+        {"rope_parameters": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0}},
+        "rope_parameters of a gemma3 model are of 'full_attention' and .*, but here .*linear",
+    ),
+    "an old name": (
+        {"rope_scaling": {"type": "linear", "factor": 8.0}},
+        "rope_scaling of a gemma3 model needs a rope_type, but is .*linear",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PASSED_OVER)
+def test_a_scaling_of_a_gemma_that_transformers_passes_over_is_refused(name: str, make: Any) -> None:
+    changes, error = PASSED_OVER[name]
+    _, folder = make("Gemma3", **GEMMA3)
+    change_config(folder, ("rope_parameters",), **changes)
+    with pytest.raises(CheckpointError, match=error):
+        LlamaForCausalLM.from_pretrained(folder)
+
+
+def test_windows_of_a_smollm3_that_are_named_and_switched_off_are_refused(make: Any) -> None:
+    """In transformers a mask has them and attention has not."""
+    _, folder = make("SmolLM3")
+    change_config(folder, sliding_window=9, layer_types=["full_attention", "sliding_attention"])
+    with pytest.raises(CheckpointError, match="layer_types has 'sliding_attention', but use_sliding_window"):
         LlamaForCausalLM.from_pretrained(folder)

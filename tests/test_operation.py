@@ -257,19 +257,6 @@ def test_answers_that_take_too_long_end_with_an_error(folder: Path, is_told_twic
         assert server.failure is None and not server.thread.is_alive()
 
 
-def test_a_body_that_is_complete_after_the_end_began_is_refused(folder: Path) -> None:
-    with running(folder, shutdown_seconds=PATIENCE) as server, server.paused():
-        slow = server.open(b"POST /v1/completions HTTP/1.1\r\nhost: here\r\ncontent-length: 2\r\n\r\n{")
-        other = server.ask(max_tokens=1)
-        wait_for_calls(server, 1)
-        stop(server)
-        wait_until(lambda: server.process.server.refusal)
-        slow.sendall(b"}")
-        assert slow.recv(12) == b"HTTP/1.1 503"
-        slow.close()
-        other.close()
-
-
 def test_a_body_that_is_not_complete_when_the_end_begins_is_refused(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -278,8 +265,8 @@ def test_a_body_that_is_not_complete_when_the_end_begins_is_refused(
         wait_until(lambda: server.process.server.num_held == 1)
         stop(server)
         assert read_until(slow, b"\r\n").startswith(b"HTTP/1.1 503")
-        slow.close()
         server.thread.join(PATIENCE)
+        slow.close()
     assert not [one.getMessage() for one in caplog.records if one.name == "uvicorn.error"]
 
 

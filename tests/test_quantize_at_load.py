@@ -182,7 +182,7 @@ def test_the_benchmark_takes_the_flags(
 ) -> None:
     monkeypatch.setattr(bench, "BANDWIDTH_BYTES", 1 << 20)
     write_tokenizer(folder)
-    sizes = ["--prompt-length=8", "--output-length=3", "--rounds=1"]
+    sizes = ["--input-len=8", "--output-len=3", "--rounds=1"]
     assert main(["bench", "latency", *sizes, f"--model={folder}", flag, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["decode_tokens_per_second"] > 0
 

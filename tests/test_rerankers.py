@@ -13,6 +13,7 @@ from downloads import PAIR_TEMPLATE, write_gguf, write_json, write_model, write_
 from servers import answered, error_of, running
 
 from infinilm import LLM, RequestError
+from infinilm.checkpoint import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -123,6 +124,43 @@ def test_a_model_made_to_classify_scores_by_its_own_head(options: Any, tmp_path:
         assert output.outputs.score == pytest.approx(wanted, abs=0.2 if options else 1e-5)
     with pytest.raises(RequestError, match="no head"):
         llm.generate("a")
+
+
+SIGMOID, IDENTITY = "torch.nn.modules.activation.Sigmoid", "torch.nn.modules.linear.Identity"
+# What sentence-transformers reads first stands first.
+ACTIVATIONS: dict[str, tuple[Any, Any, bool]] = {
+    "of the config": ({}, {"sentence_transformers": {"activation_fn": IDENTITY}}, False),
+    "as it was before": ({}, {"sbert_ce_default_activation_function": IDENTITY}, False),
+    "of its own file": ({"activation_fn": "torch.nn.Identity"}, {}, False),
+    "of both": ({"activation_fn": SIGMOID}, {"sentence_transformers": {"activation_fn": IDENTITY}}, True),
+    "none": ({"activation_fn": None}, {"sentence_transformers": {"version": "4.0.1"}}, True),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_the_score_of_a_head_is_as_its_files_have_it(name: str, tmp_path: Path) -> None:
+    beside, config, is_sigmoid = ACTIVATIONS[name]
+    model = write_model(tmp_path, "Qwen3ForSequenceClassification", num_labels=1, **config)
+    write_tokenizer(tmp_path)
+    write_json(tmp_path / "config_sentence_transformers.json", {"model_type": "CrossEncoder", **beside})
+    (output,) = engine(tmp_path).score(QUERY, DOCUMENTS[0])
+    with torch.inference_mode():
+        logit = model(torch.tensor([output.prompt_token_ids])).logits[0, 0]
+    wanted = torch.sigmoid(logit) if is_sigmoid else logit
+    assert output.outputs.score == pytest.approx(float(wanted), rel=1e-5)
+
+
+@pytest.mark.parametrize("given", ["torch.nn.modules.activation.Tanh", "os.system", 5])
+def test_an_activation_of_scores_that_is_not_known_is_refused(given: Any, tmp_path: Path) -> None:
+    write_model(
+        tmp_path,
+        "Qwen3ForSequenceClassification",
+        num_labels=1,
+        sentence_transformers={"activation_fn": given},
+    )
+    write_tokenizer(tmp_path)
+    with pytest.raises(CheckpointError, match="activation_fn .* is not supported; known are .*Sigmoid"):
+        engine(tmp_path)
 
 
 @torch.inference_mode()

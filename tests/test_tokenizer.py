@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from infinilm.tokenizer import Detokenizer, Tokenizer, TokenizerError
+from infinilm.tokenizer.chat import unused_character
 from infinilm.tokenizer.error import errors_of
 from infinilm.tokenizer.normalizer import any_of
 from infinilm.tokenizer.pieces import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED
@@ -536,6 +537,14 @@ def test_thousands_of_special_tokens_are_not_each_tried_at_every_place_of_a_mess
     assert time.process_time() - start < 4
 
 
+def test_a_character_that_a_message_has_not_is_found_soon_though_all_private_ones_are_escaped_in_it():
+    escapes = "".join(f"\\u{code:04x}" for code in range(0xE000, 0xF900)) * 20
+    start = time.process_time()
+    assert unused_character(escapes) == "\uf900"
+    assert unused_character("\ue000 \\ue001") == "\ue002"
+    assert time.process_time() - start < 4
+
+
 def test_of_special_tokens_that_begin_alike_the_longest_is_found():
     runs = ["\n" * length for length in range(1, 100)]
     assert any_of([*runs, "a", "ab", "abc"]).split("abcabd" + "\n" * 120) == [
@@ -673,8 +682,8 @@ def test_truncation_and_padding_in_the_file_do_not_reach_encode(tmp_path):
         ("added_tokens.json", '{"a": "x"}', "has 'x', which is no token id"),
         (
             "added_tokens.json",
-            json.dumps({f"<{i}>": 320 + i for i in range(40_000)}),
-            "40000 tokens are special or whole, but 32768 is the limit",
+            json.dumps({f"<{i}>": 320 + i for i in range(140_000)}),
+            "140000 tokens are special or whole, but 131072 is the limit",
         ),
         (
             "generation_config.json",
@@ -912,9 +921,9 @@ def test_malformed_gguf_metadata_is_refused_by_key_and_rule(changes, found):
 
 def test_more_control_tokens_than_any_model_has_are_refused():
     metadata = byte_level_metadata(["a b"])
-    metadata["tokenizer.ggml.tokens"] += [f"<{i}>" for i in range(40_000)]
-    metadata["tokenizer.ggml.token_type"] += [CONTROL] * 40_000
-    with pytest.raises(TokenizerError, match="40002 tokens are special or whole, but 32768 is the limit"):
+    metadata["tokenizer.ggml.tokens"] += [f"<{i}>" for i in range(140_000)]
+    metadata["tokenizer.ggml.token_type"] += [CONTROL] * 140_000
+    with pytest.raises(TokenizerError, match="140002 tokens are special or whole, but 131072 is the limit"):
         Tokenizer.from_gguf(metadata)
 
 

@@ -9,11 +9,12 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from infinicore import _native
 from infinicore.checks import check_places
 from infinicore.ops import reference
-from infinicore.ops.registry import RECORDING, is_followed, is_watched, note_write
+from infinicore.ops.registry import RECORDING, is_watched
 
 ROPE_DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
 INDEX_DTYPES = frozenset(getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64))
@@ -104,7 +105,7 @@ class RopeDescriptor:
         """y = rope(x). The tensors must be laid out as those the descriptor was created for; y may be x."""
         try:
             self._run(y, x, pos, sin, cos)
-        except (TypeError, ValueError):
+        except (AttributeError, TypeError, ValueError):
             # which name the tensor, as the kernel does not
             check_same(self.info, RopeInfo.create(y, x, pos, sin, cos, self.info.algo))
             raise
@@ -114,14 +115,16 @@ def where_unseen(run: Callable[..., None], info: RopeInfo) -> Callable[..., None
     """The kernel alone, but where a gradient goes through what it is given, or torch or a graph watches"""
 
     def call(y: Tensor, x: Tensor, pos: Tensor, sin: Tensor, cos: Tensor) -> None:
-        if is_watched() or is_followed((y, x, sin, cos)):
+        learns = x.requires_grad or y.requires_grad or sin.requires_grad or cos.requires_grad
+        if is_watched() or (learns and torch.is_grad_enabled()):
             run_reference(info, y, x, pos, sin, cos)
         elif RECORDING.stack:
             check_same(info, RopeInfo.create(y, x, pos, sin, cos, info.algo))
             reference.rope(x, pos, sin, cos, info.algo is RopeAlgo.GPT_J, out=y)  # which a graph keeps
         else:
             run(y, x, pos, sin, cos)
-            note_write(y)
+            if not y.is_inference():
+                increment_version(y)
 
     return call
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
+from torch._C import _get_tracing_state, _len_torch_dispatch_stack
+from torch.autograd import forward_ad
 
 import infinicore
 
@@ -138,8 +140,8 @@ class Op(Generic[Result]):
 
 def is_watched() -> bool:
     """Whether torch traces what is computed, or carries derivatives along: a kernel it would not see"""
-    is_traced = torch._C._get_tracing_state() is not None or torch._C._len_torch_dispatch_stack() > 0
-    return is_traced or torch.autograd.forward_ad._current_level >= 0
+    is_traced = _get_tracing_state() is not None or _len_torch_dispatch_stack() > 0
+    return is_traced or forward_ad._current_level >= 0
 
 
 def is_followed(out: Any) -> bool:

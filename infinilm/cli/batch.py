@@ -27,14 +27,15 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from infinilm.batch_files import Answers, Questions, Run
+    from infinilm.batch_files import Answers, BatchRun, Lines
+    from infinilm.hub import served_name
 
-    questions = Questions(options.input)
+    lines = Lines(options.input)
     if options.output.exists() and options.output.samefile(options.input):
         raise ValueError(f"{options.output}: is the input; answers need a file of their own")
-    with Answers(options.output, questions.num_lines) as answers:
+    with Answers(options.output, lines.num_lines) as answers:
         llm = load(options)
-        with progress("answering", questions.num_lines) as report:
-            counts = Run(llm, questions, answers, report).run()
+        with progress("answering", lines.num_lines) as report:
+            counts = BatchRun(llm, served_name(options.model), lines, answers, report).run()
     known = f", {counts.known:,} were there already" if counts.known else ""
     print(f"{counts.answered:,} answered, {counts.refused:,} refused{known}", file=sys.stderr)

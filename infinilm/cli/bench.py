@@ -18,7 +18,7 @@ from infinilm.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from infinilm.load import Load, Pace
+    from infinilm.load import Arrivals, Load
     from infinilm.load.wire import Address
 
 
@@ -39,8 +39,8 @@ def add(commands: Any) -> None:
 
 def add_latency(command: argparse.ArgumentParser) -> None:
     add_model_options(command)
-    command.add_argument("--prompt-length", type=int, default=512, metavar="N", help="of tokens: 512")
-    command.add_argument("--output-length", type=int, default=64, metavar="N", help="of tokens: 64")
+    command.add_argument("--input-len", type=int, default=512, metavar="N", help="tokens of a prompt: 512")
+    command.add_argument("--output-len", type=int, default=64, metavar="N", help="tokens of an answer: 64")
     command.add_argument("--batch-size", type=int, default=1, metavar="N", help="streams at once: 1")
     command.add_argument("--rounds", type=int, default=5, metavar="N", help="that are counted: 5")
     command.add_argument("--json", action="store_true", help="print one JSON object")
@@ -138,7 +138,7 @@ def limit(text: str) -> tuple[str, float]:
 def run_latency(options: argparse.Namespace) -> None:
     from infinilm.bench import Workload, measure_latency
 
-    workload = Workload(options.prompt_length, options.output_length, options.batch_size, options.rounds)
+    workload = Workload(options.input_len, options.output_len, options.batch_size, options.rounds)
     measured = measure_latency(workload, options.model, **model_options(options))
     if options.json:
         values = {name: value.median for name, value in measured.items()}
@@ -178,14 +178,14 @@ def run_load(options: argparse.Namespace) -> None:
         options.token_ids,
         options.seed,
     )
-    found = asyncio.run(measure_load(options, asked, paces_of(options)))
+    found = asyncio.run(measure_load(options, asked, arrivals_of(options)))
     if options.chart is not None:
         load.draw(found, options.chart)
 
 
-def paces_of(options: argparse.Namespace) -> list[Pace]:
+def arrivals_of(options: argparse.Namespace) -> list[Arrivals]:
     """Every rate with every limit; none of either is a sweep."""
-    from infinilm.load import Pace
+    from infinilm.load import Arrivals
 
     rates, limits = options.request_rate or [], options.max_concurrency or []
     for name, values in (("request-rate", rates), ("max-concurrency", limits)):
@@ -194,7 +194,7 @@ def paces_of(options: argparse.Namespace) -> list[Pace]:
                 raise ValueError(f"--{name} must be above 0, but is {value}")
     if not rates and not limits:
         return []
-    return [Pace(rate, most) for rate in rates or [float("inf")] for most in limits or [None]]
+    return [Arrivals(rate, most) for rate in rates or [float("inf")] for most in limits or [None]]
 
 
 async def model_there(options: argparse.Namespace, address: Address) -> str:
@@ -209,7 +209,9 @@ async def model_there(options: argparse.Namespace, address: Address) -> str:
         ) from error
 
 
-async def measure_load(options: argparse.Namespace, asked: Load, paces: list[Pace]) -> list[dict[str, Any]]:
+async def measure_load(
+    options: argparse.Namespace, asked: Load, arrivals: list[Arrivals]
+) -> list[dict[str, Any]]:
     from infinilm import load
     from infinilm.load.wire import Address
 
@@ -224,7 +226,7 @@ async def measure_load(options: argparse.Namespace, asked: Load, paces: list[Pac
     if not options.json:
         print(f"{model}: {options.num_prompts} requests a rate, {asked.distribution}\n{load.COLUMNS}")
     found = []
-    async for one in load.sweep(target, asked, paces, dict(options.goodput)):
+    async for one in load.sweep(target, asked, arrivals, dict(options.goodput)):
         found.append(one)
         print(
             json.dumps(one) if options.json else "\n".join([load.row(one), *load.complaints(one)]), flush=True

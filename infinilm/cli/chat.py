@@ -72,14 +72,18 @@ def is_command(text: str) -> bool:
 def ask() -> str | None:
     """What the user says next, None at the end: a line, and those pasted along with it."""
     lines: list[str] = []
+    is_asked = sys.stdin.isatty()
+    is_shown = is_asked and sys.stdout.isatty()  # else input() would write its prompt among the answers
+    if is_asked and not is_shown:
+        print("> ", end="", file=sys.stderr, flush=True)
     with reading_input(), suppress(EOFError):
-        lines.append(input("> " if sys.stdin.isatty() else ""))
+        lines.append(input("> " if is_shown else ""))
         while not is_command(lines[0]) and is_more_pasted():
             lines.append(input())
     if lines:
         return "\n".join(lines)
-    if sys.stdin.isatty():
-        print()  # the shell goes on below the prompt
+    if is_asked:
+        print(file=sys.stdout if is_shown else sys.stderr)  # the shell goes on below the prompt
     return None
 
 

@@ -117,6 +117,7 @@ def run(options: argparse.Namespace) -> None:
         raise ImportError(
             f"infinilm serve needs {error.name}, which is missing; pip install 'infinilm[serve]' installs it"
         ) from error
+    from infinilm.hub import served_name
     from infinilm.server.exchange import Settings
 
     check_queue(options)
@@ -174,20 +175,6 @@ def log_level(name: str) -> str:
     if name.lower() not in ("debug", "info", "warning", "error"):
         raise ValueError(f"--log-level must be debug, info, warning or error, but is {name!r}")
     return name.lower()
-
-
-def served_name(model: str | None) -> str:
-    """A Hugging Face id as it is; of a path its last part"""
-    from infinilm.folder import PartName
-    from infinilm.hub import DEFAULT_MODEL
-
-    if model is None:
-        return DEFAULT_MODEL.name
-    if not Path(model).exists():
-        return model
-    name = Path(model).name
-    part = PartName.parse(name)
-    return part.stem if part else name.removesuffix(".gguf")
 
 
 def load_async(options: argparse.Namespace) -> AsyncLLM:

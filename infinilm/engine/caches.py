@@ -16,16 +16,13 @@ from infinilm.models.llama import LlamaForCausalLM
 def make_caches(models: Sequence[LlamaForCausalLM], config: EngineConfig) -> list[PagedCache]:
     """A cache for each model, of equally many blocks: as many as kv_cache_memory has room for, or a share of
     what is free, and no more than all streams can fill."""
-    llama = models[0].config
     shapes = [block_shape(model, config) for model in models]
     block_bytes = sum(
         shape.num_bytes * model.config.num_hidden_layers for shape, model in zip(shapes, models, strict=True)
     )
     given = config.kv_cache_memory
     num_bytes = given if isinstance(given, int) else share_of(models[0].device)
-    most = config.max_num_seqs * -(
-        -(config.max_model_len or llama.max_position_embeddings) // config.block_size
-    )
+    most = config.max_num_seqs * -(-(config.max_model_len or models[0].max_length) // config.block_size)
     num_blocks = min(num_bytes // block_bytes, most)
     if num_blocks < 1:
         raise ValueError(f"kv_cache_memory: {num_bytes:,} bytes do not hold one block of {block_bytes:,}")

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import infinicore
 from infinilm.cache import PagedCache
@@ -17,15 +17,19 @@ from infinilm.engine.adapters import Adapters
 from infinilm.engine.blocks import Blocks
 from infinilm.engine.caches import make_caches
 from infinilm.engine.draft import ModelDrafter, NgramDrafter, SpeculativeConfig, note_guesses
-from infinilm.engine.intake import Intake
+from infinilm.engine.intake import Intake, Prompt, RequestOptions
 from infinilm.engine.request import Completion, NumericalError, QueueFull, Request, RequestError
 from infinilm.engine.scheduler import Scheduler, num_tokens_of
 from infinilm.engine.stats import STEP_TOKENS, Histogram, Progress, Stats
 from infinilm.generation import step_tokens
 from infinilm.models.llama import LlamaForCausalLM
 from infinilm.runner import Passage, Pending, Runner
+from infinilm.sampling import SamplingParams
 from infinilm.tokenizer import Tokenizer
 from infinilm.work import Drawn, Work
+
+# Parameters that say which tokens may not be drawn
+RULING_OUT = ("structured_outputs", "allowed_token_ids", "bad_words", "min_tokens")
 
 
 class Launched(NamedTuple):
@@ -56,13 +60,12 @@ class Engine:
         self.cache, *others = make_caches([model] if draft is None else [model, draft], config)
         self.blocks = Blocks(self.cache.num_blocks, config.block_size, config.enable_prefix_caching)
         room = self.cache.num_blocks * config.block_size
-        self.max_length = min(config.max_model_len or model.config.max_position_embeddings, room)
+        self.max_length = min(config.max_model_len or model.max_length, room)
         tokens = config.max_num_batched_tokens or step_tokens(model.config, model.device)
         self.scheduler = Scheduler(self.blocks, config.max_num_seqs, tokens, model.device.type == "cpu")
         self.counts = self.scheduler.counts
         self.step_sizes = Histogram(STEP_TOKENS)
         self.intake = Intake(model, tokenizer, config, self.adapters, self.blocks, self.max_length)
-        self.make, self.make_encoding = self.intake.make, self.intake.make_encoding
         self.runner = Runner(model, self.cache, config.max_num_seqs, self.max_length, tokens)
         self.drafter = self._drafter(draft, others)
         if self.drafter is not None:  # which looks at the last token to guess what follows
@@ -100,6 +103,16 @@ class Engine:
         return ModelDrafter(config, self.scheduler, runner)
 
     # ---- requests in and out -------------------------------------------------------------------------------
+
+    def make(self, prompt: Prompt, params: SamplingParams, **options: Unpack[RequestOptions]) -> Request:
+        """A request that has been checked, in any thread; RequestError if it can never be served."""
+        return self.intake.make(prompt, params, **options)
+
+    def make_encoding(
+        self, prompt: Prompt, prompt_name: str | None = None, **options: Unpack[RequestOptions]
+    ) -> Request:
+        """One whose prompt is read, for the state of its last token, and not continued"""
+        return self.intake.make_encoding(prompt, prompt_name, **options)
 
     def has_room_for(self, request: Request) -> bool:
         scheduler, config = self.scheduler, self.config
@@ -330,9 +343,9 @@ class Engine:
                 "so that no token can be drawn"
             )
         else:
+            names = [name for name in RULING_OUT if getattr(request.params, name)]
             request.error = RequestError(
-                f"request {request.request_id}: no token is left to be drawn, since allowed_token_ids, "
-                "bad_words, min_tokens or structured_outputs rule each of them out"
+                f"no token is left to be drawn after {' and '.join(names)}", next(iter(names), None)
             )
         for completion in request.completions:
             self.blocks.forget(completion.block_ids)

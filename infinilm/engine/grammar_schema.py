@@ -27,6 +27,10 @@ FORMATS = (
     *("ipv4", "ipv6", "uri", "uri-reference", "iri", "iri-reference", "uuid", "uri-template"),
     *("json-pointer", "relative-json-pointer", "regex"),
 )
+# Characters without a short escape in JSON: where \u is not written, llguidance leaves them out of a text.
+UNSPELLED = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+UNSPELLED_PATTERN = re.compile(UNSPELLED.pattern + r"|\\(?:x|u00)(?:0[0-7bef]|1[0-9a-f]|7f)", re.IGNORECASE)
+CHARACTER_CLASS = re.compile(r"\[(?:\\.|[^\]\\])*\]")
 UNKNOWN_PATTERN = re.compile(r"\(\?<?[=!]|\\[bB1-9]")  # looks around, or back at what was found
 
 
@@ -39,6 +43,8 @@ def check_schema(schema: dict[str, Any]) -> None:
         if has_unknown_count(found):
             raise ValueError("minProperties above 1 is only known for properties that are required")
         check_numbers(found)
+        if names := unspelled(found):
+            raise ValueError(f"{names.pop()} has a control character that JSON has no short escape for")
         patterns = found.get("patternProperties")
         num_patterns += len(patterns) if isinstance(patterns, dict) else 0
     if num_patterns > MAX_PATTERN_PROPERTIES:
@@ -60,6 +66,16 @@ def check_numbers(schema: dict[str, Any]) -> None:
     lost += [value for value in values if isinstance(value, int) and abs(value) > 2**53]
     if lost:
         raise ValueError(f"the integer {short(lost[0])} has more digits than are told apart")
+
+
+def unspelled(schema: dict[str, Any]) -> set[str]:
+    """Keywords that ask for a text with such a character; of a class of a pattern others are taken."""
+    pattern = CHARACTER_CLASS.sub("", str(schema.get("pattern", "")))
+    names = {"pattern"} if UNSPELLED_PATTERN.search(pattern) else set()
+    for name in ("const", "enum"):
+        texts = (value for value in values_in(schema.get(name)) if isinstance(value, str))
+        names |= {name} if any(map(UNSPELLED.search, texts)) else set()
+    return names
 
 
 def values_in(value: Any) -> Iterator[Any]:
@@ -105,7 +121,7 @@ def loosened(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     is_referred_to = "/oneOf/" in json.dumps(loose)  # where a $ref leads through it, it keeps its name
     for found in schemas_in(loose):
         drop_own_notes(found)
-        hard = UNKNOWN_KEYWORDS & found.keys()
+        hard = UNKNOWN_KEYWORDS & found.keys() | unspelled(found)
         hard |= {"pattern"} if UNKNOWN_PATTERN.search(str(found.get("pattern", ""))) else set()
         hard |= {"minProperties"} if has_unknown_count(found) else set()
         for name in hard:

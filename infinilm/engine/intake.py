@@ -9,7 +9,7 @@ import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from infinicore.checks import integer
 from infinilm.config import EngineConfig
@@ -28,6 +28,15 @@ if TYPE_CHECKING:
 ENCODING = SamplingParams(temperature=0.0, max_tokens=1)
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+class RequestOptions(TypedDict, total=False):
+    """What may be said of a request besides its prompt and how that is continued"""
+
+    priority: int
+    request_id: str | None
+    cache_salt: str | None
+    lora_request: LoRARequest | None
 
 
 class Intake:
@@ -52,28 +61,43 @@ class Intake:
         self._seeds = random.Random(config.seed)
         self._pool: tuple[int, ThreadPoolExecutor] | None = None
 
-    def make(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        priority: int = 0,
-        request_id: str | None = None,
-        cache_salt: str | None = None,
-        lora_request: LoRARequest | None = None,
-        *,
-        wants_state: bool = False,
-    ) -> Request:
-        """A request that has been checked; RequestError if it is wrong or can never be served. If the state
-        of its last token is wanted, no token follows."""
-        if not wants_state and not self.model.has_head:
+    def make(self, prompt: Prompt, params: SamplingParams, **options: Unpack[RequestOptions]) -> Request:
+        """A request that has been checked; RequestError if it is wrong or can never be served."""
+        if not self.model.has_head:
             raise RequestError(NO_HEAD)
-        check_options(priority, request_id, cache_salt)
+        return self._made(prompt, params, options)
+
+    def make_encoding(
+        self, prompt: Prompt, prompt_name: str | None = None, **options: Unpack[RequestOptions]
+    ) -> Request:
+        """A request whose prompt is read, for the state of its last token, and not continued. A text is read
+        as the model's files have texts embedded, with the prompt of this name before it."""
+        return self._made(self._encoded(prompt, prompt_name), ENCODING, options, wants_state=True)
+
+    def _made(
+        self, prompt: Prompt, params: SamplingParams, options: RequestOptions, wants_state: bool = False
+    ) -> Request:
+        check_options(options)
         text, token_ids = self._tokens_of(prompt)
         self._check_ids(token_ids, params)
         max_tokens = self._room_for(len(token_ids), params, wants_state)
+        request = self._request(text, token_ids, params, max_tokens, options)
+        request.completions[0].wants_state = wants_state
+        self._prepare(request)
+        return request
+
+    def _request(
+        self,
+        text: str | None,
+        token_ids: list[int],
+        params: SamplingParams,
+        max_tokens: int,
+        options: RequestOptions,
+    ) -> Request:
         serial = next(self._serials)
+        request_id = options.get("request_id")
         ends = frozenset() if params.ignore_eos else frozenset(self._eos_ids)
-        request = Request(
+        return Request(
             f"request-{serial}" if request_id is None else request_id,
             text,
             token_ids,
@@ -85,13 +109,10 @@ class Intake:
             eos_ids=ends,
             stop_ids=ends | frozenset(params.stop_token_ids),
             bad_words=self._bad_words(params),
-            priority=priority,
-            cache_salt=cache_salt or "",
-            adapter=self.adapters.of(lora_request),
+            priority=options.get("priority", 0),
+            cache_salt=options.get("cache_salt") or "",
+            adapter=self.adapters.of(options.get("lora_request")),
         )
-        request.completions[0].wants_state = wants_state
-        self._prepare(request)
-        return request
 
     def _prepare(self, request: Request) -> None:
         """Its streams learn whose keys they share, when their rope switches, and what may follow."""
@@ -108,21 +129,6 @@ class Intake:
         asked to be apart."""
         salt = f"{self.model.config.rope.regime(length)}:{request.cache_salt}".encode()
         return salt if request.adapter is None else b"lora " + request.adapter.digest + salt
-
-    def make_encoding(
-        self,
-        prompt: Prompt,
-        priority: int = 0,
-        request_id: str | None = None,
-        cache_salt: str | None = None,
-        prompt_name: str | None = None,
-        lora_request: LoRARequest | None = None,
-    ) -> Request:
-        """A request whose prompt is read, for the state of its last token, and not continued. A text is read
-        as the model's files have texts embedded, with the prompt of this name before it."""
-        encoded = self._encoded(prompt, prompt_name)
-        options = priority, request_id, cache_salt, lora_request
-        return self.make(encoded, ENCODING, *options, wants_state=True)
 
     @property
     def _eos_ids(self) -> tuple[int, ...]:
@@ -187,7 +193,7 @@ class Intake:
         room = self.max_length - num_prompt
         most = self.max_length - (not wants_state)
         if num_prompt > most:
-            model_len = self.config.max_model_len or self.model.config.max_position_embeddings
+            model_len = self.config.max_model_len or self.model.max_length
             blocks = f"{self.blocks.num_blocks} blocks of {self.blocks.size} tokens"
             raise RequestError(
                 f"the prompt has {num_prompt} tokens; with max_model_len {model_len} and {blocks} "
@@ -228,10 +234,12 @@ def token_ids_of(prompt: Any) -> list[int]:
         raise RequestError(str(error)) from error
 
 
-def check_options(priority: Any, request_id: Any, cache_salt: Any) -> None:
+def check_options(options: Mapping[str, Any]) -> None:
+    priority = options.get("priority", 0)
     if isinstance(priority, bool) or not isinstance(priority, int):
-        raise RequestError(f"priority must be a whole number, but is {priority!r}")
-    for name, value in (("request_id", request_id), ("cache_salt", cache_salt)):
+        raise RequestError(f"priority must be a whole number, but is {priority!r}", "priority")
+    for name in ("request_id", "cache_salt"):
+        value = options.get(name)
         if not isinstance(value, str | None):
             raise RequestError(f"{name} must be a string, but is {value!r}", name)
         if value is not None and not is_text(value):

@@ -117,7 +117,7 @@ class EmbeddingRequestOutput:
 
 @dataclass(frozen=True)
 class ScoringOutput:
-    """How well a document answers a query, from 0 to 1."""
+    """How well a document answers a query: from 0 to 1, unless a reranker's files ask for logits"""
 
     score: float
 

@@ -16,17 +16,17 @@ A request that fails is counted by what went wrong, and in nothing else. No torc
 
 from infinilm.load.client import Answer, Failure, Target
 from infinilm.load.measures import measured, percentile, spread_of
-from infinilm.load.paces import find_model, run, sweep, warm_up
-from infinilm.load.prompts import Load, Pace, Question, questions
+from infinilm.load.prompts import Arrivals, Load, Query, queries
 from infinilm.load.report import COLUMNS, check_chart, complaints, draw, row, short
+from infinilm.load.traffic import find_model, run, sweep, warm_up
 
 __all__ = [
     "COLUMNS",
     "Answer",
+    "Arrivals",
     "Failure",
     "Load",
-    "Pace",
-    "Question",
+    "Query",
     "Target",
     "check_chart",
     "complaints",
@@ -34,7 +34,7 @@ __all__ = [
     "find_model",
     "measured",
     "percentile",
-    "questions",
+    "queries",
     "row",
     "run",
     "short",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from infinilm.load.prompts import Question
+from infinilm.load.prompts import Query
 from infinilm.load.wire import Address, Response, WireError, request
 
 
@@ -30,11 +30,11 @@ class Target:
     def path(self) -> str:
         return "/chat/completions" if self.endpoint == "chat" else "/completions"
 
-    def body(self, question: Question) -> bytes:
-        asked: dict[str, Any] = {"prompt": question.prompt}
+    def body(self, query: Query) -> bytes:
+        asked: dict[str, Any] = {"prompt": query.prompt}
         if self.endpoint == "chat":
-            asked = {"messages": [{"role": "user", "content": question.prompt}]}
-        how = {"model": self.model, "max_tokens": question.num_tokens, "temperature": 0.0}
+            asked = {"messages": [{"role": "user", "content": query.prompt}]}
+        how = {"model": self.model, "max_tokens": query.num_tokens, "temperature": 0.0}
         streamed = {"stream": True, "stream_options": {"include_usage": True}}
         return json.dumps({**asked, **how, **streamed, **self.extra}).encode()
 
@@ -80,12 +80,12 @@ class Failure(Exception):
     """What kind of error an answer is, and what the server said of it."""
 
 
-async def ask(target: Target, question: Question, due: float) -> Answer:
+async def ask(target: Target, query: Query, due: float) -> Answer:
     """Never raises for what a server or the way to it does."""
     answer = Answer(due, sent=time.perf_counter())
     try:
         async with asyncio.timeout(target.timeout):
-            await listen(target, question, answer)
+            await listen(target, query, answer)
     except Failure as error:
         answer.error, answer.told = error.args
     except TimeoutError:
@@ -96,9 +96,9 @@ async def ask(target: Target, question: Question, due: float) -> Answer:
     return answer
 
 
-async def listen(target: Target, question: Question, answer: Answer) -> None:
+async def listen(target: Target, query: Query, answer: Answer) -> None:
     headers = headers_of(target.api_key)
-    async with request(target.address, "POST", target.path, headers, target.body(question)) as response:
+    async with request(target.address, "POST", target.path, headers, target.body(query)) as response:
         if response.status != 200:
             raise Failure(f"HTTP {response.status}", message_of(await response.whole()))
         async for data in events(response):

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from infinilm.load.client import Answer, Target
-from infinilm.load.prompts import Load, Pace
+from infinilm.load.prompts import Arrivals, Load
 
 
 def head(target: Target, load: Load) -> dict[str, Any]:
@@ -22,14 +22,14 @@ def head(target: Target, load: Load) -> dict[str, Any]:
     }
 
 
-def measured(answers: Sequence[Answer], pace: Pace, limits: Mapping[str, float]) -> dict[str, Any]:
+def measured(answers: Sequence[Answer], arrivals: Arrivals, limits: Mapping[str, float]) -> dict[str, Any]:
     """In the words of `bench throughput`, then in those of `vllm bench serve`"""
     whole = [answer for answer in answers if answer.error is None]
     seconds = max(answer.end for answer in answers) - min(answer.due for answer in answers)
     tokens = tokens_of(whole)
     found = {
-        "request_rate": pace.rate if math.isfinite(pace.rate) else "inf",
-        "max_concurrency": pace.concurrency,
+        "request_rate": arrivals.rate if math.isfinite(arrivals.rate) else "inf",
+        "max_concurrency": arrivals.concurrency,
         "completed": len(whole),
         **failures_of(answers),
         "elapsed_seconds": seconds,

@@ -53,16 +53,16 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Question:
+class Query:
     prompt: str | list[int]
     num_tokens: int  # of the answer
 
 
-def questions(load: Load, run: int) -> list[Question]:
+def queries(load: Load, run: int) -> list[Query]:
     """Lengths are the same in every run, prompts are not: no run finds those of another in a cache."""
     of_lengths, of_words = random.Random(load.seed), random.Random(f"{load.seed} {run}")
     return [
-        Question(prompt(load, drawn(load, load.input_len, of_lengths), of_words), num_tokens)
+        Query(prompt(load, drawn(load, load.input_len, of_lengths), of_words), num_tokens)
         for num_tokens in [drawn(load, load.output_len, of_lengths) for _ in range(load.num_prompts)]
     ]
 
@@ -81,17 +81,16 @@ def prompt(load: Load, length: int, chosen: random.Random) -> str | list[int]:
 
 
 @dataclass(frozen=True)
-class Pace:
+class Arrivals:
     """Requests a second, and how many there may be at once, if there is a limit."""
 
     rate: float = math.inf
     concurrency: int | None = None
 
-
-def arrivals(rate: float, count: int, seed: int) -> list[float]:
-    """Seconds from the start at which requests are due: a Poisson process, or all at once"""
-    chosen, moment, found = random.Random(seed), 0.0, []
-    for _ in range(count):
-        found.append(moment)
-        moment += chosen.expovariate(rate) if math.isfinite(rate) else 0.0
-    return found
+    def moments(self, count: int, seed: int) -> list[float]:
+        """Seconds from the start at which requests are due: a Poisson process, or all at once"""
+        chosen, moment, found = random.Random(seed), 0.0, []
+        for _ in range(count):
+            found.append(moment)
+            moment += chosen.expovariate(self.rate) if math.isfinite(self.rate) else 0.0
+        return found

@@ -27,7 +27,7 @@ GGUF_SCALE = {"query_pre_attn_scalar": None}  # which files do not say: that of 
 @dataclass(frozen=True, kw_only=True)
 class Gemma2Config(LlamaConfig):
     model_types: ClassVar[tuple[str, ...]] = ("gemma2",)
-    activations = ("gelu_pytorch_tanh",)
+    activation_functions = ("gelu_pytorch_tanh",)
     layers_of_27b = 46  # whose scores have a scale of their own, of which GGUF files say nothing
     vocab_size: int = 256000
     hidden_size: int = 2304

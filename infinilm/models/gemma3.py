@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from infinicore import nn
-from infinilm.config import LlamaConfig, rope_mapping
+from infinilm.config import LAYER_TYPES, LlamaConfig, rope_mapping
 from infinilm.models import gemma2
 from infinilm.models.gguf import GGUF
 from infinilm.models.llama import LlamaDecoderLayer
@@ -44,8 +44,9 @@ class Gemma3Config(gemma2.Gemma2Config):
                 "model_type": "gemma3",
             }
         content, kinds = dict(super().adapted(content)), rope_mapping(content, "rope_parameters")
+        check_ropes(kinds, rope_mapping(content, "rope_scaling"))
         content["attn_logit_softcapping"] = None  # of which its attention knows nothing
-        if "full_attention" in kinds or "sliding_attention" in kinds:
+        if kinds:
             scaling = {**rope_mapping(kinds, "full_attention"), **rope_mapping(content, "rope_scaling")}
             content |= {"rope_parameters": None, "rope_scaling": scaling}
             local = rope_mapping(kinds, "sliding_attention")
@@ -70,6 +71,15 @@ class Gemma3Config(gemma2.Gemma2Config):
         step = check_whole("sliding_window_pattern", self.sliding_window_pattern, 1, 4096)
         self._fill_in_windows(lambda layer: (layer + 1) % step > 0)
         super()._fill_in()
+
+
+def check_ropes(kinds: Mapping[str, Any], scaling: Mapping[str, Any]) -> None:
+    """With what transformers passes over, a model may have been trained or not."""
+    if kinds and not kinds.keys() & set(LAYER_TYPES):
+        wanted = " and ".join(map(repr, LAYER_TYPES))
+        raise ValueError(f"rope_parameters of a gemma3 model are of {wanted}, but here {short(kinds)}")
+    if not kinds and "rope_type" not in scaling and rope_type_of(scaling) != "default":
+        raise ValueError(f"rope_scaling of a gemma3 model needs a rope_type, but is {short(scaling)}")
 
 
 class Gemma3RoPE(LlamaRoPE):

@@ -171,7 +171,7 @@ def read_gguf_config(checkpoint: Checkpoint, kind: GGUF) -> dict[str, Any]:
         "rope_scaling": _rope_scaling(fields, checkpoint),
         "sliding_window": _sliding_window(fields),
         "attention_bias": "model.layers.0.self_attn.q_proj.bias" in names,
-        "mlp_bias": "model.layers.0.mlp.gate_proj.bias" in names,
+        "mlp_bias": "model.layers.0.mlp.down_proj.bias" in names,
         "tie_word_embeddings": "lm_head.weight" not in names,
         "bos_token_id": _token_id(fields, "bos", vocab_size),
         "eos_token_id": _token_id(fields, "eos", vocab_size),

@@ -57,7 +57,7 @@ QWEN3 = Question(
 
 
 class Judge:
-    """A model that scores documents, from 0 to 1."""
+    """A model that scores documents: from 0 to 1, unless its files have it otherwise."""
 
     def __init__(self, model: LlamaForCausalLM, tokenizer: Tokenizer) -> None:
         self.model, self.tokenizer = model, tokenizer
@@ -93,16 +93,20 @@ class Judge:
 
     @torch.inference_mode()
     def score(self, state: Tensor) -> float:
-        """What the last state [E] of a prompt says; sums are float32."""
-        model = self.model
-        state = state.to(model.model.norm.weight)
-        if model.score is not None:
-            margin, *others = model.score(state).float()
-            return float(torch.sigmoid(margin - others[0] if others else margin))
-        logits = model.logits(state).float()
+        """What the last state [E] of a prompt says. An answer in words is a probability, as in Qwen's own
+        example, whatever the files ask of a head."""
+        is_raw = self.model.score is not None and self.pooling.has_raw_scores
+        margin = self._margin(state.to(self.model.model.norm.weight))
+        return float(margin if is_raw else torch.sigmoid(margin))
+
+    def _margin(self, state: Tensor) -> Tensor:
+        """By how much yes is more likely than no; sums are float32."""
+        if self.model.score is not None:
+            margin, *others = self.model.score(state).float()
+            return margin - others[0] if others else margin  # type: ignore[no-any-return]
+        logits = self.model.logits(state).float()
         yes, no = self.answers
-        margin = logits[yes].logsumexp(0) - (logits[no].logsumexp(0) if no else 0.0)
-        return float(torch.sigmoid(margin))
+        return logits[yes].logsumexp(0) - (logits[no].logsumexp(0) if no else 0.0)
 
     @cached_property
     def answers(self) -> tuple[list[int], list[int]]:

@@ -332,6 +332,12 @@ class LlamaForCausalLM(nn.Module, GenerationMixin):
     def has_head(self) -> bool:
         return self.lm_head is not None
 
+    @property
+    def max_length(self) -> int:
+        """How many tokens a text may have where no other number is asked for"""
+        longest = self.config.max_position_embeddings
+        return min(self.pooling.max_tokens or longest, longest)
+
     def forward(
         self,
         input_ids: Tensor,

@@ -85,8 +85,13 @@ class MixtureMLP(nn.Module):
 
 def stack_experts(stored: Stored, config: LlamaConfig, names: Mapping[str, str] = PARTS) -> None:
     """One matrix for the experts of a layer: GGUF has them as one tensor, Hugging Face each by itself, under
-    these names."""
+    these names, or as transformers computes with them: as one, gate and up together."""
     if isinstance(config, MixtureConfig):
+        if not stored.is_gguf:
+            stored.part(
+                "mlp.experts.gate_up_proj", [f"mlp.experts.{part}_proj.weight" for part in ("gate", "up")]
+            )
+            stored.part("mlp.experts.down_proj", ["mlp.experts.down_proj.weight"])
         for ours, theirs in names.items():
             stored.stack(theirs, f"mlp.experts.{ours}", config.num_experts)
             stored.flatten(f"mlp.experts.{ours}")

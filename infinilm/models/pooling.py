@@ -39,6 +39,8 @@ class Pooling:
     instruction: str | None = None  # of a reranker
     answers: tuple[int, int | None] | None = None  # of a reranker: the tokens for relevant, and for not
     labels: tuple[str, ...] = ()  # of the scores of a reranker, where it has several
+    has_raw_scores: bool = False  # a reranker's head gives them as they are, and not their sigmoid
+    max_tokens: int | None = None  # of a text
 
     def encode(
         self, text: str, tokenizer: Tokenizer, prompt_name: str | None = None, allow_special: bool = True
@@ -67,12 +69,15 @@ def read_pooling(checkpoint: Checkpoint) -> Pooling:
     folder = Folder(checkpoint.path, CheckpointError)
     modules = modules_of(folder)
     settings = folder.read_object("tokenizer_config.json", MAX_NAMES_BYTES) or {}
+    told = folder.read_object("config_sentence_transformers.json") or {}
     return Pooling(
         is_embedder="Pooling" in modules,
         normalizes="Normalize" in modules or "Pooling" not in modules,
         ends_with_eos=settings.get("add_eos_token") is True,
         answers=answers_of(folder, modules["LogitScore"]) if "LogitScore" in modules else None,
-        **prompts_of(folder),
+        has_raw_scores=has_raw_scores(folder, told, checkpoint.config),
+        max_tokens=max_tokens_of(folder),
+        **prompts_of(folder, told),
     )
 
 
@@ -136,9 +141,33 @@ def answers_of(folder: Folder, config: Mapping[str, Any]) -> tuple[int, int | No
     return yes, no
 
 
-def prompts_of(folder: Folder) -> dict[str, Any]:
+def has_raw_scores(folder: Folder, told: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+    """What follows the head of a reranker: the first that is named, in the order of sentence-transformers"""
+    inner = config.get("sentence_transformers")
+    named = told.get("activation_fn") or (inner.get("activation_fn") if isinstance(inner, dict) else None)
+    named = named or config.get("sbert_ce_default_activation_function")
+    if named is None:
+        return False
+    kind = named.rpartition(".")[2] if isinstance(named, str) and named.startswith("torch.nn.") else None
+    if kind not in ("Identity", "Sigmoid"):
+        known = "torch.nn.Identity and torch.nn.Sigmoid"
+        raise CheckpointError(
+            f"{folder.path}: activation_fn {short(named)} is not supported; known are {known}"
+        )
+    return kind == "Identity"
+
+
+def max_tokens_of(folder: Folder) -> int | None:
+    name = "sentence_bert_config.json"
+    found = (folder.read_object(name) or {}).get("max_seq_length")
+    if found is not None and (type(found) is not int or found < 1):
+        rule = f"max_seq_length must be a whole number above 0, but is {short(found)}"
+        raise CheckpointError(f"{folder.path / name}: {rule}")
+    return found
+
+
+def prompts_of(folder: Folder, config: Mapping[str, Any]) -> dict[str, Any]:
     """Prompts of an embedder stand before texts; that of a reranker is its instruction."""
-    config = folder.read_object("config_sentence_transformers.json") or {}
     prompts, name = config.get("prompts") or {}, config.get("default_prompt_name")
     is_map = isinstance(prompts, dict) and all(isinstance(text, str) for text in prompts.values())
     if not is_map or (name is not None and name not in list(prompts)):

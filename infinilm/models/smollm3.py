@@ -36,8 +36,12 @@ class SmolLM3Config(LlamaConfig):
     def adapted(cls, content: Mapping[str, Any]) -> Mapping[str, Any]:
         """Windows have a size in files even where they are switched off."""
         flag = content.get("use_sliding_window")
-        is_on = flag is not None and check_flag("use_sliding_window", flag)
-        return content if is_on else {**content, "sliding_window": None, "layer_types": None}
+        if flag is not None and check_flag("use_sliding_window", flag):
+            return content
+        types = content.get("layer_types")
+        if isinstance(types, list | tuple) and "sliding_attention" in types:
+            raise ValueError("layer_types has 'sliding_attention', but use_sliding_window is not on")
+        return {**content, "sliding_window": None, "layer_types": None}
 
     def _fill_in(self) -> None:
         super()._fill_in()

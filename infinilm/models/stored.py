@@ -1,8 +1,8 @@
 """The weights of a checkpoint under the names that a model has for them, each read when it is asked for.
 
 A model that has a weight in another form than its files says so in `arrange`, by the operations here. They
-take modules by the end of their names, `self_attn.qkv_proj` being that of every layer; all but `add` take
-weights in blocks too, since their rows are independent.
+take modules by the end of their names, `self_attn.qkv_proj` being that of every layer; all but `add`, `part`
+and `transpose` take weights in blocks too, since their rows are independent.
 """
 
 from __future__ import annotations
@@ -121,6 +121,18 @@ class Stored(dict[str, Weight]):
             shape = (prod(shape),) if after == ".bias" else (prod(shape[:-1]), *shape[-1:])
             self[name] = replace(changed(self[name], as_rows, shape), shape=shape)
 
+    def part(self, name: str, others: Sequence[str]) -> None:
+        """Experts [X, rows, columns] whose rows belong to one module after the other, equally many"""
+        for each, before, after in self.named(name):
+            if after:
+                continue
+            whole, count = self.pop(each), len(others)
+            if len(whole.shape) != 3 or whole.shape[1] % count:
+                wanted = f"[experts, {count} parts, columns]"
+                raise self.error(f"{each!r} has shape {whole.shape}, but should be {wanted}")
+            for i, other in enumerate(others):
+                self.put(before + other, inner_part_of(whole, i, whole.shape[1] // count))
+
     def deal(self, module: str, others: Sequence[str]) -> None:
         """Rows that belong to several modules in turn"""
         for name, before, after in self.named(module):
@@ -179,6 +191,13 @@ def part_of(weight: Weight, start: int, stop: int) -> Weight:
         return whole[start:stop]
 
     return replace(weight, shape=shape, read=read)
+
+
+def inner_part_of(weight: Weight, index: int, size: int) -> Weight:
+    """So many rows of each expert"""
+    num_experts, _, num_columns = weight.shape
+    rows = slice(index * size, (index + 1) * size)
+    return replace(changed(weight, lambda array: array[:, rows]), shape=(num_experts, size, num_columns))
 
 
 def stacked(parts: Sequence[Weight]) -> Weight:

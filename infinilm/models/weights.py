@@ -45,31 +45,59 @@ def load_weights(
     """Build the model without memory, then give it the checkpoint's weights one by one."""
     config = read_config(checkpoint)
     stored = stored_weights(checkpoint, config)
-    if config.tie_word_embeddings and has_own_head(stored):
-        config = replace(config, tie_word_embeddings=False)
     placement = Placement(engine_config, config.dtype)
-    if placement.rounds_to is not None:
-        check_dense(stored)
-    with torch.device("meta"):
-        model = class_of(checkpoint)(config)
-        fit_heads(model, stored, config)
-    wanted = wanted_names(model, config)
-    check_names(stored, wanted, set(stored) - tied_names(config))
-    matrices = packed_weights(model, wanted, stored, placement)
-    copy = PackedCopy(checkpoint, engine_config.packed_cache, matrices)
-    packed = copy.read()
-    for name in wanted:
-        give_weight(model, name, stored, placement, packed.get(name))
-        for source in stored[name].sources:
+    check_dense(stored, placement.rounds_to)
+    model = empty_model(class_of(checkpoint), stored, config)
+    check_names(model, stored)
+    copy = PackedCopy(checkpoint, engine_config.packed_cache, packed_weights(model, stored, placement))
+
+    def done(weight: Weight) -> None:
+        for source in weight.sources:
             checkpoint.forget(source)
-        report(stored[name].num_bytes)
-    if not packed:
-        copy.write(model)
-    if config.tie_word_embeddings and model.lm_head is not None:
-        share_weight(model.lm_head, model.model.embed_tokens.weight)
+        report(weight.num_bytes)
+
+    fill(model, stored, placement, copy, done)
+    tie_head(model)
     tell_of_dense(stored, model, placement.rounds_to)
     placement.tell_of_dequantized(stored)
     return model.eval()
+
+
+def empty_model(model_class: type[LlamaForCausalLM], stored: Stored, config: LlamaConfig) -> LlamaForCausalLM:
+    """Without memory, and with the heads that there are weights for"""
+    if config.tie_word_embeddings and has_own_head(stored):
+        config = replace(config, tie_word_embeddings=False)
+    with torch.device("meta"):
+        model = model_class(config)
+        fit_heads(model, stored, config)
+    return model
+
+
+def fill(
+    model: LlamaForCausalLM,
+    stored: Stored,
+    placement: Placement,
+    copy: PackedCopy,
+    done: Callable[[Weight], None],
+) -> None:
+    """Give a model its weights, those from the packed copy that it has; where there is none, one is made."""
+    packed = copy.read()
+    for name in wanted_names(model):
+        give_weight(model, name, stored, placement, packed.get(name))
+        done(stored[name])
+    if not packed:
+        copy.write(model)
+
+
+def tie_head(model: LlamaForCausalLM) -> None:
+    """One memory for the head and the embeddings, where they are the same"""
+    if model.lm_head is None or not model.config.tie_word_embeddings:
+        return
+    weight = model.model.embed_tokens.weight
+    if isinstance(weight, QuantizedTensor):
+        model.lm_head.set_weight(weight)
+    else:
+        model.lm_head.weight = weight
 
 
 def stored_weights(checkpoint: Checkpoint, config: LlamaConfig) -> Stored:
@@ -241,23 +269,22 @@ def tied_names(config: LlamaConfig) -> set[str]:
     return {"lm_head.weight"} if config.tie_word_embeddings else set()
 
 
-def wanted_names(model: torch.nn.Module, config: LlamaConfig) -> list[str]:
-    return [name for name in model.state_dict() if name not in tied_names(config)]
+def wanted_names(model: LlamaForCausalLM) -> list[str]:
+    return [name for name in model.state_dict() if name not in tied_names(model.config)]
 
 
-def check_names(stored: Stored, wanted: list[str], found: set[str]) -> None:
-    if missing := sorted(set(wanted) - found):
+def check_names(model: LlamaForCausalLM, stored: Stored) -> None:
+    wanted, found = set(wanted_names(model)), set(stored) - tied_names(model.config)
+    if missing := sorted(wanted - found):
         raise stored.error(f"{len(missing)} weights are missing, first {missing[0]!r}")
-    if unknown := sorted(found - set(wanted)):
+    if unknown := sorted(found - wanted):
         raise stored.error(f"{len(unknown)} weights have no place, first {unknown[0]!r}")
 
 
-def packed_weights(
-    model: torch.nn.Module, wanted: list[str], stored: Stored, placement: Placement
-) -> dict[str, Weight]:
+def packed_weights(model: LlamaForCausalLM, stored: Stored, placement: Placement) -> dict[str, Weight]:
     """The weights whose blocks are packed as they are stored"""
     layers = {f"{path}.weight": m for path, m in model.named_modules() if isinstance(m, WeightLayer)}
-    found = {name: stored[name] for name in wanted if name in layers and placement.packs}
+    found = {name: stored[name] for name in wanted_names(model) if name in layers and placement.packs}
     return {
         name: weight
         for name, weight in found.items()
@@ -292,17 +319,10 @@ def give_weight(
     setattr(module, leaf, nn.Parameter(placement.dense(weight)))
 
 
-def share_weight(module: nn.Linear, weight: nn.Parameter | QuantizedTensor) -> None:
-    if isinstance(weight, QuantizedTensor):
-        module.set_weight(weight)
-    else:
-        module.weight = weight
-
-
-def check_dense(stored: Stored) -> None:
+def check_dense(stored: Stored, wanted: BlockType | Float8 | None) -> None:
     """Rounding what is rounded already would only lose more."""
     found = [name for name, weight in stored.items() if isinstance(weight.dtype, BlockType)]
-    if found:
+    if wanted is not None and found:
         kind = type_name(stored[found[0]].dtype)
         raise stored.error(f"quantize takes a checkpoint of floats, but {found[0]!r} is {kind} already")
 

@@ -134,6 +134,7 @@ class CountBody(Sampled):
         "compaction": "send what the model is to read",
         "container": "leave it out",
         "logprobs": "ask /v1/chat/completions for them",
+        "max_completion_tokens": "use max_tokens",
         "mcp_servers": "offer their tools as tools of your own",
         "n": "ask several times",
         "response_format": "use output_config",

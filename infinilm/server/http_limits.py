@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -17,7 +18,9 @@ from infinilm.server.exchange import dumps
 
 # Bytes that are read at once: a caller may make of 256 KB 40,000 chunks, which take seconds to be told apart.
 READ_SIZE = 4 << 10
+MAX_HEAD = 64 << 10  # bytes of a request before its body
 MAX_AHEAD = 64 << 10  # bytes of a next request that are read before the last one has been answered
+URL_START = re.compile(rb"https?://[^/?]*", re.IGNORECASE)
 
 
 class Web(uvicorn.Server):
@@ -50,11 +53,36 @@ def as_long_as_open(app: Any, transport: Any) -> ASGIApp:
     return answer
 
 
+class Connection(h11.Connection):
+    """h11's, but that it takes what servers are to take: empty lines before a request, such as some clients
+    send after a body (RFC 9112, 2.2), and whole URLs."""
+
+    def next_event(self) -> Any:
+        if self.their_state is h11.IDLE:
+            ahead = self.trailing_data[0]
+            self._receive_buffer.maybe_extract_at_most(len(ahead) - len(ahead.lstrip(b"\r\n")))
+        event = super().next_event()
+        return in_origin_form(event) if isinstance(event, h11.Request) else event
+
+
+def in_origin_form(request: h11.Request) -> h11.Request:
+    """Of a whole URL, as it is sent through proxies, what follows the host (RFC 9112, 3.2.2)"""
+    host = URL_START.match(request.target)
+    if host is None:
+        return request
+    path = request.target[host.end() :]
+    target = path if path.startswith(b"/") else b"/" + path
+    return h11.Request(
+        method=request.method, headers=request.headers, target=target, http_version=request.http_version
+    )
+
+
 class Protocol(H11Protocol):
     """uvicorn's, with a limit on the time to send a request's head, and errors as JSON."""
 
     send_seconds = 30.0
     _timer: asyncio.TimerHandle | None = None
+    _num_dropped = 0  # bytes
 
     @property
     def awaits_head(self) -> bool:
@@ -62,12 +90,14 @@ class Protocol(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         transport.max_size = READ_SIZE
+        self.conn = Connection(h11.SERVER, MAX_HEAD)
         super().connection_made(transport)
         self.app = as_long_as_open(self.app, transport)
         self._start()
 
     def data_received(self, data: bytes) -> None:
         if self.conn.their_state is h11.MUST_CLOSE:  # the request that is being answered was the last one
+            self._drop(data)
             return
         if self.awaits_head:
             self._start()
@@ -90,6 +120,12 @@ class Protocol(H11Protocol):
         """uvicorn would read no more before it has answered, and not hear that the caller leaves."""
         if self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) < MAX_AHEAD:
             self.flow.resume_reading()
+
+    def _drop(self, data: bytes) -> None:
+        """Some, so as to hear that the caller leaves, but not all that one can send"""
+        self._num_dropped += len(data)
+        if self._num_dropped > MAX_AHEAD:
+            self.flow.pause_reading()
 
     def _start(self) -> None:
         if self._timer is None:

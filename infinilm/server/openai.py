@@ -167,12 +167,14 @@ class CompletionStream(Stream):
     def __init__(self, run: Run, body: CompletionBody, service: Service) -> None:
         super().__init__(COMPLETIONS, run, body, service)
         self.offsets = [0] * self.num_choices  # of the text that follows
+        self.unechoed = set(range(self.num_choices) if body.echo else ())  # choices still to begin so
         self.is_alone = asks.is_echo_alone(body)
 
     def told(self, piece: Piece) -> bytes:
         told = answers.without_tokens(piece) if self.is_alone else piece
         offset = self.offsets[piece.index]
-        if self.body.echo and offset == 0:
+        if piece.index in self.unechoed:
+            self.unechoed.remove(piece.index)
             told = self.echoed(told)
         choice = answers.text_choice(told, self.service.tokenizer, offset)
         self.offsets[piece.index] = self.after(choice, offset)

@@ -191,7 +191,7 @@ class Encoding:
             )
         try:
             self.service.llm.engine.make_encoding(
-                prompt, self.priority, cache_salt=self.salt, lora_request=self.lora
+                prompt, priority=self.priority, cache_salt=self.salt, lora_request=self.lora
             )
         except RequestError as error:
             wrong = error.field or self.name

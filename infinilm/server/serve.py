@@ -35,7 +35,6 @@ LAST_SECONDS = 3.0  # for callers to read how their answers ended, longer than L
 CLOSE_SECONDS = 60.0  # for the engine to save and to end
 DEAD_SECONDS = 3.0  # for all who ask to learn that the engine is dead
 KEEP_ALIVE_SECONDS = 75  # longer than proxies keep a connection, so that none is closed under their request
-MAX_HEAD = 64 << 10  # bytes of a request before its body
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +117,6 @@ class Process:
                 proxy_headers=False,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=int(LAST_SECONDS),
-                h11_max_incomplete_event_size=MAX_HEAD,
             )
         )
 

@@ -14,6 +14,7 @@ from reprlib import repr as short
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from infinilm.engine.adapters import LoRARequest
+from infinilm.engine.intake import RequestOptions
 from infinilm.engine.request import EngineDead, RequestError
 from infinilm.engine.stats import Progress
 from infinilm.folder import Folder
@@ -24,7 +25,7 @@ from infinilm.server.reader import Reader, has_reasoning, starts_in_reasoning
 from infinilm.server.tally import Tally
 from infinilm.server.tools import family_of
 from infinilm.server.turn import Caller, Prepared, Reading, Run, Turn, encode, enforced
-from infinilm.tokenizer import Tokenizer, TokenizerError
+from infinilm.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from infinilm.async_llm import AsyncLLM
@@ -64,23 +65,15 @@ class Preparer:
 
     def prepare(self, turn: Turn, request_id: str, served: Served) -> Prepared:
         """In any thread: make a turn's request, so that what is wrong is known before an answer begins."""
-        name = turn.prompt_field
-        try:
+        with turn.as_body_errors():
             token_ids = encode(turn, self.tokenizer, self.family)
-        except TokenizerError as error:
-            raise BodyError(f"{name}: {error}", name) from error
-        self.check_length(token_ids, name)
-        starts = self._starts_in_reasoning(turn, token_ids)
-        try:
+            self.check_length(token_ids, turn.prompt_field)
+            starts = self._starts_in_reasoning(turn, token_ids)
             params = enforced(turn, self.family, starts)
-            request = self.engine.make(token_ids, params, turn.priority, request_id, turn.salt, served.lora)
-        except BodyError:
-            raise
-        except RequestError as error:
-            wrong = turn.structure_field if error.field == "structured_outputs" else error.field or name
-            told = str(error) if str(error).startswith(wrong) else f"{wrong}: {error}"
-            raise BodyError(told, wrong) from error
-        return Prepared(turn, request, starts)
+            options = RequestOptions(
+                priority=turn.priority, request_id=request_id, cache_salt=turn.salt, lora_request=served.lora
+            )
+            return Prepared(turn, self.engine.make(token_ids, params, **options), starts)
 
     def check_length(self, token_ids: Sequence[int], name: str) -> None:
         if len(token_ids) >= self.max_model_len:

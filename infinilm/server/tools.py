@@ -103,13 +103,14 @@ def chosen(tools: Sequence[Tool], choice: Choice) -> list[Tool]:
     names = [tool.full_name for tool in tools]
     name, count = max(Counter(names).items(), key=itemgetter(1), default=("", 0))
     if count > 1:
-        raise RequestError(f"tools: a name must be there once, but {name!r} is there {count} times")
+        raise RequestError(f"tools: a name must be there once, but {name!r} is there {count} times", "tools")
     if choice == "none":
         return []
     found = [tool for tool in tools if not isinstance(choice, Named) or tool.full_name == choice.name]
     if not found and choice != "auto":
         wanted = repr(choice.name) if isinstance(choice, Named) else "a tool"
-        raise RequestError(f"tool_choice: {wanted} is to be called, but tools has {names or 'none'}")
+        told = f"tool_choice: {wanted} is to be called, but tools has {names or 'none'}"
+        raise RequestError(told, "tool_choice")
     return found
 
 

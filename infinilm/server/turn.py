@@ -7,18 +7,19 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from infinilm.engine.request import Aborted, CompletionOutput, Logprobs, Request, RequestOutput
+from infinilm.engine.request import Aborted, CompletionOutput, Logprobs, Request, RequestError, RequestOutput
 from infinilm.engine.stats import Progress
 from infinilm.sampling import SamplingParams
+from infinilm.server.bodies import BodyError
 from infinilm.server.parts import CallEnd, CallStart, Part
 from infinilm.server.reader import Reader
 from infinilm.server.tools import Choice, Family, Named, Tool
-from infinilm.tokenizer import Tokenizer
+from infinilm.tokenizer import Tokenizer, TokenizerError
 
 if TYPE_CHECKING:
     from infinilm.server.admission import Place
@@ -63,6 +64,20 @@ class Turn:
         if isinstance(self.choice, Named):
             return False
         return self.choice == "auto" if self.parallel is None else self.parallel
+
+    @contextmanager
+    def as_body_errors(self) -> Iterator[None]:
+        """Errors of the tokenizer and the engine name the field of the body that they are about."""
+        try:
+            yield
+        except BodyError:
+            raise
+        except (RequestError, TokenizerError) as error:
+            name = getattr(error, "field", None) or self.prompt_field
+            if name == "structured_outputs":  # which a turn has of its tools too
+                name = "tools" if self.params.structured_outputs is None else self.structure_field
+            told = str(error) if str(error).startswith(name) else f"{name}: {error}"
+            raise BodyError(told, name) from error
 
 
 @dataclass(frozen=True)
@@ -292,7 +307,7 @@ class Run:
 
     async def _follow(self, number: int) -> AsyncGenerator[int, None]:
         one = self.prepared[number]
-        with self._service.tally.watch(one.params) as watch:
+        with one.turn.as_body_errors(), self._service.tally.watch(one.params) as watch:
             async with aclosing(self._service.llm.follow(one.request)) as outputs:
                 async for output in outputs:
                     watch.note(output)

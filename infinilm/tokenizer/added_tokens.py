@@ -8,13 +8,13 @@ import tokenizers
 from tokenizers import AddedToken
 
 from infinilm.tokenizer.error import TokenizerError
-from infinilm.tokenizer.pieces import num_beginnings
+from infinilm.tokenizer.pieces import has_more_beginnings
 
 FLAGS = ("lstrip", "rstrip", "single_word", "special", "normalized")
 
-# Gemma 3 has six thousand; Orpheus, a Llama that speaks, 29 thousand.
-MAX_ADDED_TOKENS = 1 << 15
-# What finds them in a text is built in a second for a hundred thousand; Orpheus has some thirty thousand.
+# Gemma 3 has six thousand; Llasa, a Llama that speaks, 66 thousand.
+MAX_ADDED_TOKENS = 1 << 17
+# What finds them in a text is built in a second for a hundred thousand.
 MAX_ADDED_BEGINNINGS = 1 << 18
 
 
@@ -22,9 +22,9 @@ def check_added(texts: Collection[str]) -> None:
     """Refuse more tokens that are found whole than any vocabulary has, before the library is given them."""
     if len(texts) > MAX_ADDED_TOKENS:
         raise ValueError(f"{len(texts)} tokens are special or whole, but {MAX_ADDED_TOKENS} is the limit")
-    if (size := num_beginnings(texts)) > MAX_ADDED_BEGINNINGS:
-        rule = f"but {MAX_ADDED_BEGINNINGS} is the limit"
-        raise ValueError(f"tokens that are special or whole have {size} beginnings, {rule}")
+    if has_more_beginnings(texts, MAX_ADDED_BEGINNINGS):
+        rule = f"more than {MAX_ADDED_BEGINNINGS} beginnings, which is the limit"
+        raise ValueError(f"tokens that are special or whole have {rule}")
 
 
 def add_tokens(library: tokenizers.Tokenizer, tokens: Mapping[int, AddedToken], name: str) -> None:

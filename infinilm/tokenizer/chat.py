@@ -26,6 +26,7 @@ WALL_SECONDS = 60  # for what takes no CPU time; wide, since a second of it can 
 MAX_TEMPLATE = 1 << 20  # characters
 MAX_LINE = 16 << 20  # bytes, of a request and of an answer
 
+ESCAPES = re.compile(r"(?=((\\u[0-9a-f]{4})(?:\\u[0-9a-f]{4})?))")  # of JSON: one, and it with the next
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # what messages call them; the first counts
 
 
@@ -188,9 +189,9 @@ def with_thoughts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def unused_character(text: str) -> str:
     """One that a text has neither as it is nor as JSON in ASCII writes it"""
-    used = set(text)
+    used = {*text, *(escape for found in ESCAPES.findall(text) for escape in found)}
     for character in map(chr, range(0xE000, 0x110000)):
-        if character not in used and _in_ascii(character) not in text:
+        if used.isdisjoint((character, _in_ascii(character))):
             return character
     raise TokenizerError("the conversation has every character there is, and leaves none to mark words with")
 

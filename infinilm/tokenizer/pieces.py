@@ -1,7 +1,7 @@
 """What vocabularies of pieces have in common, from whichever file: kinds, limits, and merges by score."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import pairwise
 from reprlib import repr as short
 
@@ -28,18 +28,21 @@ def check_pieces(tokens: Iterable[str]) -> None:
         raise ValueError(f"the tokens have {total} characters, but at most {MAX_PIECE_CHARACTERS}")
 
 
-def check_tree(tokens: Iterable[str]) -> None:
+def check_tree(tokens: Collection[str]) -> None:
     """Of a unigram model the library keeps a table for each beginning of a token: 300 bytes of memory for a
     byte of the file."""
-    if (found := num_beginnings(tokens)) > MAX_BEGINNINGS:
-        raise ValueError(f"its pieces have {found} beginnings, but at most {MAX_BEGINNINGS} are supported")
+    if has_more_beginnings(tokens, MAX_BEGINNINGS):
+        raise ValueError(f"its pieces have more than {MAX_BEGINNINGS} beginnings, which is the limit")
 
 
-def num_beginnings(tokens: Iterable[str]) -> int:
-    """How many nodes a tree of tokens has, byte by byte"""
-    ordered = sorted(token.encode() for token in tokens)
-    shared = (len(os.path.commonprefix([*pair])) for pair in pairwise(ordered))
-    return sum(map(len, ordered)) - sum(shared)
+def has_more_beginnings(tokens: Collection[str], limit: int) -> bool:
+    """Whether a tree of tokens has more nodes than that, byte by byte; of few bytes nothing need be sorted"""
+    ends = [token.encode() for token in tokens]
+    if sum(map(len, ends)) <= limit:
+        return False
+    ends.sort()
+    shared = (len(os.path.commonprefix([*pair])) for pair in pairwise(ends))
+    return sum(map(len, ends)) - sum(shared) > limit
 
 
 def merges_by_score(scores: Mapping[str, float]) -> list[tuple[str, str]]:

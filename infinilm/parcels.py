@@ -1,4 +1,4 @@
-"""Page: arrays of numbers side by side in plain memory, which goes to a device in one copy."""
+"""Parcel: arrays of numbers side by side in plain memory, which goes to a device in one copy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Kinds = Sequence[tuple[str, int]]  # of each array its type, as `array` names it
 DTYPES = {"q": torch.int64, "d": torch.float64, "f": torch.float32}
 
 
-class Page:
+class Parcel:
     """Python writes into the arrays, and the memory is a tensor: no call into torch lies between.
 
     Memory that is sent to a GPU is pinned, so that a copy takes nobody's time.
@@ -42,7 +42,7 @@ def num_bytes(kinds: Kinds) -> int:
 
 
 def tensors_of(memory: Tensor, kinds: Kinds) -> list[Tensor]:
-    """The arrays of a page, in its memory or in a copy of it"""
+    """The arrays of a parcel, in its memory or in a copy of it"""
     sizes = [length * array(kind).itemsize for kind, length in kinds]
     parts = torch.split(memory, sizes)
     return [part.view(DTYPES[kind]) for part, (kind, _) in zip(parts, kinds, strict=True)]

@@ -11,24 +11,24 @@ from typing import Any
 
 from infinilm.load.client import Answer, Target, ask, headers_of, message_of
 from infinilm.load.measures import head, measured
-from infinilm.load.prompts import Load, Pace, Question, arrivals, questions
+from infinilm.load.prompts import Arrivals, Load, Query, queries
 from infinilm.load.wire import Address, request
 
 MAX_RATES = 12  # of a sweep
 LEAST_GAIN = 1.1  # by which a doubled rate must raise what is answered, or the server is saturated
 
 
-async def run(target: Target, asked: Sequence[Question], pace: Pace, seed: int = 0) -> list[Answer]:
+async def run(target: Target, asked: Sequence[Query], arrivals: Arrivals, seed: int = 0) -> list[Answer]:
     """Ask all; what waits for its turn because of a limit is due when it has it."""
-    gate = asyncio.Semaphore(pace.concurrency) if pace.concurrency else nullcontext()
+    gate = asyncio.Semaphore(arrivals.concurrency) if arrivals.concurrency else nullcontext()
     start = time.perf_counter()
 
-    async def one(question: Question, moment: float) -> Answer:
+    async def one(query: Query, moment: float) -> Answer:
         await asyncio.sleep(start + moment - time.perf_counter())
         async with gate:
-            return await ask(target, question, time.perf_counter() if pace.concurrency else start + moment)
+            return await ask(target, query, time.perf_counter() if arrivals.concurrency else start + moment)
 
-    moments = arrivals(pace.rate, len(asked), seed)
+    moments = arrivals.moments(len(asked), seed)
     return await asyncio.gather(*(one(*both) for both in zip(asked, moments, strict=True)))
 
 
@@ -47,23 +47,23 @@ async def find_model(address: Address, api_key: str | None) -> str:
 async def warm_up(target: Target, load: Load) -> float:
     """The seconds of one request of the mean lengths, which is not counted"""
     mean = Load(1, load.input_len, load.output_len, "fixed", load.token_ids, load.seed)
-    (answer,) = await run(target, questions(mean, run=-1), Pace())
+    (answer,) = await run(target, queries(mean, run=-1), Arrivals())
     if answer.error is not None:
         raise ValueError(f"a first request failed, {answer.error}: {answer.told}")
     return answer.end - answer.due
 
 
 async def sweep(
-    target: Target, load: Load, paces: Sequence[Pace], limits: Mapping[str, float]
+    target: Target, load: Load, wanted: Sequence[Arrivals], limits: Mapping[str, float]
 ) -> AsyncIterator[dict[str, Any]]:
-    """What each pace gives; without any, rates from one request after the other, doubled to saturation."""
+    """What each of them gives; without any, rates from one request after the other, doubled to saturation."""
     seconds = await warm_up(target, load)
     rate, best = float(f"{1 / seconds:.2g}"), 0.0
-    for number in range(len(paces) or MAX_RATES):
-        pace = paces[number] if paces else Pace(rate * 2**number)
-        answers = await run(target, questions(load, number), pace, load.seed)
-        found = measured(answers, pace, limits)
+    for number in range(len(wanted) or MAX_RATES):
+        arrivals = wanted[number] if wanted else Arrivals(rate * 2**number)
+        answers = await run(target, queries(load, number), arrivals, load.seed)
+        found = measured(answers, arrivals, limits)
         yield {**head(target, load), **found}
-        if not paces and found["requests_per_second"] < LEAST_GAIN * best:
+        if not wanted and found["requests_per_second"] < LEAST_GAIN * best:
             return
         best = max(best, found["requests_per_second"])
