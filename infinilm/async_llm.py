@@ -236,6 +236,7 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str | None = None,
         prompt_name: str | None = None,
+        truncate_prompt_tokens: int | None = None,
         lora_request: LoRARequest | None = None,
     ) -> Tensor:
         """The state [hidden_size] of the prompt's last token after the last norm, in float32. A request like
@@ -244,7 +245,7 @@ class AsyncLLM:
         options = RequestOptions(
             priority=priority, request_id=request_id, cache_salt=cache_salt, lora_request=lora_request
         )
-        make = partial(self.engine.make_encoding, prompt, prompt_name, **options)
+        make = partial(self.engine.make_encoding, prompt, prompt_name, truncate_prompt_tokens, **options)
         request, listener = await self._begin(make, request_id)
         with self._ending(request, listener):
             await listener.next()

@@ -22,7 +22,7 @@ from infinilm.arguments import (
 from infinilm.config import EngineConfig
 from infinilm.engine.adapters import LoRARequest
 from infinilm.engine.engine import Engine
-from infinilm.engine.intake import Prompt
+from infinilm.engine.intake import Prompt, limit_of
 from infinilm.engine.request import (
     EmbeddingRequestOutput,
     Request,
@@ -91,19 +91,21 @@ class LLM:
         prompts: Any,
         *,
         prompt_name: str | None = None,
+        truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
         cache_salt: str | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """A vector for each prompt, given as for `generate`: the state of its last token after the last norm,
         scaled to length one unless the model's files have it otherwise. prompt_name is of a prompt in those
-        files, such as "query", that stands before each text."""
+        files, such as "query", that stands before each text. Of longer prompts the first
+        truncate_prompt_tokens are read, -1 being as many as the model takes; without it they are refused."""
         given = as_prompts(prompts)
         loras = one_each("lora_request", lora_request, LoRARequest | None, len(given), None)
         with as_request_errors():
             requests = [
                 self.engine.make_encoding(
-                    prompt, cache_salt=cache_salt, prompt_name=prompt_name, lora_request=lora
+                    prompt, prompt_name, truncate_prompt_tokens, cache_salt=cache_salt, lora_request=lora
                 )
                 for prompt, lora in zip(given, loras, strict=True)
             ]
@@ -116,15 +118,18 @@ class LLM:
         documents: str | Sequence[str],
         *,
         instruction: str | None = None,
+        truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
         cache_salt: str | None = None,
     ) -> list[ScoringRequestOutput]:
         """How well each document answers the query, or its own of several: from 0 to 1, as a reranker has it,
-        or as any other model says yes or no. An instruction tells a reranker what to look for."""
+        or as any other model says yes or no. An instruction tells a reranker what to look for.
+        Where a question is longer than truncate_prompt_tokens, its document is cut; -1 is as for `embed`."""
         judge = Judge(self.model, self.tokenizer)
+        limit = limit_of(truncate_prompt_tokens, self.engine.max_length)
         with as_request_errors():
             requests = [
-                self.engine.make_encoding(judge.prompt(*pair, instruction), cache_salt=cache_salt)
+                self.engine.make_encoding(judge.prompt(*pair, instruction, limit), cache_salt=cache_salt)
                 for pair in as_pairs(queries, documents)
             ]
         self._finish(requests, use_tqdm)

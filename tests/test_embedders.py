@@ -104,6 +104,27 @@ def test_without_a_module_that_normalizes_states_stay_as_they_are(tmp_path: Path
     check_close(output.outputs.embedding, last_state(oracle, tokens_of(tmp_path, "a cat")))
 
 
+@pytest.mark.parametrize("limit", [1, 2, 20, 1024])
+def test_a_text_is_cut_as_transformers_cuts_it_and_keeps_its_end(limit: int, headless: Path) -> None:
+    long = "Cats purr, and sleep " * 100
+    (output,) = engine(headless).embed(long, truncate_prompt_tokens=limit)
+    wanted = tokens_of(headless, long, truncation=True, max_length=limit)
+    assert output.prompt_token_ids == wanted and wanted[-1] == 0 and len(wanted) == limit
+
+
+def test_an_end_that_settings_ask_for_stays_behind_a_text_that_is_cut(tmp_path: Path) -> None:
+    write_model(tmp_path, "MistralModel")
+    write_tokenizer(tmp_path, add_eos_token=True)
+    llm = engine(tmp_path, max_model_len=8)
+    ids = tokens_of(tmp_path, "a cat sleeps", add_special_tokens=False)
+    cut, given, short = llm.embed(["a cat sleeps", ids, "a cat"], truncate_prompt_tokens=-1)
+    assert cut.prompt_token_ids == [*ids[:7], 2] and given.prompt_token_ids == ids[:8]
+    assert short.prompt_token_ids == [*ids[:5], 2]
+    for wrong in (0, -2, 9, True, 2.0, "3"):
+        with pytest.raises(RequestError, match="truncate_prompt_tokens must be -1 or .* from 1 to 8"):
+            llm.embed("a cat", truncate_prompt_tokens=wrong)  # type: ignore[arg-type]
+
+
 def test_a_text_longer_than_the_files_have_it_is_refused_unless_more_is_asked_for(tmp_path: Path) -> None:
     oracle = write_embedder(tmp_path)
     write_json(tmp_path / "sentence_bert_config.json", {"max_seq_length": 20, "do_lower_case": False})

@@ -191,6 +191,11 @@ def test_coroutines_get_states_beside_answers_and_logits_of_them(llm: AsyncLLM, 
     check_idle(llm.engine)
 
 
+def test_a_coroutine_may_have_its_prompt_cut(llm: AsyncLLM, tiny: Tiny) -> None:
+    state = within_patience(llm.encode(prompt(MAX_LENGTH + 5), truncate_prompt_tokens=30))
+    assert is_same(state, alone(tiny, prompt(MAX_LENGTH + 5)[:30]))
+
+
 def test_logits_of_half_precision_are_those_that_tokens_are_drawn_from(tmp_path: Path) -> None:
     llm = AsyncLLM(write_model(tmp_path), kv_cache_memory="4MB", device="cpu", dtype="bfloat16")
     model, _ = load_model(tmp_path, device="cpu", dtype="bfloat16")

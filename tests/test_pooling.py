@@ -99,7 +99,11 @@ def test_ids_of_another_tokenizer_are_refused_with_a_hint(idle: Running) -> None
         ({"input": "a", "dimensions": 0}, "dimensions"),
         ({"input": "a", "dimensions": "8"}, "dimensions"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
-        ({"input": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+        ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"input": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ({"input": "a", "truncate_prompt_tokens": MAX_LENGTH + 1}, "truncate_prompt_tokens"),
+        ({"input": "a", "truncate_prompt_tokens": "5"}, "truncate_prompt_tokens"),
+        ({"input": "a", "truncation_side": "left"}, "truncation_side"),
     ],
     ids=lambda value: json.dumps(value)[:40],
 )
@@ -111,6 +115,15 @@ def test_a_prompt_of_the_whole_context_is_embedded(idle: Running) -> None:
     assert len(embed(idle, "a" * MAX_LENGTH)[0]) == HIDDEN
     error = refusal(idle.post("/v1/embeddings", input="a" * (MAX_LENGTH + 1)))
     assert error["code"] == "context_length_exceeded" and str(MAX_LENGTH) in error["message"]
+
+
+def test_longer_texts_and_token_ids_are_cut_at_their_end_where_that_is_asked_for(idle: Running) -> None:
+    long = "".join(chr(97 + index % 26) for index in range(MAX_LENGTH + 9))
+    tokens = idle.post("/tokenize", prompt=long[:50]).json()["tokens"]
+    assert embed(idle, [long, "b"], truncate_prompt_tokens=-1) == embed(idle, [long[:MAX_LENGTH], "b"])
+    assert embed(idle, [long, tokens], truncate_prompt_tokens=7) == embed(idle, [long[:7]]) * 2
+    answer = answered(idle.post("/v1/embeddings", input=[long, "b"], truncate_prompt_tokens=7))
+    assert answer["usage"]["prompt_tokens"] == 8
 
 
 def test_many_inputs_beside_other_requests_are_as_if_alone(idle: Running) -> None:
@@ -199,6 +212,7 @@ def test_the_best_few_may_be_asked_for_without_their_texts(idle: Running) -> Non
         ({"query": "a", "documents": [{"text": "a", "title": "b"}]}, "documents"),
         ({"query": "a", "documents": ["a" * MAX_LENGTH]}, "documents"),
         ({"query": "a", "documents": ["a"] * 2049}, "documents"),
+        ({"query": "a", "documents": ["a"], "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"query": "a", "documents": ["a"], "top_n": -1}, "top_n"),
         ({"query": "a", "documents": ["a"], "top_n": True}, "top_n"),
         ({"query": "a", "documents": ["a"], "max_chunks_per_doc": 3}, "max_chunks_per_doc"),
@@ -221,6 +235,20 @@ def test_a_query_and_a_document_beyond_the_context_are_told_together(
     told = refusal(idle.post("/v1/rerank", query=query, documents=[document]))
     assert "a query with one of documents has" in told["message"]
     assert told["code"] == "context_length_exceeded"
+
+
+def test_where_a_ranking_is_to_be_cut_the_question_after_the_document_stays(idle: Running) -> None:
+    bare = rerank(idle, [""])["usage"]["total_tokens"]
+    for limit, kept in ((bare + 6, 6), (-1, MAX_LENGTH - bare)):
+        cut = rerank(
+            idle, ["b" * 2 * MAX_LENGTH, "short"], truncate_prompt_tokens=limit, return_documents=False
+        )
+        assert cut["results"] == rerank(idle, ["b" * kept, "short"], return_documents=False)["results"]
+        assert cut["usage"]["total_tokens"] == bare + kept + bare + len("short")
+    told = refusal(
+        idle.post("/v1/rerank", query="a" * MAX_LENGTH, documents=["b"], truncate_prompt_tokens=-1)
+    )
+    assert told["param"] == "truncate_prompt_tokens" and "no room" in told["message"]
 
 
 def test_a_model_without_a_template_is_asked_in_plain_text(tmp_path: Path) -> None:

@@ -103,6 +103,42 @@ def test_a_template_of_query_and_document_is_what_is_asked(tmp_path: Path) -> No
         assert output.outputs.score == pytest.approx(float(torch.sigmoid(logits[40] - logits[41])), rel=1e-5)
 
 
+def test_a_long_document_is_cut_before_what_follows_it(reranker: Path) -> None:
+    """Between characters, of which some have several tokens"""
+    llm = engine(reranker)
+    bare = len(judged_ids(reranker, ""))
+    long = "Zürich yes 東京 <|im_end|>" * 99
+    for limit, document in (
+        (bare + 9, "Zürich yes"),
+        (bare + 8, "Zürich "),
+        (bare + 2, "Z"),
+        (bare + 1, "Z"),
+    ):
+        (output,) = llm.score(QUERY, long, truncate_prompt_tokens=limit)
+        assert output.prompt_token_ids == judged_ids(reranker, document)
+    (output,) = llm.score(QUERY, long, truncate_prompt_tokens=-1)
+    ids, after = output.prompt_token_ids, llm.tokenizer.encode(AFTER)
+    assert 1021 <= len(ids) <= 1024 and ids[-len(after) :] == after
+    assert llm.tokenizer.decode(ids[: -len(after)], skip_special_tokens=False)[len(BEFORE) :] in (
+        f"<Instruct>: {INSTRUCTION}\n<Query>: {QUERY}\n<Document>: {long}"
+    )
+    with pytest.raises(RequestError, match=f"the question alone has {bare}"):
+        llm.score(QUERY, long, truncate_prompt_tokens=bare)
+
+
+# What stands around a document is one token where it is empty.
+JOINED_TEMPLATE = PAIR_TEMPLATE.replace("<Document>: ", "n").replace("}}<|im_end|>\n\n", "}}o\n\n")
+
+
+@pytest.mark.parametrize("template", [PAIR_TEMPLATE, JOINED_TEMPLATE], ids=["apart", "joined"])
+def test_a_template_stays_whole_around_a_document_that_is_cut(template: str, tmp_path: Path) -> None:
+    write_pair_reranker(tmp_path, {"true_token_id": 40, "false_token_id": 41})
+    llm = engine(tmp_path, chat_template=template)
+    (short,) = llm.score(QUERY, "Paris is ")
+    (cut,) = llm.score(QUERY, "Paris is " * 999, truncate_prompt_tokens=len(short.prompt_token_ids))
+    assert cut.prompt_token_ids == short.prompt_token_ids and cut.outputs == short.outputs
+
+
 def test_one_token_alone_may_answer(tmp_path: Path) -> None:
     model = write_pair_reranker(tmp_path, {"true_token_id": 40, "false_token_id": None})
     (output,) = engine(tmp_path).score(QUERY, "Paris is.")

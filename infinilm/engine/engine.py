@@ -109,10 +109,14 @@ class Engine:
         return self.intake.make(prompt, params, **options)
 
     def make_encoding(
-        self, prompt: Prompt, prompt_name: str | None = None, **options: Unpack[RequestOptions]
+        self,
+        prompt: Prompt,
+        prompt_name: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Request:
         """One whose prompt is read, for the state of its last token, and not continued"""
-        return self.intake.make_encoding(prompt, prompt_name, **options)
+        return self.intake.make_encoding(prompt, prompt_name, truncate_prompt_tokens, **options)
 
     def has_room_for(self, request: Request) -> bool:
         scheduler, config = self.scheduler, self.config

@@ -68,11 +68,16 @@ class Intake:
         return self._made(prompt, params, options)
 
     def make_encoding(
-        self, prompt: Prompt, prompt_name: str | None = None, **options: Unpack[RequestOptions]
+        self,
+        prompt: Prompt,
+        prompt_name: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Request:
         """A request whose prompt is read, for the state of its last token, and not continued. A text is read
         as the model's files have texts embedded, with the prompt of this name before it."""
-        return self._made(self._encoded(prompt, prompt_name), ENCODING, options, wants_state=True)
+        limit = limit_of(truncate_prompt_tokens, self.max_length)
+        return self._made(self._encoded(prompt, prompt_name, limit), ENCODING, options, wants_state=True)
 
     def _made(
         self, prompt: Prompt, params: SamplingParams, options: RequestOptions, wants_state: bool = False
@@ -163,14 +168,14 @@ class Intake:
         ids = token_ids_of(prompt)
         return None, ChatPrompt(ids) if isinstance(prompt, ChatPrompt) else ids
 
-    def _encoded(self, prompt: Prompt, prompt_name: str | None) -> Prompt:
-        """Text to be embedded as its tokens; token ids stay as they are."""
+    def _encoded(self, prompt: Prompt, prompt_name: str | None, limit: int | None) -> Prompt:
+        """Text to be embedded as its tokens; token ids stay as they are, or the first of them."""
         given = content_of(prompt) if isinstance(prompt, Mapping) else prompt
         if isinstance(given, str):
-            return self.model.pooling.encode(given, self.tokenizer, prompt_name)
+            return self.model.pooling.encode(given, self.tokenizer, prompt_name, limit=limit)
         if prompt_name is not None:
             raise RequestError("prompt_name is for texts, but the prompt is given as token ids")
-        return given
+        return given if limit is None else token_ids_of(given)[:limit]
 
     def _check_ids(self, token_ids: Sequence[int], params: SamplingParams) -> None:
         vocab_size = self.model.config.vocab_size
@@ -209,6 +214,17 @@ class Intake:
             for start in ("", " ")
         ]
         return [token_ids for token_ids in encoded if token_ids]
+
+
+def limit_of(truncate_prompt_tokens: Any, max_length: int) -> int | None:
+    """How many tokens of a prompt that is not continued are kept; None is all, and -1 as many as may be."""
+    given, name = truncate_prompt_tokens, "truncate_prompt_tokens"
+    if given is None:
+        return None
+    if isinstance(given, bool) or not isinstance(given, int) or not (given == -1 or 1 <= given <= max_length):
+        wanted = f"-1 or a whole number from 1 to {max_length}"
+        raise RequestError(f"{name} must be {wanted}, but is {reprlib.repr(given)}", name)
+    return max_length if given == -1 else given
 
 
 def content_of(prompt: Mapping[str, Any]) -> Any:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from infinilm.models.pooling import PoolingError
-from infinilm.tokenizer import Tokenizer
+from infinilm.tokenizer import Detokenizer, Tokenizer
 
 if TYPE_CHECKING:
     from infinilm.models.llama import LlamaForCausalLM
@@ -64,9 +64,37 @@ class Judge:
         self.question, self.pooling = model.question, model.pooling
         self.has_own_template = HAS_QUERY.search(tokenizer.chat_template or "") is not None
 
-    def prompt(self, query: str, document: str, instruction: str | None = None) -> list[int]:
-        """The tokens that ask; what their last state is worth, `score` tells. It may take long."""
+    def prompt(
+        self, query: str, document: str, instruction: str | None = None, limit: int | None = None
+    ) -> list[int]:
+        """The tokens that ask, at most so many; what their last state is worth, `score` tells. It may take
+        long."""
         self.check(instruction)
+        ids = self._asked(query, document, instruction)
+        if limit is None or len(ids) <= limit:
+            return ids
+        return self._asked_in(limit, query, document, instruction)
+
+    def _asked_in(self, limit: int, query: str, document: str, instruction: str | None) -> list[int]:
+        """The whole question of as much of the document's beginning as there is room for. It is asked anew:
+        tokens at the end of a document may be one with what follows it."""
+        num_bare = len(self._asked(query, "", instruction))
+        if num_bare >= limit:
+            told = f"{limit} tokens have no room for one: the question alone has {num_bare}"
+            raise PoolingError(f"truncate_prompt_tokens cuts documents, but {told}")
+        document_ids = self.tokenizer.encode(document, add_special_tokens=False, allow_special=False)
+        room = limit - num_bare
+        while True:
+            ids = self._asked(query, self._text(document_ids[:room]), instruction)
+            if len(ids) <= limit:
+                return ids
+            room = max(0, room - (len(ids) - limit))
+
+    def _text(self, token_ids: list[int]) -> str:
+        """Without the half of a character at its end"""
+        return "".join(map(Detokenizer(self.tokenizer).add, token_ids))
+
+    def _asked(self, query: str, document: str, instruction: str | None) -> list[int]:
         instruction = instruction or self.pooling.instruction
         if self.has_own_template:
             given = [("system", instruction), ("query", query), ("document", document)]

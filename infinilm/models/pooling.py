@@ -5,7 +5,8 @@ Of a causal model the last token alone has read the whole text, so its state is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from reprlib import repr as short
 from typing import Any
@@ -43,10 +44,23 @@ class Pooling:
     max_tokens: int | None = None  # of a text
 
     def encode(
-        self, text: str, tokenizer: Tokenizer, prompt_name: str | None = None, allow_special: bool = True
+        self,
+        text: str,
+        tokenizer: Tokenizer,
+        prompt_name: str | None = None,
+        allow_special: bool = True,
+        limit: int | None = None,
     ) -> list[int]:
-        """The tokens of a text that is to be embedded"""
-        ids = tokenizer.encode(self.prompt(prompt_name) + text, allow_special=allow_special)
+        """The tokens of a text that is to be embedded, at most so many: its end is cut off, and what the
+        tokenizer puts behind every text stays."""
+        whole = self.prompt(prompt_name) + text
+        ids = self._ended(tokenizer.encode(whole, allow_special=allow_special), tokenizer)
+        if limit is None or len(ids) <= limit:
+            return ids
+        num_behind = min(limit, num_last_alike(ids, self._ended(tokenizer.encode(""), tokenizer)))
+        return ids[: limit - num_behind] + ids[len(ids) - num_behind :]
+
+    def _ended(self, ids: list[int], tokenizer: Tokenizer) -> list[int]:
         end = list(tokenizer.eos_token_ids[:1]) if self.ends_with_eos else []
         return ids if ids[-1:] == end else ids + end
 
@@ -61,6 +75,11 @@ class Pooling:
     def vector(self, state: Tensor, size: int | None = None) -> Tensor:
         """The first so many numbers of a state, scaled to length one if the model's embeddings are"""
         return torch.nn.functional.normalize(state[:size], dim=0) if self.normalizes else state[:size]
+
+
+def num_last_alike(ids: Sequence[int], others: Sequence[int]) -> int:
+    pairs = zip(reversed(ids), reversed(others), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def read_pooling(checkpoint: Checkpoint) -> Pooling:

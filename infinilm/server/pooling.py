@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from infinilm.engine.intake import limit_of
 from infinilm.engine.request import RequestError
 from infinilm.models.judging import Judge
 from infinilm.models.pooling import PoolingError
@@ -27,7 +28,7 @@ from infinilm.tokenizer import TokenizerError
 T = TypeVar("T")
 MAX_INPUTS = 2048  # of one request
 AT_ONCE = 32  # of them in the engine
-ASKED_OF = ("prompt_name", "instruction")  # fields that not every model takes
+ASKED_OF = ("prompt_name", "instruction", "truncate_prompt_tokens")  # what not every model or text takes
 FOREIGN_IDS = (
     "; token ids must be of this model (POST /tokenize gives them), not of tiktoken: LangChain's "
     "OpenAIEmbeddings sends those unless check_embedding_ctx_length is False"
@@ -44,7 +45,10 @@ async def embeddings(call: Call) -> Reply:
     served = service.served(body.model)
     size = embedding_size(body, service)
     encoding = Encoding(call, body, served, "input")
-    prompts = await encoding.begin(body.input, lambda: [input_ids(one, body, service) for one in body.input])
+    limit = encoding.limit
+    prompts = await encoding.begin(
+        body.input, lambda: [input_ids(one, body, service, limit) for one in body.input]
+    )
     states = await encoding.each(encoding.state, prompts)
 
     def answer() -> bytes:
@@ -66,17 +70,17 @@ def embedding_size(body: EmbeddingBody, service: Service) -> int:
     return body.dimensions or size
 
 
-def input_ids(given: str | list[int], body: EmbeddingBody, service: Service) -> list[int]:
+def input_ids(given: str | list[int], body: EmbeddingBody, service: Service, limit: int | None) -> list[int]:
     if isinstance(given, str):
         pooling = service.llm.model.pooling
-        return pooling.encode(given, service.tokenizer, body.prompt_name, allow_special=False)
+        return pooling.encode(given, service.tokenizer, body.prompt_name, allow_special=False, limit=limit)
     if body.prompt_name is not None:
         raise BodyError("prompt_name is for texts, but input has token ids; leave it out", "prompt_name")
     for token_id in given:
         if not 0 <= token_id < service.vocab_size:
             told = f"input has token id {token_id}; the model's are 0 to {service.vocab_size - 1}"
             raise BodyError(told + FOREIGN_IDS, "input")
-    return given
+    return given[:limit]
 
 
 def written(found: Tensor, encoding: str) -> str | list[float]:
@@ -133,7 +137,8 @@ async def judged(
     served = service.served(body.model)
     judge = Judge(service.llm.model, service.tokenizer)
     encoding = Encoding(call, body, served, name, "a query with ")
-    prompts = await encoding.begin(pairs, lambda: [judge.prompt(*pair, body.instruction) for pair in pairs])
+    instruction, limit = body.instruction, encoding.limit
+    prompts = await encoding.begin(pairs, lambda: [judge.prompt(*pair, instruction, limit) for pair in pairs])
 
     async def score(prompt: list[int]) -> float:
         state = await encoding.state(prompt)
@@ -156,6 +161,10 @@ class Encoding:
         self.priority, self.salt, self.lora = body.priority, body.cache_salt, served.lora
         self.service = call.service
         self.ids = call.new_ids()
+        try:
+            self.limit = limit_of(body.truncate_prompt_tokens, self.service.max_model_len)
+        except RequestError as error:
+            raise BodyError(str(error), error.field) from error
 
     async def begin(self, given: Sequence[Any], encode_all: Callable[[], list[list[int]]]) -> list[list[int]]:
         """A place for all, then their tokens, checked, off the event loop"""

@@ -50,6 +50,7 @@ DOCUMENT = {
 TEXTS = {"anyOf": [TEXT, {"type": "array", "items": TEXT, "minItems": 1}]}
 DOCUMENTS = {"type": "array", "items": {"anyOf": [TEXT, DOCUMENT]}, "minItems": 1}
 
+Truncation = Annotated[int, Field(ge=-1)]  # vLLM's: -1 is as many tokens as the model takes
 Text = Annotated[str, AfterValidator(whole_text)]
 Texts = Annotated[Any, PlainValidator(several_texts), WithJsonSchema(TEXTS)]
 Documents = Annotated[Any, PlainValidator(several_documents), WithJsonSchema(DOCUMENTS)]
@@ -62,6 +63,7 @@ class EmbeddingBody(Body):
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1)] | None = None
     prompt_name: str | None = None  # of those that the model's files have, for texts
+    truncate_prompt_tokens: Truncation | None = None
     priority: int = 0
     cache_salt: str | None = None
     user: Any = None  # changes nothing here
@@ -71,6 +73,7 @@ class Judged(Body):
     """What rankings and scores have in common"""
 
     instruction: Text | None = None  # for rerankers that take one
+    truncate_prompt_tokens: Truncation | None = None  # at the end of the document
     priority: int = 0
     cache_salt: str | None = None
     user: Any = None  # changes nothing here
