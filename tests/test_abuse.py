@@ -217,6 +217,7 @@ OUT_OF_RANGE: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (-1, 0.5, 21),
     "dimensions": (-1, 0, 0.5, 1 << 63),
     "top_n": (-1, 0.5),
+    "truncate_prompt_tokens": (-2, 0, 0.5, 1 << 63),
     "priority": (0.5,),
 }
 
