@@ -191,6 +191,10 @@ ENTRIES: dict[str, tuple[Any, str]] = {
     "offsets negative": (ENTRY | {"data_offsets": [-24, 0]}, "data_offsets \\[-24, 0\\]"),
     "one offset": (ENTRY | {"data_offsets": [24]}, "data_offsets \\[24\\]"),
     "offsets not a list": (ENTRY | {"data_offsets": {}}, "data_offsets {}"),
+    "offsets of more digits than are written out": (
+        ENTRY | {"shape": [0], "data_offsets": [10**4300 - 1] * 2},
+        "data_offsets \\[9{18}\\.\\.\\.9{19}, .*, not \\[begin, end\\]",
+    ),
     "offsets of floats": (ENTRY | {"data_offsets": [0.0, 24.0]}, "data_offsets \\[0.0, 24.0\\]"),
     "hole in front": (ENTRY | {"data_offsets": [8, 32]}, "leaves a hole before it"),
     "past the end": (ENTRY | {"shape": [7], "data_offsets": [0, 28]}, "it is cut short"),
@@ -383,6 +387,16 @@ def test_a_file_the_index_does_not_name_is_not_opened(sharded):
 
 def test_a_tensor_in_two_shards_is_refused(sharded):
     save_file({"x": torch.zeros(1), "z": torch.zeros(1)}, sharded / B)
+    with pytest.raises(CheckpointError, match="b.safetensors: tensor 'x' is also in a.safetensors"):
+        open_checkpoint(sharded)
+
+
+def test_no_more_files_are_read_once_two_hold_the_same_tensor(sharded):
+    """An index may name one file by a thousand links, each of which would take as much memory again."""
+    (sharded / B).unlink()
+    (sharded / B).symlink_to(A)
+    (sharded / "c.safetensors").write_bytes(b"")
+    write_index(sharded, {"x": A, "y": B, "z": "c.safetensors"})
     with pytest.raises(CheckpointError, match="b.safetensors: tensor 'x' is also in a.safetensors"):
         open_checkpoint(sharded)
 

@@ -351,6 +351,16 @@ def test_on_how_many_machines_a_model_was_trained_changes_nothing(make: Any) -> 
     check_parity(*make("Llama", pretraining_tp=2), torch.float32, FLOAT32_BAR)
 
 
+@pytest.mark.parametrize("name", ["model.layers.0.mlp.down_proj.weight", "model.norm.weight"])
+def test_numbers_beyond_float16_are_not_made_infinite(name: str, tmp_path: Path) -> None:
+    weights = gguf_files.llama_weights()
+    weights[name].view(-1)[0] = 1e5
+    folder = gguf_files.write_folder(tmp_path, weights)
+    with pytest.raises(CheckpointError, match=f"'{name}' has numbers beyond float16; take bfloat16"):
+        LlamaForCausalLM.from_pretrained(folder, dtype=torch.float16)
+    LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+
+
 def test_stored_half_precision_weights_stay_as_they_are_without_a_dtype(make: Any, level: str) -> None:
     theirs, folder = make("Llama", torch.bfloat16)
     ours = LlamaForCausalLM.from_pretrained(folder)

@@ -109,6 +109,10 @@ TENSORS: dict[str, tuple[dict[str, Tensor | None], str]] = {
         {f"base_model.model.model.layers.lora_{side}.weight": torch.zeros(4, 4) for side in "AB"},
         "'model.layers' is adapted, but is no linear layer",
     ),
+    "two for one layer": (
+        {f"{LAYER.replace('.model.model', '.model')}.lora_B.weight": torch.zeros(32, 4)},
+        "layers.1.self_attn.q_proj.lora_B.weight' are both lora_B of 'model.layers.1.self_attn.q_proj'",
+    ),
     "a method": (
         {f"base_model.model.model.run.lora_{side}.weight": torch.zeros(4, 4) for side in "AB"},
         "'model.run' is adapted, but is no linear layer",
@@ -230,3 +234,20 @@ def test_experts_are_not_adapted(make: Any, tmp_path: Path) -> None:
             f"{name}.lora_B.weight": torch.zeros(num_rows, 4),
         }
         refusal(write_adapter(tmp_path / module, tensors, target_modules="all-linear"), model)
+
+
+@pytest.mark.parametrize("num_rows", [0, 2**58])
+@pytest.mark.parametrize(
+    "kind, module", [("Phi3", "self_attn.q_proj"), ("GptOss", "mlp.experts.gate_up_proj")]
+)
+def test_rows_without_columns_are_refused_before_they_are_put_in_order(
+    kind: str, module: str, num_rows: int, make: Any, tmp_path: Path
+) -> None:
+    """They take no byte of the file, however many there are."""
+    model = LlamaForCausalLM.from_pretrained(make(kind)[1])
+    name = f"base_model.model.model.layers.0.{module}"
+    tensors = {
+        f"{name}.lora_A.weight": torch.zeros(4, 64),
+        f"{name}.lora_B.weight": torch.empty(num_rows, 0),
+    }
+    refusal(write_adapter(tmp_path, tensors, target_modules="all-linear"), model)

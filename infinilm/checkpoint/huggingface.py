@@ -152,7 +152,7 @@ def _by_tensor(shards: Iterable[_Shard]) -> dict[str, _Shard]:
 def _shards_of(folder: Folder) -> dict[str, _Shard]:
     index = _read_index(folder)
     files = [SINGLE_FILE] if index is None else sorted(set(index.values()))
-    shards = _by_tensor([_Shard(folder.file(file)) for file in files])
+    shards = _by_tensor(_Shard(folder.file(file)) for file in files)
     if index is not None:
         _check_index(folder.path / INDEX_FILE, index, shards)
     return shards
@@ -287,7 +287,8 @@ def _shape(sizes: object, where: str) -> tuple[int, ...]:
 
 
 def _span(offsets: object, where: str) -> tuple[int, int]:
-    if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+    # Beyond 2**63 no file has a byte, and with data_start added Python might not write the number out.
+    if not _are_counts(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] < 2**63:
         raise CheckpointError(f"{where} has data_offsets {short(offsets)}, not [begin, end]")
     return offsets[0], offsets[1]
 

@@ -170,7 +170,10 @@ def tensor_names(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
             raise CheckpointError(f"{checkpoint.path}: {name!r} is no lora_A or lora_B of a linear layer")
         module = match["module"]
         whole = f"model.{module}" if module.startswith("layers.") else module  # of a model without its head
-        found.setdefault(whole, {})[match["side"]] = name
+        other = found.setdefault(whole, {}).setdefault(match["side"], name)
+        if other != name:
+            both = f"{other!r} and {name!r} are both lora_{match['side']} of {whole!r}"
+            raise CheckpointError(f"{checkpoint.path}: {both}")
     for module, sides in found.items():
         if len(sides) != 2:
             raise CheckpointError(f"{checkpoint.path}: {module!r} has one of lora_A and lora_B, but not both")

@@ -90,7 +90,7 @@ class Stored(dict[str, Weight]):
         for name, _, _ in self.named(module):
             if not self[name].shape:
                 raise self.error(f"{name!r} is a single number, but should have rows")
-            self[name] = changed(self[name], rows_of, order(self[name].shape[0]))
+            self[name] = changed(self[name], rows_of, order)
 
     def split(self, module: str, others: Sequence[str], sizes: Sequence[int]) -> None:
         """Rows that belong to one module after the other"""
@@ -136,11 +136,11 @@ class Stored(dict[str, Weight]):
     def deal(self, module: str, others: Sequence[str]) -> None:
         """Rows that belong to several modules in turn"""
         for name, before, after in self.named(module):
-            whole = self.pop(name)
+            whole, step = self.pop(name), len(others)
             for start, other in enumerate(others):
-                rows = torch.arange(start, whole.shape[0], len(others))
-                shape = (len(rows), *whole.shape[1:])
-                self.put(before + other + after, replace(changed(whole, rows_of, rows), shape=shape))
+                shape = (len(range(start, whole.shape[0], step)), *whole.shape[1:])
+                dealt = changed(whole, rows_of, every(step, start))
+                self.put(before + other + after, replace(dealt, shape=shape))
 
     def transpose(self, name: str, other: str) -> None:
         """Experts [X, columns, rows] as [X, rows, columns]"""
@@ -175,10 +175,16 @@ def plus(array: Tensor, number: float) -> Tensor:
     return array.float() + number
 
 
-def rows_of(array: Array, rows: Tensor) -> Array:
+def rows_of(array: Array, order: Callable[[int], Tensor]) -> Array:
+    """Their order is made here, once the shape is known to be the model's: a file may claim any number."""
+    rows = order(array.shape[0])
     if isinstance(array, QuantizedTensor):
         return array.rows(rows)
     return array.index_select(0, rows)
+
+
+def every(step: int, start: int) -> Callable[[int], Tensor]:
+    return lambda num_rows: torch.arange(start, num_rows, step)
 
 
 def part_of(weight: Weight, start: int, stop: int) -> Weight:

@@ -316,7 +316,10 @@ def give_weight(
         if placement.keeps(weight):
             module.set_weight(placement.kept(weight))
             return
-    setattr(module, leaf, nn.Parameter(placement.dense(weight)))
+    dense = placement.dense(weight)
+    if dense.dtype == torch.float16 and found.dtype != torch.float16 and not is_finite(dense):
+        raise stored.error(f"{name!r} has numbers beyond float16; take bfloat16 or float32 as dtype")
+    setattr(module, leaf, nn.Parameter(dense))
 
 
 def check_dense(stored: Stored, wanted: BlockType | Float8 | None) -> None:
@@ -344,12 +347,14 @@ def tell_of_dense(stored: Stored, model: torch.nn.Module, wanted: BlockType | Fl
 
 def check_finite(stored: Stored, name: str, weight: Tensor | QuantizedTensor) -> None:
     """NaN and infinity in a weight would spoil every answer; they are refused here, by name."""
-    if isinstance(weight, QuantizedTensor):
-        is_finite = weight.has_finite_scales()
-    else:
-        is_finite = weight.numel() == 0 or bool(torch.isfinite(torch.stack(weight.aminmax())).all())
-    if not is_finite:
+    if not is_finite(weight):
         raise stored.error(f"{name!r} holds NaN or infinity")
+
+
+def is_finite(weight: Tensor | QuantizedTensor) -> bool:
+    if isinstance(weight, QuantizedTensor):
+        return weight.has_finite_scales()
+    return weight.numel() == 0 or bool(torch.isfinite(torch.stack(weight.aminmax())).all())
 
 
 def describe(checkpoint: Checkpoint) -> dict[str, str]:
