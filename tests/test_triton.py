@@ -292,6 +292,18 @@ def test_a_prompt_is_found_in_large_blocks(block_size: int) -> None:
     assert_near(run(ops.attention, *args), wanted(ops.attention, *args), HALF)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [128, 256])
+def test_a_prompt_is_read_where_a_program_has_little_memory(
+    size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from infinicore.ops.triton import attention_runs
+
+    monkeypatch.setattr(attention_runs, "shared_memory", lambda device: 100_000)
+    args = problem(dtype, size, 1, 16, list(range(70)), [0] * 70, group=2)
+    assert_near(run(ops.attention, *args), wanted(ops.attention, *args), dtype)
+
+
 def test_a_scale_below_zero_prefers_the_smallest_scores() -> None:
     for slots, streams in ([37, 90], [0, 1]), (list(range(133)), [0] * 133):
         *args, scale, window = problem(HALF, 128, 2, 16, slots, streams)
