@@ -257,6 +257,19 @@ def test_answers_that_take_too_long_end_with_an_error(folder: Path, is_told_twic
         assert server.failure is None and not server.thread.is_alive()
 
 
+def test_a_request_that_comes_after_the_end_began_is_refused(folder: Path) -> None:
+    with running(folder, shutdown_seconds=PATIENCE) as server, server.paused():
+        late = server.open(b"POST /v1/completions HTTP/1.1\r\nhost: here\r\n")
+        other = server.ask(max_tokens=1)
+        wait_for_calls(server, 1)
+        stop(server)
+        wait_until(lambda: server.process.server.refusal)
+        late.sendall(b"content-length: 2\r\n\r\n{}")
+        assert late.recv(12) == b"HTTP/1.1 503"
+        late.close()
+        other.close()
+
+
 def test_a_body_that_is_not_complete_when_the_end_begins_is_refused(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
