@@ -48,6 +48,26 @@ def number(function: str, name: str, value: SupportsFloat) -> float:
         raise TypeError(f"{function}: {name} must be a number, but is {value!r}") from None
 
 
+def check_flag(function: str, name: str, value: object) -> None:
+    """Whatever Python takes for true or false, but for a tensor, which was meant for another argument"""
+    if isinstance(value, torch.Tensor):
+        raise TypeError(f"{function}: {name} must be True or False, but is a tensor")
+
+
+def first_outside(indices: torch.Tensor, count: int) -> int | None:
+    """The first index that is not in [0, count), if there is one; what torch traces has no values to tell"""
+    if indices.is_meta or torch.compiler.is_compiling():
+        return None
+    while torch._C._functorch.is_functorch_wrapped_tensor(indices):
+        indices = torch._C._functorch.get_unwrapped(indices)
+    signed = indices.long()  # of which the largest of uint64 are negative
+    is_bad = (signed < 0) | (signed >= count)
+    if not bool(is_bad.any()):
+        return None
+    outside: int = next(index for index in indices.flatten().tolist() if not 0 <= index < count)
+    return outside
+
+
 def check_eps(function: str, eps: SupportsFloat) -> None:
     found = eps if isinstance(eps, float) else number(function, "eps", eps)
     if not 0 <= found < math.inf:

@@ -3,7 +3,6 @@
 A communicator is an argument of the layers that need one, so they can be built without a process group.
 """
 
-import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -15,6 +14,8 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from infinicore.checks import check_places, integer, number
 
 SIGNATURE_BYTES = 256
 
@@ -53,7 +54,7 @@ class LocalCommunicator(Communicator):
     size = 1
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        check_tensor("all_reduce", tensor)
+        check_written("all_reduce", tensor)
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
@@ -97,7 +98,8 @@ class TorchCommunicator(Communicator):
                 "TorchCommunicator found no process group: call torch.distributed.init_process_group first, "
                 "or use LocalCommunicator() for a single process"
             )
-        if not (math.isfinite(timeout) and 0.001 <= timeout <= 86400):
+        timeout = number("TorchCommunicator", "timeout", timeout)
+        if not 0.001 <= timeout <= 86400:
             raise ValueError(f"timeout must be between 0.001 and 86400 seconds, found {timeout!r}")
         if dist.get_rank(group) < 0:
             raise ValueError("this process is not a member of the group it was given")
@@ -109,7 +111,7 @@ class TorchCommunicator(Communicator):
 
     @torch.no_grad()
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        check_tensor("all_reduce", tensor)
+        check_written("all_reduce", tensor)
         call = self._start("all_reduce", tensor)
         if tensor.is_cuda:
             return tensor.copy_(self._sum_on_device(call, tensor.contiguous()))
@@ -186,15 +188,22 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def check_tensor(call: str, tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{call} takes a tensor, found {type(tensor).__name__}")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{call}: tensor must be dense, but its layout is {tensor.layout}; call to_dense")
+
+
+def check_written(call: str, tensor: Tensor) -> None:
+    check_tensor(call, tensor)
+    check_places(call, "tensor", tensor)
 
 
 def check_gather(tensor: Tensor, dim: int) -> None:
     check_tensor("all_gather", tensor)
-    if not -tensor.ndim <= dim < tensor.ndim:
+    if not -tensor.ndim <= integer("all_gather", "dim", dim) < tensor.ndim:
         raise ValueError(f"all_gather: dim={dim!r} is not a dimension of shape {tuple(tensor.shape)}")
 
 
 def check_broadcast(tensor: Tensor, src: int, size: int) -> None:
-    check_tensor("broadcast", tensor)
-    if not 0 <= src < size:
+    check_written("broadcast", tensor)
+    if not 0 <= integer("broadcast", "src", src) < size:
         raise ValueError(f"broadcast: src must be a rank in [0, {size}), found {src!r}")

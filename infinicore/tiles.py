@@ -218,9 +218,8 @@ def _nibbles_of(words: Tensor) -> Tensor:
 def _high_words(codes: Tensor) -> Tensor:
     """[32 T, 32 G, 1] of 2 bits -> bytes [T, G, 256] of words j / 2: byte 2 o + j % 2, bits 4 s + 2 p"""
     laid = codes.view(-1, 2, 2, 8, codes.shape[1] // 32, 2, 4, 2, 2).permute(0, 4, 3, 6, 1, 8, 2, 5, 7)
-    shifted = [
-        laid[..., s, p] << (4 * s + 2 * p) for s in (0, 1) for p in (0, 1)
-    ]  # [T, G, g, t, j / 2, o, j % 2]
+    # Each [T, G, g, t, j / 2, o, j % 2]
+    shifted = [laid[..., s, p] << (4 * s + 2 * p) for s in (0, 1) for p in (0, 1)]
     return torch.stack(shifted).sum(0, dtype=torch.uint8).flatten(2)
 
 

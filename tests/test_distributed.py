@@ -256,6 +256,12 @@ def test_local_communicator_is_one_rank_that_gives_back_what_it_gets():
         ("all_gather", (torch.tensor(1.0),), ValueError),
         ("broadcast", (torch.ones(2), 1), ValueError),
         ("broadcast", (torch.ones(2), -1), ValueError),
+        ("all_reduce", (torch.ones(2).to_sparse(),), TypeError),
+        ("all_reduce", (torch.ones(1).expand(2),), ValueError),
+        ("all_gather", (torch.ones(2), "0"), TypeError),
+        ("all_gather", (torch.ones(2), torch.zeros(2)), TypeError),
+        ("broadcast", (torch.ones(1).expand(2),), ValueError),
+        ("broadcast", (torch.ones(2), None), TypeError),
     ],
 )
 def test_wrong_arguments_are_refused(collective, arguments, error):
@@ -273,4 +279,10 @@ def group_of_one(tmp_path):
 @pytest.mark.parametrize("timeout", [0, -1, float("inf"), float("nan"), 1e-9, 1e6])
 def test_timeout_must_be_a_time(group_of_one, timeout):
     with pytest.raises(ValueError, match="timeout must be between"):
+        TorchCommunicator(timeout=timeout)
+
+
+@pytest.mark.parametrize("timeout", [None, "30", [30.0]])
+def test_timeout_must_be_a_number(group_of_one, timeout):
+    with pytest.raises(TypeError, match="timeout must be a number"):
         TorchCommunicator(timeout=timeout)

@@ -119,6 +119,13 @@ def test_silu_in_place_writes_over_its_input_and_excludes_out() -> None:
         F.silu(x, inplace=True, out=x)
 
 
+def test_silu_refuses_a_tensor_in_the_place_of_inplace() -> None:
+    x = random(1)
+    with pytest.raises(TypeError, match="silu: inplace must be True or False"):
+        F.silu(x, torch.ones(1))  # type: ignore[arg-type]
+    assert torch.equal(x, random(1))
+
+
 def test_swiglu_gates_with_its_first_argument() -> None:
     a, b = random(3, 4), random(3, 4, seed=1)
     torch.testing.assert_close(F.swiglu(a, b), a * torch.sigmoid(a) * b)
@@ -130,6 +137,12 @@ def test_embedding_options_mean_what_they_mean_in_torch() -> None:
     for options in ({"padding_idx": 1}, {"max_norm": 0.5}, {"sparse": True}, {"scale_grad_by_freq": True}):
         wanted = torch.nn.functional.embedding(ids, weight.clone(), **options)
         assert torch.equal(F.embedding(ids, weight.clone(), **options), wanted)
+
+
+@pytest.mark.parametrize("flag", ["scale_grad_by_freq", "sparse"])
+def test_embedding_refuses_a_tensor_in_the_place_of_a_flag(flag: str) -> None:
+    with pytest.raises(TypeError, match=f"embedding: {flag} must be True or False"):
+        F.embedding(torch.tensor([1]), random(4, 6), **{flag: torch.ones(2)})
 
 
 @pytest.mark.parametrize(
@@ -147,6 +160,16 @@ def test_embedding_names_the_id_and_the_range() -> None:
             F.embedding(torch.tensor([0, bad]), random(4, 6))
         with pytest.raises(IndexError, match=rf"{bad}.*\[0, 4\)"):
             F.embedding(torch.tensor([0, bad]), random(4, 6).requires_grad_())
+
+
+def test_an_index_beyond_int64_is_named_as_it_is() -> None:
+    largest = torch.tensor([2**64 - 1], dtype=torch.uint64)
+    tables = random(4, 3), random(4, 3)
+    for x in (random(1, 1, 6), random(1, 1, 6).requires_grad_()):  # by the kernel, and by torch
+        with pytest.raises(IndexError, match=rf"id {2**64 - 1} .*\[0, 1\)"):
+            F.embedding(largest, x[0])
+        with pytest.raises(IndexError, match=rf"position {2**64 - 1} .*\[0, 4\)"):
+            F.rope(x, largest, *tables)
 
 
 # ---- random_sample ----
@@ -235,6 +258,8 @@ def test_sampling_refuses_what_has_no_meaning(level: str) -> None:
     for shape in ((0,), (), (2, 3)):
         with pytest.raises(ValueError):
             draw(torch.zeros(shape))
+    with pytest.raises(ValueError, match="logits are on the meta device"):
+        draw(torch.zeros(3, device="meta"))
 
 
 def test_sampling_takes_counts_and_probabilities_of_numpy_and_torch() -> None:

@@ -103,6 +103,19 @@ def test_embedding_refuses_empty_ragged_mistyped_and_foreign_ids(ids: object, er
         nn.Embedding(10, 4)(ids)
 
 
+@pytest.mark.parametrize("ids, found", [([], r"\[\]"), ([1, [2]], r"\[1, \[2\]\]"), ([[1, 1.5]], "1.5")])
+def test_embedding_says_which_ids_it_refuses(ids: object, found: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"ids must be .*integers, but .*{found}"):
+        nn.Embedding(10, 4)(ids)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear, nn.ColumnParallelLinear, nn.RowParallelLinear, nn.RBELinear])
+def test_a_bias_given_as_a_tensor_is_refused(layer: type[nn.Module]) -> None:
+    for bias in (torch.zeros(1), torch.zeros(4)):
+        with pytest.raises(TypeError, match="bias must be True or False"):
+            layer(8, 4, bias)
+
+
 @pytest.mark.parametrize(
     "layer, arguments",
     [
@@ -156,6 +169,7 @@ def test_sizes_may_be_integers_of_numpy_and_torch() -> None:
     assert repr(layer) == "Linear(in_features=8, out_features=4, bias=True)"
     assert nn.RMSNorm(np.int32(4)).normalized_shape == (4,)  # type: ignore[arg-type]
     assert nn.RoPE(np.int64(8), np.int64(4)).sin_table.shape == (4, 4)  # type: ignore[arg-type]
+    assert nn.RBELinear(8, 4, block_size=np.int8(16), num_coefficients=9).dense_weight().shape == (4, 8)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm])
@@ -190,7 +204,7 @@ def test_positions_are_a_slice_and_never_exceed_the_table() -> None:
     table = nn.PositionalEmbedding(20, 4)
     assert torch.equal(table(5, 3), table.weight[3:8]) and table(0).shape == (0, 4)
     for seq_len, offset in ((21, 0), (5, 16), (-1, 0), (1, -1)):
-        with pytest.raises(ValueError, match="20"):
+        with pytest.raises(ValueError, match=f"seq_len {seq_len} from offset {offset} .* max_len 20"):
             table(seq_len, offset)
 
 
@@ -260,9 +274,10 @@ def test_blobs_are_copied_and_their_size_is_checked() -> None:
             infinicore.from_blob(bad_data, (1,))
 
 
-def test_the_padding_row_of_an_embedding_does_not_learn() -> None:
-    table = nn.Embedding(5, 3, padding_idx=1).requires_grad_()
-    table(torch.tensor([1, 2, 1])).sum().backward()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_padding_row_of_an_embedding_does_not_learn(dtype: torch.dtype) -> None:
+    table = nn.Embedding(5, 3, padding_idx=1, dtype=dtype).requires_grad_()
+    table(torch.tensor([1, 2, 1]), torch.float32).sum().backward()
     assert table.weight.grad is not None
     assert table.weight.grad.sum(1).tolist() == [0, 0, 3, 0, 0]
 

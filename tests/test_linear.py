@@ -129,9 +129,9 @@ def test_parallel_layers_load_the_checkpoint_of_the_whole_layer():
 
 
 def test_sizes_that_do_not_split_are_refused():
-    with pytest.raises(ValueError, match=r"\(8, 6\) does not split in 3"):
+    with pytest.raises(ValueError, match=r"\(8, 6\) does not split in tp_size=3"):
         column(0, 3)
-    with pytest.raises(ValueError, match=r"\(6, 8\) does not split in 3"):
+    with pytest.raises(ValueError, match=r"\(6, 8\) does not split in tp_size=3"):
         row(0, 3)
 
 

@@ -297,6 +297,15 @@ def test_the_module_is_made_on_the_meta_device_and_under_a_default_one() -> None
     assert torch.equal(rope.to_empty(device="cpu").cos_table, nn.RoPE(8, 32).cos_table)
 
 
+def test_tables_do_not_depend_on_torchs_threads_or_on_how_long_they_are(keep_threads: None) -> None:
+    torch.set_num_threads(1)
+    longer = nn.RoPE(64, 4096)
+    torch.set_num_threads(3)
+    shorter = nn.RoPE(64, 2048)
+    assert torch.equal(shorter.sin_table, longer.sin_table[:2048])
+    assert torch.equal(shorter.cos_table, longer.cos_table[:2048])
+
+
 @pytest.mark.parametrize("dtype", DATA_TYPES)
 def test_tables_of_another_dtype_are_rounded_once(dtype: torch.dtype) -> None:
     rope, x = nn.RoPE(8, 32).bfloat16(), torch.randn(5, 3, 8).to(dtype)

@@ -1,6 +1,7 @@
 """Layers. Each is a torch.nn.Module whose parameters carry the names of PyTorch and Hugging Face checkpoints.
 
-A module is used by one thread at a time; different modules may run in different threads.
+Threads may call one module at once, unless it has a communicator: ranks have to call that in one order. What
+changes a module (`load_state_dict`, `to`) wants it alone.
 """
 
 from infinicore.nn import functional

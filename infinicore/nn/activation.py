@@ -7,6 +7,7 @@ from torch import Tensor
 
 from infinicore.checks import check_place, integer
 from infinicore.nn import functional as F
+from infinicore.nn.checks import check_approximate
 from infinicore.nn.module import Module
 
 
@@ -21,8 +22,7 @@ class GELU(Module):
     ) -> None:
         super().__init__()
         check_place("GELU", dtype, device)
-        if approximate not in ("none", "tanh", "fast"):
-            raise ValueError(f"GELU: approximate must be 'none', 'tanh' or 'fast', but is {approximate!r}")
+        check_approximate("GELU", approximate)
         self.approximate = approximate
 
     def forward(self, x: Tensor) -> Tensor:

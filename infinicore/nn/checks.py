@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from infinicore.checks import FLOATS, check_places, integer, number, sizes
+from infinicore.checks import FLOATS, check_places, first_outside, integer, number, sizes
 from infinicore.ops.descriptor import INDEX_DTYPES
 from infinicore.quantization import QuantizedTensor
 
@@ -131,10 +131,8 @@ def check_ids(ids: Tensor, weight: Tensor | QuantizedTensor) -> None:
         )
     if ids.device != weight.device:
         raise ValueError(f"embedding: input is on {ids.device}, but weight is on {weight.device}")
-    signed = ids.long()
-    is_bad = (signed < 0) | (signed >= weight.shape[0])
-    if not ids.is_meta and bool(is_bad.any()):  # there an id has no value
-        raise IndexError(f"embedding: id {int(signed[is_bad][0])} is outside [0, {weight.shape[0]})")
+    if (outside := first_outside(ids, weight.shape[0])) is not None:
+        raise IndexError(f"embedding: id {outside} is outside [0, {weight.shape[0]})")
 
 
 def check_lookup_options(
@@ -178,6 +176,8 @@ def check_token(out: Tensor, logits: Tensor) -> None:
 
 def check_logits(logits: Tensor) -> None:
     """For kernels that do not check logits themselves."""
+    if logits.is_meta:
+        raise ValueError("random_sample: logits are on the meta device and hold no values to draw by")
     if bool((logits.isnan() | (logits == torch.inf)).any()):
         raise ValueError("random_sample: logits hold NaN or +inf; expected finite values or -inf")
     if bool((logits == -torch.inf).all()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from numbers import Integral  # numpy's too
+from reprlib import repr as short
 
 import torch
 from torch import Tensor
@@ -47,12 +48,13 @@ class Embedding(WeightLayer):
     def forward(self, indices: Ids, dtype: torch.dtype | None = None) -> Tensor:
         """The rows in `dtype`, or as the weight has them."""
         ids, weight = ids_tensor(indices, self.weight.device), self.weight
-        if dtype is torch.float32 and isinstance(weight, Tensor) and weight.dtype in HALVES:
-            shape = (*ids.shape, self.embedding_dim)
-            return F.embedding(ids, weight, out=torch.empty(shape, dtype=dtype, device=weight.device))
         # The padding row does not learn
         is_learning = isinstance(weight, Tensor) and weight.requires_grad and torch.is_grad_enabled()
-        rows = F.embedding(ids, weight, self.padding_idx if is_learning else None)
+        padding_idx = self.padding_idx if is_learning else None
+        if dtype is torch.float32 and isinstance(weight, Tensor) and weight.dtype in HALVES:
+            widened = torch.empty((*ids.shape, self.embedding_dim), dtype=dtype, device=weight.device)
+            return F.embedding(ids, weight, padding_idx, out=widened)
+        rows = F.embedding(ids, weight, padding_idx)
         return rows if dtype is None else rows.to(dtype)
 
     def extra_repr(self) -> str:
@@ -79,16 +81,17 @@ def ids_tensor(indices: Ids, device: torch.device) -> Tensor:
         )
     rows = [list(row) for row in indices if isinstance(row, Sequence)]
     if not indices or (rows and len(rows) != len(indices)):
-        raise ValueError("Embedding: ids must be a non-empty list of integers, or of lists of integers")
+        wanted = "a non-empty list of integers, or of lists of integers"
+        raise ValueError(f"Embedding: ids must be {wanted}, but are {short(indices)}")
     for i, row in enumerate(rows):
         if len(row) != len(rows[0]):
             raise ValueError(
                 f"Embedding: sequence {i} has length {len(row)}, but sequence 0 has {len(rows[0])}"
             )
     items = [item for row in rows for item in row] if rows else list(indices)
-    others = [item for item in items if type(item) is not int]
-    if any(not isinstance(item, Integral) or isinstance(item, bool) for item in others):
-        raise TypeError("Embedding: ids must be integers")
+    for other in (item for item in items if type(item) is not int):
+        if not isinstance(other, Integral) or isinstance(other, bool):
+            raise TypeError(f"Embedding: ids must be integers, but {short(other)} is among them")
     return torch.tensor(rows or items, dtype=torch.int64, device=device)
 
 
@@ -130,9 +133,8 @@ class PositionalEmbedding(Module):
         seq_len = integer("PositionalEmbedding", "seq_len", seq_len)
         offset = integer("PositionalEmbedding", "offset", offset)
         if seq_len < 0 or offset < 0 or offset + seq_len > self.max_len:
-            raise ValueError(
-                f"PositionalEmbedding: {seq_len} positions from {offset} do not fit max_len {self.max_len}"
-            )
+            found = f"seq_len {seq_len} from offset {offset}"
+            raise ValueError(f"PositionalEmbedding: {found} does not fit max_len {self.max_len}")
         return self.weight[offset : offset + seq_len].clone()
 
     def extra_repr(self) -> str:

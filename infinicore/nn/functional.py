@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from infinicore import ops
-from infinicore.checks import check_eps, integer
+from infinicore.checks import check_eps, check_flag, integer
 from infinicore.nn.checks import (
     check_approximate,
     check_float,
@@ -80,6 +80,9 @@ def embedding(
     Rows of a quantised weight come dequantised to float32, and without options. Those of a half dtype come
     widened into an `out` of float32.
     """
+    if scale_grad_by_freq is not False or sparse is not False:
+        check_flag("embedding", "scale_grad_by_freq", scale_grad_by_freq)
+        check_flag("embedding", "sparse", sparse)
     if isinstance(weight, QuantizedTensor):
         if max_norm is not None or scale_grad_by_freq or sparse:
             raise ValueError("embedding: a quantised weight takes no max_norm, scale_grad_by_freq or sparse")
@@ -248,6 +251,8 @@ def rope(
 
 def silu(input: Tensor, inplace: bool = False, *, out: Tensor | None = None) -> Tensor:
     """input * sigmoid(input); inplace writes over the input."""
+    if inplace is not False:
+        check_flag("silu", "inplace", inplace)
     if inplace and out is not None:
         raise ValueError("silu: inplace=True and out= exclude each other; pass one of them")
     if inplace and isinstance(input, Tensor) and input.requires_grad and torch.is_grad_enabled():

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from infinicore import ops
 from infinicore.nn import functional as F
-from infinicore.nn.checks import check_like, check_linear
+from infinicore.nn.checks import check_like, check_linear, check_tensor
 from infinicore.nn.norm import RMSNorm
 from infinicore.quantization import PackedTensor, QuantizedTensor
 from infinicore.tiles import RowTensor, can_be_one
@@ -72,6 +72,7 @@ def gated_linear(  # noqa: PLR0913  two products, what comes before and after th
     The activation is "silu" or "gelu_tanh". In one pass where both are packed.
     """
     by = gate_of(activation)
+    check_tensor("linear", "input", input)
     whole = None if input.is_cpu or gate.shape != up.shape else joined((gate, up), (gate_bias, up_bias))
     if whole is not None:
         check_linear(input, *whole)

@@ -5,18 +5,20 @@ One seed gives one model at any tp_size: initial values are drawn for the whole 
 
 import math
 from collections.abc import Sequence
+from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from infinicore import ops
-from infinicore.checks import check_place, integer, positive
+from infinicore.checks import check_flag, check_place, integer, positive
 from infinicore.distributed import Communicator
 from infinicore.nn import functional as F
 from infinicore.nn.checks import check_like, check_linear
 from infinicore.nn.fused import gate_of, gated_linear, joined, linear_add, linear_group, scale_of
-from infinicore.nn.module import Parameter
+from infinicore.nn.module import Parameter, is_observed
 from infinicore.nn.norm import RMSNorm
 from infinicore.nn.weight import WeightLayer
 from infinicore.ops.fused_reference import Where
@@ -40,6 +42,7 @@ class BaseLinear(WeightLayer):
     ) -> None:
         super().__init__()
         check_place(type(self).__name__, dtype, device)
+        check_flag(type(self).__name__, "bias", bias)
         self.in_features = in_features = positive(type(self).__name__, "in_features", in_features)
         self.out_features = out_features = positive(type(self).__name__, "out_features", out_features)
         # torch.nn.Linear's distribution, and its order of drawing.
@@ -128,9 +131,33 @@ class RowParallelLinear(BaseLinear):
         return f"{super().extra_repr()}, tp_rank={self.tp_rank}, tp_size={self.tp_size}"
 
 
+def is_product(layer: torch.nn.Module) -> bool:
+    """Whether a call of the layer is a product with its weight and no more"""
+    return type(layer) is Linear and not is_observed(layer)
+
+
+def adds_residual(module: torch.nn.Module) -> bool:
+    """Whether the module is to add the residual: one that somebody put in the place of ours may not know it,
+    and who observes a module wants what it makes alone."""
+    return takes_residual(type(module)) and not is_observed(module)
+
+
+@cache
+def takes_residual(kind: type[torch.nn.Module]) -> bool:
+    return "residual" in signature(kind.forward).parameters
+
+
+def project_onto(x: Tensor, layer: torch.nn.Module, residual: Tensor | None) -> Tensor:
+    """layer(x), with a residual added if there is one, in one pass where the layer can"""
+    if residual is None or adds_residual(layer):
+        y: Tensor = layer(x) if residual is None else layer(x, residual)
+        return y
+    return ops.add(residual, layer(x))
+
+
 def project(x: Tensor, *layers: BaseLinear) -> tuple[Tensor, ...]:
     """x through each layer, in one pass over x where their weights are packed."""
-    if any(type(layer) is not Linear for layer in layers):
+    if not all(map(is_product, layers)):
         return tuple(layer(x) for layer in layers)
     return linear_group(x, [layer.weight for layer in layers], [layer.bias for layer in layers])
 
@@ -142,7 +169,9 @@ def project_gated(
 
     The activation is "silu" or "gelu_tanh".
     """
-    if type(gate) is not Linear or type(up) is not Linear:
+    if norm is not None and is_observed(norm):
+        x, norm = norm(x), None
+    if not (is_product(gate) and is_product(up)):
         x = x if norm is None else norm(x)
         return gate_of(activation)(gate(x), up(x))
     return gated_linear(x, gate.weight, up.weight, gate.bias, up.bias, norm, activation)
@@ -152,7 +181,8 @@ def project_heads(x: Tensor, layers: Sequence[BaseLinear], norm: RMSNorm | None,
     """The queries [N, H, D] of norm(x), rotated; its keys and values go where they belong. The layers are
     those of q, k and v."""
     whole = None
-    if not x.is_cpu and norm is not None and all(type(layer) is Linear for layer in layers):
+    can_join = norm is not None and not is_observed(norm) and all(map(is_product, layers))
+    if not x.is_cpu and can_join:
         whole = joined([layer.weight for layer in layers], [layer.bias for layer in layers])
     if whole is not None:
         check_linear(x, *whole)

@@ -3,7 +3,8 @@ slices, loading that is checked before it writes).
 
 The seeds' `INFINICORE_NN_MODULE`, `_PARAMETER` and `_BUFFER` macros are, in Python, an assignment in
 `__init__` (`self.fc1 = Linear(8, 8)`) or a call of the `register_*` method of the same name.
-A module belongs to one thread at a time: nothing here takes a lock.
+Nothing here takes a lock: threads may call one module at once unless it has a communicator, but what changes
+it wants it alone.
 """
 
 import difflib
@@ -76,7 +77,7 @@ class Parameter(torch.nn.Parameter):
         sizes[self.tp_dim] *= self.tp_size
         return torch.Size(sizes)
 
-    def shard_of(self, whole: Tensor, name: str = "tensor") -> Tensor:
+    def shard_of(self, whole: Tensor, name: str = "full_tensor") -> Tensor:
         """This rank's slice of `whole`, a view; refuses what cannot be loaded, calling it `name`."""
         check_loadable(self, whole, name)
         if whole.shape != self.whole_shape:
@@ -95,7 +96,7 @@ class Parameter(torch.nn.Parameter):
 
     def load_blob(self, data: "Buffer") -> None:
         """Load the whole tensor from its bytes (this parameter's dtype, row-major, native byte order)."""
-        self.load(tensor_from_bytes(data, self.whole_shape, self.dtype))
+        self.load(tensor_from_bytes(data, self.whole_shape, self.dtype, "load_blob"))
 
     def __repr__(self) -> str:  # type: ignore[override]  # as torch.nn.Parameter has it
         """torch's own text; torch would put the name of a class other than its own around the values twice"""
@@ -146,7 +147,7 @@ def checked_split(data: Tensor, tp_dim: int, tp_rank: int, tp_size: int) -> Spli
     if not 0 <= tp_dim < max(data.ndim, 1):
         raise ValueError(f"tp_dim={tp_dim!r} is not a dimension of shape {tuple(data.shape)}")
     if tp_size > 1 and (data.ndim == 0 or data.shape[tp_dim] % tp_size):
-        raise ValueError(f"dimension {tp_dim} of shape {tuple(data.shape)} does not split in {tp_size}")
+        raise ValueError(f"tp_dim={tp_dim} of shape {tuple(data.shape)} does not split in tp_size={tp_size}")
     return tp_dim, tp_rank, tp_size
 
 
@@ -162,16 +163,17 @@ def check_loadable(target: Tensor, source: Tensor, name: str) -> None:
         raise ValueError(f"{name} is on the meta device and holds no values to load")
 
 
-def tensor_from_bytes(data: "Buffer", shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """A tensor with a copy of the bytes of any buffer object, strided ones read in row-major order."""
+def tensor_from_bytes(data: "Buffer", shape: torch.Size, dtype: torch.dtype, name: str) -> Tensor:
+    """A tensor with a copy of the bytes of any buffer object, strided ones read in row-major order; errors
+    call what is loaded `name`."""
     try:
         view = memoryview(data)
     except TypeError as error:
-        raise TypeError(f"load_blob takes a bytes-like object, found {type(data).__name__}") from error
+        raise TypeError(f"{name}: data must be a bytes-like object, found {type(data).__name__}") from error
     wanted = shape.numel() * dtype.itemsize
     if view.nbytes != wanted:
         raise ValueError(
-            f"load_blob found {view.nbytes} bytes, but shape {tuple(shape)} of {dtype} takes {wanted} bytes"
+            f"{name}: data has {view.nbytes} bytes, but shape {tuple(shape)} of {dtype} takes {wanted} bytes"
         )
     if not wanted:
         return torch.empty(shape, dtype=dtype, device="cpu")  # torch.frombuffer refuses an empty buffer
@@ -255,7 +257,8 @@ class Module(torch.nn.Module):
             check_has_memory(own, tensors)
         share_between_tied(own, tensors)
         given |= tensors
-        result = LoadResult([k for k in held if k not in given], [k for k in state_dict if k not in held])
+        known = given if strict else state_dict  # in which a tied tensor may stand under another of its names
+        result = LoadResult([k for k in held if k not in known], [k for k in state_dict if k not in held])
         if strict and any(result):
             raise LoadError(f"{type(self).__name__}: {describe(result)}; strict=False skips them")
         with without_hooks(self):
@@ -265,10 +268,13 @@ class Module(torch.nn.Module):
     def load_parameter_from_blob(self, name: str, data: "Buffer") -> None:
         """Load the parameter of that dotted name from the whole tensor's bytes (Parameter.load_blob)."""
         parameters = dict(self.named_parameters(remove_duplicate=False))
+        if not isinstance(name, str):
+            raise TypeError(f"load_parameter_from_blob: name must be a string, found {type(name).__name__}")
         if name not in parameters:
             close = difflib.get_close_matches(name, parameters)
             raise LoadError(f"no parameter {name!r} in {type(self).__name__}; the closest names are {close}")
-        as_ours(parameters[name]).load_blob(data)
+        parameter = as_ours(parameters[name])
+        parameter.load(tensor_from_bytes(data, parameter.whole_shape, parameter.dtype, repr(name)))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """torch makes new, plain parameters where it cannot convert in place (`to("meta")`): keep ours."""
@@ -283,6 +289,14 @@ class Module(torch.nn.Module):
 
 class ModuleList(Module, torch.nn.ModuleList):
     """torch's list of children, as a Module of ours."""
+
+
+def is_observed(module: torch.nn.Module) -> bool:
+    """Whether hooks, or a forward of this module alone, are to have what goes into a call of it and comes out:
+    the call may then not be left out, or joined with what stands beside it."""
+    forward = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+    backward = module._backward_hooks or module._backward_pre_hooks
+    return bool(forward or backward or torch.nn.modules.module._has_any_global_hook())
 
 
 def as_ours(tensor: Tensor) -> Parameter:

@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from infinicore.checks import check_place, integer, positive
+from infinicore.checks import check_flag, check_place, integer, positive
 from infinicore.nn import functional as F
 from infinicore.nn.activation import GELU
 from infinicore.nn.checks import check_float
@@ -50,11 +50,13 @@ class RBELinear(Module):
         super().__init__()
         check_place("RBELinear", dtype, device)
         dtype = dtype or torch.float32
-        check_layout(in_features, out_features, block_size, num_coefficients)
+        check_flag("RBELinear", "bias", bias)
+        self.in_features = in_features = positive("RBELinear", "in_features", in_features)
+        self.out_features = out_features = positive("RBELinear", "out_features", out_features)
+        self.block_size = block_size = integer("RBELinear", "block_size", block_size)
+        num_coefficients = integer("RBELinear", "num_coefficients", num_coefficients)
+        check_layout(block_size, num_coefficients)
         levels(transform, block_size)  # refuses what it cannot transform
-        self.in_features = in_features
-        self.out_features = out_features
-        self.block_size = block_size
         self.transform = transform
         num_blocks = math.ceil(out_features / block_size) * math.ceil(in_features / block_size)
         kept = num_blocks, num_coefficients
@@ -281,14 +283,12 @@ def matrix_of(blocks: Tensor, rows: int, columns: int) -> Tensor:
     return padded[:rows, :columns].contiguous()
 
 
-def check_layout(in_features: int, out_features: int, block_size: int, num_coefficients: int) -> None:
-    positive("RBELinear", "in_features", in_features)
-    positive("RBELinear", "out_features", out_features)
-    if not 1 <= integer("RBELinear", "block_size", block_size) <= 65536:
+def check_layout(block_size: int, num_coefficients: int) -> None:
+    if not 1 <= block_size <= 65536:
         raise ValueError(
             f"RBELinear: block_size must be in [1, 65536], for 16-bit positions, found {block_size}"
         )
-    if not 0 <= integer("RBELinear", "num_coefficients", num_coefficients) <= block_size**2:
+    if not 0 <= num_coefficients <= block_size**2:
         limit = f"[0, {block_size**2}], the values of a block of {block_size}²"
         raise ValueError(f"RBELinear: num_coefficients must be in {limit}, found {num_coefficients!r}")
 

@@ -16,6 +16,13 @@ from infinicore.nn.functional import RopeAlgo
 from infinicore.nn.module import Module
 
 
+def sin_and_cos(angle: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Times a factor. Each angle is taken alone: torch's sin takes several at once, and how it rounds one
+    depends on those beside it, and so on the number of threads."""
+    turned = torch.polar(angle.new_tensor(factor), angle)
+    return turned.imag.contiguous(), turned.real.contiguous()
+
+
 class RoPE(Module):
     """Rotates x [(B,) S, H, D] by positions [S] or [B, S]; its tables [max_seq_len, D/2] are not saved.
 
@@ -58,7 +65,7 @@ class RoPE(Module):
         exponent = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device="cpu") / self.head_dim
         frequency = 1.0 / (self.theta**exponent)
         angle = torch.outer(torch.arange(self.max_seq_len, dtype=torch.float32, device="cpu"), frequency)
-        return angle.sin(), angle.cos()
+        return sin_and_cos(angle)
 
     def set_tables(self, sin: Tensor, cos: Tensor, dtype: torch.dtype, device: torch.device) -> None:
         """Rotate by these tables, which are float32 on the CPU, with the buffers in this dtype and place."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from infinicore import _native
-from infinicore.checks import check_places
+from infinicore.checks import check_places, first_outside
 from infinicore.ops import reference
 from infinicore.ops.registry import RECORDING, is_watched
 
@@ -144,10 +144,8 @@ def check_same(info: RopeInfo, found: RopeInfo) -> None:
 
 def check_range(pos: Tensor, table_len: int) -> None:
     """For kernels that do not check positions themselves."""
-    signed = pos.long()
-    is_bad = (signed < 0) | (signed >= table_len)
-    if not pos.is_meta and bool(is_bad.any()):  # there a position has no value
-        raise IndexError(f"rope: position {int(signed[is_bad][0])} is outside [0, {table_len})")
+    if (outside := first_outside(pos, table_len)) is not None:
+        raise IndexError(f"rope: position {outside} is outside [0, {table_len})")
 
 
 def check_tensors(**tensors: Tensor) -> None:
