@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from infinicore import get_num_threads, ops
-from infinicore.checks import integer
+from infinicore.checks import check_place, integer
+from infinicore.nn.checks import check_float, check_same
 from infinicore.ops.attention_reference import unfold_keys
 from infinilm.batch import Batch
 
@@ -119,6 +120,7 @@ class DynamicCache:
     def __init__(self, block_size: int = 64, dtype: torch.dtype | None = None) -> None:
         if integer("DynamicCache", "block_size", block_size) < LANES or block_size % LANES:
             raise ValueError(f"DynamicCache: block_size must be a multiple of {LANES}, but is {block_size}")
+        check_place("DynamicCache", dtype, None)
         self.block_size = block_size
         self.dtype = dtype
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
@@ -203,8 +205,11 @@ def grown(held: Tensor, larger: Tensor) -> Tensor:
 
 
 def check_update(keys: Tensor, values: Tensor, layer_idx: int, num_layers: int) -> None:
-    if keys.dim() != 4 or keys.shape != values.shape:
+    check_float("cache", "keys", keys)
+    check_same("cache", keys, "values", values)
+    if keys.dim() != 4 or len(keys) == 0 or keys.shape != values.shape:
         shapes = f"{tuple(keys.shape)} and {tuple(values.shape)}"
-        raise ValueError(f"cache: keys and values must both be [batch, heads, seq, dim], but are {shapes}")
-    if not 0 <= layer_idx <= num_layers:
-        raise IndexError(f"cache: layer {layer_idx} comes out of turn; expected at most {num_layers}")
+        wanted = "[batch, heads, seq, dim] of a stream or more"
+        raise ValueError(f"cache: keys and values must both be {wanted}, but are {shapes}")
+    if not 0 <= integer("cache", "layer_idx", layer_idx) <= num_layers:
+        raise IndexError(f"cache: layer_idx {layer_idx} comes out of turn; expected at most {num_layers}")

@@ -6,7 +6,7 @@ Both are checked once and frozen. Other models' configs stand in their own files
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass, field, fields
 from pathlib import Path
 from reprlib import repr as short
@@ -22,7 +22,7 @@ from infinilm.rope import (
     checked_scaling,
     rope_type_of,
 )
-from infinilm.values import check_flag, check_number, check_whole
+from infinilm.values import check_flag, check_number, check_one_of, check_whole
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -37,7 +37,7 @@ LIMITS = {
     "head_dim": 1 << 12,
     "max_position_embeddings": MAX_POSITION,
 }
-LAYER_TYPES = ("full_attention", "sliding_attention")
+LAYER_TYPES = ("full_attention", "sliding_attention")  # without a window, and with one
 # Models that have no window, whatever size their config.json gives one, as files made from another model's
 # do. Their GGUF files may be Mistral's, which has one; those have no model_type.
 WITHOUT_WINDOW = ("granite", "llama", "olmo2", "olmoe")
@@ -246,9 +246,8 @@ class LlamaConfig:
         """Where config.json has no layer_types: which layers the model usually has a window in"""
         self._check_sizes("num_hidden_layers")
         if self.layer_types is None:
-            kinds = ("full_attention", "sliding_attention")
             layers = range(self.num_hidden_layers)
-            self._set(layer_types=tuple(kinds[has_window(layer)] for layer in layers))
+            self._set(layer_types=tuple(LAYER_TYPES[has_window(layer)] for layer in layers))
 
     def _check(self) -> None:
         if self.model_type not in self.model_types:
@@ -338,6 +337,17 @@ def rope_mapping(content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "q8_0")
 BLOCK_SIZES = (16, 32, 64, 128, 256)
+# What each number is at the least and at the most
+RANGES = {
+    "max_model_len": (2, MAX_POSITION),
+    "max_num_seqs": (1, 1024),
+    "max_num_batched_tokens": (1, 1 << 20),
+    "seed": (0, (1 << 63) - 1),
+    "max_queue": (1, 1 << 31),
+    "max_queue_tokens": (1, 1 << 62),
+    "max_loras": (1, 1 << 16),
+    "max_lora_rank": (1, 1 << 16),
+}
 UNITS = {
     "": 1,
     "k": 10**3,
@@ -380,34 +390,19 @@ class EngineConfig:
     max_lora_rank: int = 512
 
     def __post_init__(self) -> None:
-        for name, low, high in (
-            ("max_model_len", 2, MAX_POSITION),
-            ("max_num_seqs", 1, 1024),
-            ("max_num_batched_tokens", 1, 1 << 20),
-            ("seed", 0, (1 << 63) - 1),
-            ("max_queue", 1, 1 << 31),
-            ("max_queue_tokens", 1, 1 << 62),
-            ("max_loras", 1, 1 << 16),
-            ("max_lora_rank", 1, 1 << 16),
-        ):
-            value = getattr(self, name)
-            if value is not None or name.startswith(("max_num_seqs", "max_queue", "max_lora")):
+        for name, (low, high) in RANGES.items():
+            value, default = getattr(self, name), getattr(EngineConfig, name)
+            if value is not None or default is not None:  # else it is left to the engine
                 check_whole(name, value, low, high)
         check_one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         check_one_of("block_size", self.block_size, BLOCK_SIZES)
-        check_flag("enable_prefix_caching", self.enable_prefix_caching)
-        check_flag("deterministic", self.deterministic)
-        check_flag("enable_lora", self.enable_lora)
+        for name in ("enable_prefix_caching", "deterministic", "enable_lora"):
+            check_flag(name, getattr(self, name))
         if not isinstance(self.packed_cache, str | Path | None) or self.packed_cache == "":
             raise ValueError(f"packed_cache must be the path of a folder, but is {short(self.packed_cache)}")
         if not isinstance(self.chat_template, str | None):
             raise ValueError(f"chat_template must be the text of one, but is {short(self.chat_template)}")
         object.__setattr__(self, "kv_cache_memory", checked_bytes("kv_cache_memory", self.kv_cache_memory))
-
-
-def check_one_of(name: str, value: Any, allowed: Sequence[Any]) -> None:
-    if isinstance(value, bool) or value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}, but is {short(value)}")
 
 
 def checked_bytes(name: str, value: Any) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from reprlib import repr as short
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from infinicore import get_num_threads
 from infinicore.checks import integer, positive, sizes
+from infinicore.nn.module import is_observed
 from infinicore.quantization import PackedTensor
 from infinilm.batch import Stream
 from infinilm.cache import BlockShape, PagedCache
@@ -130,7 +132,10 @@ class GenerationMixin:
             num_blocks = end
         cache = PagedCache(config.num_hidden_layers, shape, num_blocks, self.device)
         max_length = max(map(len, streams)) + num_new
-        return Runner(self, cache, len(streams), max_length, step_tokens(config, self.device))
+        runner = Runner(self, cache, len(streams), max_length, step_tokens(config, self.device))
+        if any(map(is_observed, self.modules())):  # type: ignore[attr-defined]
+            runner.obstacle, runner.refused_from = "the model has hooks, which a replay would pass over", 1
+        return runner
 
     def advanced(self, runner: Runner, streams: Sequence[Stream]) -> dict[Stream, int]:
         """Compute what is pending, as much as one step takes, and append what is drawn where it ends."""
@@ -164,11 +169,12 @@ def sampling_params(
     do_sample: bool | None, choice: Mapping[str, float | None], **others: Any
 ) -> SamplingParams:
     """Greedy unless sampling is asked for, or something of how tokens are chosen; None leaves it as usual."""
+    if isinstance(do_sample, Tensor):
+        raise TypeError(f"do_sample must be True, False or None, but is {short(do_sample)}")
     chosen: dict[str, Any] = {name: value for name, value in choice.items() if value is not None}
+    params = SamplingParams(**chosen, **others)
     is_sampled = any(chosen.values()) if do_sample is None else do_sample
-    if not is_sampled:
-        chosen["temperature"] = 0.0
-    return SamplingParams(**chosen, **others)
+    return params if is_sampled else replace(params, temperature=0.0)
 
 
 def step_tokens(config: LlamaConfig, device: torch.device) -> int:
@@ -202,13 +208,21 @@ def as_rows(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, l
     if input_ids.dim() != 2 or input_ids.numel() == 0 or not is_whole:
         found = f"{tuple(input_ids.shape)} of {input_ids.dtype}"
         raise ValueError(f"input_ids must be [batch, seq] of integers and not empty, but are {found}")
-    rows = input_ids.cpu()
-    is_real = torch.ones_like(rows) if attention_mask is None else torch.as_tensor(attention_mask).cpu()
+    rows = input_ids.cpu().long()  # torch joins few unsigned types to others
+    is_real = torch.ones_like(rows) if attention_mask is None else as_mask(attention_mask)
     if is_real.shape != rows.shape or not bool(is_real.bool().any(1).all()):
         raise ValueError(
             f"attention_mask must be {tuple(rows.shape)} as input_ids are, with a token in each row"
         )
     return rows, [row[real.bool()].tolist() for row, real in zip(rows, is_real, strict=True)]
+
+
+def as_mask(attention_mask: Tensor) -> Tensor:
+    try:
+        return torch.as_tensor(attention_mask).cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        found = short(attention_mask)
+        raise TypeError(f"attention_mask must be a tensor, but is {found}: {error}") from None
 
 
 def as_lists(input_ids: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from infinicore import nn
 from infinicore.nn.functional import RopeAlgo
+from infinicore.nn.rope import sin_and_cos
 from infinilm.values import check_flag, check_number, check_whole
 
 # What rope_scaling may say for each type: required keys, then optional ones.
@@ -105,8 +106,9 @@ class RopeParameters:
         """sin and cos [N, D/2] of positions [N] with the frequencies of a sequence of this length"""
         frequency, factor = self.frequencies(length)
         angle = torch.outer(positions.to("cpu", torch.float32), frequency)
+        sin, cos = sin_and_cos(angle, factor)
         unmoved = (0, (self.head_dim - self.rotary_dim) // 2)
-        return pad(angle.sin() * factor, unmoved), pad(angle.cos() * factor, unmoved, value=1.0)
+        return pad(sin, unmoved), pad(cos, unmoved, value=1.0)
 
 
 class LlamaRoPE(nn.RoPE):

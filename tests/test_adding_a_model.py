@@ -14,6 +14,7 @@ from test_adding_an_op import ROOT, copy_sources, run
 from infinicore import _native
 from infinilm.checkpoint import CheckpointError
 from infinilm.models import registry
+from infinilm.models.gguf import GGUF
 
 GUIDE = (ROOT / "docs" / "adding_a_model.md").read_text()
 THE_FILE = GUIDE[GUIDE.index("## 2.") : GUIDE.index("## 3.")]
@@ -66,12 +67,23 @@ def test_a_model_that_is_not_registered_is_refused_by_name(monkeypatch: pytest.M
         registry.entry_of(SimpleNamespace(path="x", is_gguf=False, config={"model_type": "olmo2"}))
 
 
-def test_a_class_that_is_registered_later_takes_the_place_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    llama = SimpleNamespace(path="x", is_gguf=False, config={"model_type": "llama"})
+@pytest.mark.parametrize(
+    "llama",
+    [
+        SimpleNamespace(path="x", is_gguf=False, config={"model_type": "llama"}),
+        SimpleNamespace(path="x", is_gguf=True, metadata={"general.architecture": "llama"}),
+    ],
+    ids=["folder", "gguf"],
+)
+def test_a_class_that_is_registered_later_takes_the_place_of_another(
+    llama: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = registry.entry_of(llama)
     monkeypatch.setattr(registry, "ENTRIES", [*registry.ENTRIES])
-    mine = registry.register()(type("Mine", (before.model_class,), {}))
+    mine = registry.register(GGUF("llama"))(type("Mine", (before.model_class,), {}))
     assert registry.entry_of(llama).model_class is mine is not before.model_class
+    registry.ENTRIES.append(before)  # as where a file of this folder is imported later
+    assert registry.entry_of(llama).model_class is mine
 
 
 def test_the_model_that_the_guide_writes_passes_its_proof(copy: Path) -> None:

@@ -426,7 +426,7 @@ BAD_FILES: dict[str, tuple[Change, str]] = {
     # the header
     "bad magic": (whole(magic=b"FUGG"), "not a GGUF file: starts with b'FUGG'"),
     "pickle": (whole(magic=b"\x80\x04\x95."), "not a GGUF file"),
-    "git lfs pointer": (whole(magic=b"vers"), "not a GGUF file: starts with b'vers'"),
+    "git lfs pointer": (whole(magic=b"vers"), "starts with b'vers', .* `git lfs pull` fetches the file"),
     "version 0": (whole(version=0), "GGUF version 0 is not supported"),
     "version 1": (whole(version=1), "GGUF version 1 is not supported"),
     "version of the future": (whole(version=4), "GGUF version 4 is not supported"),
@@ -620,12 +620,12 @@ BAD_FILES: dict[str, tuple[Change, str]] = {
     ),
     "rope key unknown": (
         llama("rope.scaling.attn_factor", real(1.5)),
-        "'llama.rope.scaling.attn_factor' is not supported; its value is 1.5, but has no factors",
+        "'llama.rope.scaling.attn_factor' is 1.5, but tensor 'rope_factors_short.weight' is missing",
     ),
     "rope scaling unknown": (llama("rope.scaling.type", text("su")), "scaling.type' is 'su'; known"),
     "rope scaling without its factors": (
         llama("rope.scaling.type", text("longrope")),
-        "its value is 'longrope', but has no factors",
+        "'llama.rope.scaling.type' is 'longrope', but tensor 'rope_factors_short.weight' is missing",
     ),
     "rope factor missing": (
         llama("rope.scaling.type", text("yarn")),

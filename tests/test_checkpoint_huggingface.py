@@ -78,7 +78,8 @@ def test_shards_are_one_checkpoint(sharded):
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
+    "dtype",
+    [torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.uint32, torch.bool],
 )
 def test_dtypes_scalars_and_empty_tensors_are_kept(dtype, folder):
     tensors = {"scalar": torch.ones((), dtype=dtype), "empty": torch.ones(0, 3, dtype=dtype)}
@@ -141,6 +142,10 @@ HEADERS: dict[str, tuple[bytes, str]] = {
         f"its header would have {2**63} bytes, not 2 to 2",
     ),
     "header of 2^64-1 bytes": (encoded(b"{}", length=2**64 - 1), f"would have {2**64 - 1} bytes, not 2 to 2"),
+    "pointer of Git LFS": (
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
+        "it looks like a pointer of Git LFS: `git lfs pull` fetches the file itself",
+    ),
     "header past the file": (encoded(b"{}", length=3), "would have 3 bytes, not 2 to 2"),
     "not JSON": (encoded(b"{nope}"), "not valid JSON"),
     "JSON cut short": (encoded(b'{"x": {'), "not valid JSON"),
@@ -268,6 +273,13 @@ def test_missing_files_are_named(folder):
         open_checkpoint(folder / "config.json")
     (folder / "config.json").unlink()
     with pytest.raises(CheckpointError, match="holds neither config.json nor a .gguf file"):
+        open_checkpoint(folder)
+
+
+def test_an_adapter_alone_is_no_model(folder):
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).rename(folder / f"adapter_{name}")
+    with pytest.raises(CheckpointError, match="it is an adapter, which is given beside its model"):
         open_checkpoint(folder)
 
 

@@ -704,7 +704,6 @@ CHANGES_ANSWER = (
     "attention.max_alibi_bias",
     "attention.temperature_scale",
     "use_parallel_residual",
-    "rope.scaling.attn_factor",
     "rope.dimension_sections",
 )
 ROWS |= {
@@ -713,6 +712,10 @@ ROWS |= {
     )
     for key in CHANGES_ANSWER
 }
+ROWS["gguf, rope.scaling.attn_factor"] = Row(
+    gguf_value("llama.rope.scaling.attn_factor", lambda: real(0.25)),
+    "'llama.rope.scaling.attn_factor' is 0.25, but tensor 'rope_factors_short.weight' is missing",
+)
 
 
 # The process that loads them, and the test

@@ -180,6 +180,20 @@ def test_logits_do_not_depend_on_the_threads(model: LlamaForCausalLM, keep_threa
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
+@pytest.mark.parametrize("head_dim", [64, 100])
+def test_angles_do_not_depend_on_torchs_threads_or_on_those_beside_them(
+    head_dim: int, keep_threads: None
+) -> None:
+    """Rope tables grow with the longest text there was, and some are made for a few positions alone."""
+    rope = LlamaConfig(head_dim=head_dim).rope
+    torch.set_num_threads(1)
+    whole = rope.tables(1, torch.arange(4096))
+    torch.set_num_threads(3)
+    for start, end in ((0, 4096), (0, 1024), *((i, i + 3) for i in range(0, 4000, 37))):
+        for found, wanted in zip(rope.tables(1, torch.arange(start, end)), whole, strict=True):
+            assert torch.equal(found, wanted[start:end])
+
+
 @torch.inference_mode()
 def test_replayed_decoding_gives_the_bits_of_a_prefill(model: LlamaForCausalLM) -> None:
     whole = all_logits(model, prompt(model))

@@ -6,13 +6,16 @@ import json
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gguf_files
 import pytest
 import torch
+import transformers
 from parity import BFLOAT16_BAR, FLOAT32_BAR, SIZES, check_greedy, check_parity, known, make, nmse, prompt
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import infinicore
@@ -289,6 +292,23 @@ def test_a_config_that_does_not_fit_is_refused_by_name(
         LlamaForCausalLM.from_pretrained(folder)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint32])
+def test_a_quantised_model_is_refused_by_its_config_whatever_its_tensors_are(
+    dtype: torch.dtype, make: Any
+) -> None:
+    _, folder = make("Llama")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    save_file({**tensors, name: tensors[name].to(dtype)}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"{name!r} is {dtype}; expected one of"):
+        LlamaForCausalLM.from_pretrained(folder)
+    content = json.loads((folder / "config.json").read_text())
+    content["quantization_config"] = {"quant_method": "fp8"}
+    (folder / "config.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="quantization_config = .* give the unquantised"):
+        LlamaForCausalLM.from_pretrained(folder)
+
+
 def test_code_that_a_checkpoint_brings_along_never_runs(make: Any) -> None:
     theirs, folder = make("Llama")
     sentinel = folder / "was_run"
@@ -473,10 +493,59 @@ def test_attention_layer_equals_the_plain_functions_for_any_batch_and_length() -
             torch.testing.assert_close(found[b], wanted)
 
 
+@pytest.mark.parametrize("rope_type", ROPES)
+def test_layers_by_themselves_make_up_the_model(rope_type: str) -> None:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, rope_scaling=ROPES[rope_type])).model
+    ours, its = DynamicCache(), DynamicCache()
+    for ids in (prompt(2, 70), prompt(2, 1)):  # longer than trained for, and one more
+        x = model.embed_tokens(ids)
+        for layer in model.layers:
+            x = layer(x, ours, True, model.rope_instance)
+        wanted = model(ids, past_key_values=its)
+        torch.testing.assert_close(model.norm(x)[:, -1:], wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_attention_by_itself_takes_the_norm_and_the_residual_too() -> None:
+    model = tiny_model().model
+    layer, x = model.layers[0], torch.randn(2, 3, 64)
+    alone = partial(layer.self_attn, rope_instance=model.rope_instance)
+    wanted = x + alone(layer.input_layernorm(x))
+    torch.testing.assert_close(alone(x, norm=layer.input_layernorm, residual=x), wanted)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"hidden_states": None}, TypeError, "hidden_states must be a tensor"),
+        ({"hidden_states": torch.ones(3, 64)}, ValueError, r"\[batch, seq, hidden\].*\(3, 64\)"),
+        ({"hidden_states": torch.ones(2, 0, 64)}, ValueError, r"not empty.*\(2, 0, 64\)"),
+        ({"past_key_values": transformers.DynamicCache()}, TypeError, "of infinilm, but is transformers"),
+        ({"rope_instance": "neox"}, TypeError, "rope_instance must be an nn.RoPE, but is str"),
+        ({"position_ids": torch.arange(4)}, ValueError, r"shape \(4,\).*\(2, 3\) tokens"),
+        ({"position_ids": torch.arange(3.0)}, TypeError, "position_ids must be whole numbers"),
+        ({"position_ids": torch.tensor([0, 1, 10**12])}, IndexError, "position 1000000000000 is outside"),
+    ],
+)
+def test_a_layer_by_itself_refuses_what_is_none_of_its_arguments(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    model = tiny_model().model
+    given = {"hidden_states": torch.ones(2, 3, 64), "rope_instance": model.rope_instance, **arguments}
+    for layer in (model.layers[0], model.layers[0].self_attn):
+        with pytest.raises(error, match=message):
+            layer(**given)
+
+
 def test_mlp_of_a_seven_billion_model_has_the_right_number_of_weights() -> None:
     with torch.device("meta"):
         mlp = LlamaMLP(LlamaConfig())
     assert sum(p.numel() for p in mlp.parameters()) == 135_266_304
+
+
+def test_mlp_of_no_tensor_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match="input must be a tensor, but is NoneType"):
+        tiny_model().model.layers[0].mlp(None)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -616,9 +685,21 @@ def test_cache_refuses_what_does_not_belong() -> None:
         (torch.ones(2, 3, 1, 5), 0, ValueError),
         (torch.ones(3, 1, 4), 0, ValueError),
         (torch.ones(2, 3, 1, 4), 2, IndexError),
+        (torch.ones(2, 3, 1, 4), "0", TypeError),
+        (torch.ones(2, 3, 1, 4, dtype=torch.int64), 0, TypeError),
+        (torch.ones(0, 3, 1, 4), 0, ValueError),
+        (None, 0, TypeError),
     ):
-        with pytest.raises(error):
-            cache.update(keys, keys, layer)
+        with pytest.raises(error, match="^cache: "):
+            cache.update(keys, keys, layer)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="values is torch.float64"):
+        cache.update(torch.ones(2, 3, 1, 4), torch.ones(2, 3, 1, 4, dtype=torch.float64), 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, "float16"])
+def test_a_cache_of_anything_but_floats_is_refused(dtype: Any) -> None:
+    with pytest.raises(TypeError, match="DynamicCache: dtype must be"):
+        DynamicCache(dtype=dtype)
 
 
 def tiny_model() -> LlamaForCausalLM:
@@ -693,6 +774,65 @@ def test_a_cache_is_cut_to_a_length_alone() -> None:
             cache.truncate(length)  # type: ignore[arg-type]
     cache.truncate(2)
     assert cache.get_seq_length() == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"querys": None}, TypeError, "querys must be a tensor, but is NoneType"),
+        ({"keys": [1.0]}, TypeError, "keys must be a tensor, but is list"),
+        ({"values": torch.ones(3, 4, 8, dtype=torch.float64)}, TypeError, "values is torch.float64"),
+        ({"querys": torch.ones(1, 2, 4, 8)}, ValueError, r"querys must be \[seq, heads, dim\]"),
+        ({"querys": torch.ones(2, 4, 6)}, ValueError, r"querys has shape \(2, 4, 6\)"),
+        ({"values": torch.ones(3, 1, 8)}, ValueError, r"values has shape \(3, 1, 8\)"),
+        ({"querys": torch.ones(5, 4, 8)}, ValueError, "5 querys cannot be the last of 3 keys"),
+        ({"scaling": "0.1"}, TypeError, "scaling must be a number"),
+    ],
+)
+def test_plain_attention_refuses_by_name_what_does_not_fit(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    heads = {"querys": torch.ones(2, 4, 8), "keys": torch.ones(3, 4, 8), "values": torch.ones(3, 4, 8)}
+    for attention in (multi_head_attention, grouped_query_attention):
+        with pytest.raises(error, match=message):
+            attention(**{**heads, "scaling": 0.1, **arguments})
+
+
+def test_heads_are_not_shared_unless_that_is_asked_for() -> None:
+    q, k = torch.ones(2, 4, 8), torch.ones(3, 1, 8)
+    with pytest.raises(ValueError, match="4 heads of querys, but 1 of keys; grouped_query_attention"):
+        multi_head_attention(q, k, k, 0.1)
+
+
+@pytest.mark.parametrize("ngroup, error", [(0, ValueError), (-1, ValueError), (1.5, TypeError)])
+def test_heads_are_repeated_a_whole_number_of_times(ngroup: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="repeat_kv: ngroup must be"):
+        repeat_kv(torch.ones(3, 2, 8), torch.ones(3, 2, 8), ngroup)
+
+
+@pytest.mark.parametrize("kind", [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)])
+def test_ids_positions_and_masks_may_be_integers_of_any_kind(kind: str) -> None:
+    model, dtype = tiny_model(), getattr(torch, kind)
+    ids, ones, positions = torch.tensor([[1, 2, 3]]), torch.ones(1, 3), torch.arange(3)
+    found = model(ids.to(dtype), positions.to(dtype), attention_mask=ones.to(dtype))
+    assert torch.equal(found, model(ids))
+    generated = model.generate(ids.to(dtype), 4, attention_mask=ones.to(dtype))
+    assert torch.equal(generated, model.generate(ids, 4)) and generated.dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("attention_mask", "111"),
+        ("attention_mask", {}),
+        ("do_sample", torch.ones(2)),
+        ("temperature", torch.ones(2)),
+        ("top_k", torch.ones(2)),
+    ],
+)
+def test_generate_refuses_by_name_what_is_of_another_type(name: str, wrong: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"{name} must be"):
+        tiny_model().generate(torch.tensor([[1, 2, 3]]), 1, **{name: wrong})
 
 
 def test_no_key_value_heads_are_refused() -> None:

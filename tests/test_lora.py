@@ -66,7 +66,11 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"attention_bias": True},
         {
             "target_modules": list(ALL),
-            "rank_pattern": {"layers.1.self_attn.q_proj": 7, "down_proj": 2},
+            "rank_pattern": {
+                "layers.1.self_attn.q_proj": 7,
+                "^model.layers.0.mlp.down_proj": 3,
+                "down_proj": 2,
+            },
             "alpha_pattern": {"o_proj": 5, "model.layers.0.mlp.down_proj": 1},
         },
     ),

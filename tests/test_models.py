@@ -16,8 +16,8 @@ from torch import Tensor
 
 from infinicore.quantization import QuantizedTensor
 from infinilm.checkpoint import CheckpointError, open_checkpoint
+from infinilm.models.description import describe
 from infinilm.models.llama import LlamaForCausalLM
-from infinilm.models.weights import describe
 
 __all__ = ["known", "make"]
 
@@ -374,6 +374,24 @@ def test_how_much_of_a_head_phi_rotates_stands_among_its_rope_first(place: str, 
     rope = {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.75}
     change_config(folder, ("rope_parameters",), partial_rotary_factor=0.5, **{place: rope})
     theirs = transformers.Phi3ForCausalLM.from_pretrained(folder)
+    check_parity(theirs, folder, torch.float32, FLOAT32_BAR)
+
+
+def test_the_length_that_phi_was_trained_for_stands_beside_its_rope_or_is_that_of_transformers(
+    make: Any,
+) -> None:
+    _, folder = make("Phi3")
+    factors = {name: [factor] * 8 for name, factor in (("short_factor", 1.5), ("long_factor", 3.0))}
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 8, **factors}
+    removed = ("rope_parameters", "original_max_position_embeddings")
+    change_config(folder, removed, rope_scaling=rope)
+    theirs = transformers.Phi3ForCausalLM.from_pretrained(folder)
+    check_parity(theirs, folder, torch.float32, FLOAT32_BAR)
+
+
+def test_a_qwen3_whose_config_has_no_size_of_heads_has_that_of_transformers(make: Any) -> None:
+    theirs, folder = make("Qwen3", head_dim=128)
+    change_config(folder, remove=("head_dim",))
     check_parity(theirs, folder, torch.float32, FLOAT32_BAR)
 
 

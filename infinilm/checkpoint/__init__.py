@@ -154,7 +154,10 @@ def _only_gguf(folder: Folder) -> Path:
     names = sorted(entry.name for entry in folder.path.iterdir() if entry.suffix.lower() == ".gguf")
     found = [name for name in names if not is_later_part(name)] or names[:1]
     if not found:
-        raise CheckpointError(f"{folder.path}: holds neither config.json nor a .gguf file")
+        is_adapter = folder.find("adapter_config.json") is not None
+        way_out = "; it is an adapter, which is given beside its model (LoRARequest, --lora)"
+        missing = f"{folder.path}: holds neither config.json nor a .gguf file"
+        raise CheckpointError(missing + way_out if is_adapter else missing)
     if len(found) > 1:
         first = ", ".join(found[:5])
         raise CheckpointError(

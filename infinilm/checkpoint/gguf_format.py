@@ -139,7 +139,9 @@ class _Cursor:
 def _check_magic(cursor: _Cursor) -> None:
     magic = cursor.number("4s", "the magic")
     if magic != MAGIC:
-        raise cursor.error(f"not a GGUF file: starts with {magic!r}, not {MAGIC!r}")
+        # "version https://git-lfs…": what a clone without Git LFS has in the file's place
+        hint = "; of a pointer of Git LFS, `git lfs pull` fetches the file" if magic == b"vers" else ""
+        raise cursor.error(f"not a GGUF file: starts with {magic!r}, not {MAGIC!r}{hint}")
     version = cursor.number("I", "the version")
     if version not in VERSIONS:
         is_swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS

@@ -40,6 +40,12 @@ DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    # Of quantised files, which are opened for their config to say what they are
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
 }
 
 
@@ -229,12 +235,9 @@ def _read_header_object(file: BinaryIO, num_bytes: int, source: object) -> dict[
         raise CheckpointError(f"{source}: not a safetensors file: has only {len(prefix)} bytes")
     length = struct.unpack("<Q", prefix)[0]
     if not 2 <= length <= min(num_bytes - 8, MAX_HEADER_BYTES):
-        hint = (
-            "; it looks like a pickle, which is never loaded" if prefix.startswith((b"\x80", b"PK")) else ""
-        )
         raise CheckpointError(
             f"{source}: not a safetensors file: its header would have {length} bytes, "
-            f"not 2 to {min(num_bytes - 8, MAX_HEADER_BYTES)}{hint}"
+            f"not 2 to {min(num_bytes - 8, MAX_HEADER_BYTES)}{_likeness(prefix)}"
         )
     raw = file.read(length)
     if not raw.startswith(b"{"):
@@ -242,6 +245,15 @@ def _read_header_object(file: BinaryIO, num_bytes: int, source: object) -> dict[
             f"{source}: not a safetensors file: its header starts with {raw[:8]!r}, not '{{'"
         )
     return parse_object(raw, source, CheckpointError)
+
+
+def _likeness(prefix: bytes) -> str:
+    """What a file is that begins so, where people take it for weights"""
+    if prefix.startswith((b"\x80", b"PK")):
+        return "; it looks like a pickle, which is never loaded"
+    if prefix == b"version ":  # what a clone without it has in the file's place
+        return "; it looks like a pointer of Git LFS: `git lfs pull` fetches the file itself"
+    return ""
 
 
 def _check_annotations(annotations: object, source: object) -> None:

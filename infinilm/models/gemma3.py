@@ -139,9 +139,8 @@ class Gemma3ForCausalLM(gemma2.Gemma2ForCausalLM):
 
     @classmethod
     def arrange(cls, stored: Stored, config: LlamaConfig) -> None:
-        stored.move(
-            "language_model.", ""
-        )  # of a model that also sees; where it stands depends on who saved it
+        # In a model that also sees, where the text's part stands depends on who saved it.
+        stored.move("language_model.", "")
         stored.move("model.language_model.", "model.")
         for part in ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_"):
             stored.drop(part)

@@ -256,16 +256,12 @@ def _rope_scaling(fields: ModelFields, checkpoint: Checkpoint) -> dict[str, Any]
 
 
 def _check_no_factors(fields: ModelFields, kind: str) -> None:
+    """What is said of divisors needs them."""
     attention_factor = fields.metadata.get(fields.key("rope.scaling.attn_factor"), 1.0)
-    for name, value, is_wanted in (
-        ("type", kind, kind == "longrope"),
-        ("attn_factor", attention_factor, attention_factor != 1.0),
-    ):
-        if is_wanted:
-            key = fields.key(f"rope.scaling.{name}")
-            raise fields.error(
-                f"metadata key {key!r} is not supported; its value is {short(value)}, but has no factors"
-            )
+    if kind == "longrope" or attention_factor != 1.0:
+        name, value = ("type", kind) if kind == "longrope" else ("attn_factor", attention_factor)
+        found = f"metadata key {fields.key(f'rope.scaling.{name}')!r} is {short(value)}"
+        raise fields.error(f"{found}, but tensor {ROPE_FACTORS[1]!r} is missing")
 
 
 def _check_yarn_factor(fields: ModelFields, kind: str) -> None:

@@ -20,9 +20,8 @@ from infinilm.tokenizer import Detokenizer, Tokenizer
 if TYPE_CHECKING:
     from infinilm.models.llama import LlamaForCausalLM
 
-HAS_QUERY = re.compile(
-    r"""role\W+(?:\w+\W+)?query\b"""
-)  # of a template: `message.role == "query"` and the like
+# Of a template: `message.role == "query"` and the like
+HAS_QUERY = re.compile(r"role\W+(?:\w+\W+)?query\b")
 
 
 @dataclass(frozen=True)

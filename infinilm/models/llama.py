@@ -12,15 +12,21 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from infinicore import nn, ops
-from infinicore.checks import check_usable
+from infinicore.checks import check_usable, number, positive
 from infinicore.nn import functional as F
-from infinicore.nn.linear import lay_together, project, project_gated, project_heads
+from infinicore.nn.linear import (
+    adds_residual,
+    lay_together,
+    project,
+    project_gated,
+    project_heads,
+    project_onto,
+)
 from infinicore.ops.fused_reference import Where
 from infinilm.batch import Batch, Pausing, finished
 from infinilm.cache import DynamicCache, PagedCache, attend
@@ -28,7 +34,7 @@ from infinilm.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from infinilm.config import EngineConfig, LlamaConfig
 from infinilm.generation import NO_HEAD, GenerationMixin
 from infinilm.models.gguf import GGUF
-from infinilm.models.inputs import check_inputs
+from infinilm.models.inputs import cache_of, check_attention, check_inputs, check_keys, check_states
 from infinilm.models.judging import ASKED, Question
 from infinilm.models.pooling import Pooling, read_pooling
 from infinilm.models.registry import class_of, register
@@ -58,11 +64,18 @@ Pools = tuple[Tensor, Tensor]
 
 def repeat_kv(keys: Tensor, values: Tensor, ngroup: int) -> tuple[Tensor, Tensor]:
     """Each key/value head ngroup times in a row: [T, K, D] -> [T, K * ngroup, D]"""
+    check_keys("repeat_kv", keys, values)
+    ngroup = positive("repeat_kv", "ngroup", ngroup)
     return keys.repeat_interleave(ngroup, dim=1), values.repeat_interleave(ngroup, dim=1)
 
 
 def multi_head_attention(querys: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
     """Causal attention of one stream, the queries being its last ones: [S, H, D], [T, H, D] -> [S, H, D]"""
+    check_attention("multi_head_attention", querys, keys, values)
+    if querys.shape[1] != keys.shape[1]:
+        heads = f"{querys.shape[1]} heads of querys, but {keys.shape[1]} of keys"
+        raise ValueError(f"multi_head_attention: there are {heads}; grouped_query_attention shares them")
+    scaling = number("multi_head_attention", "scaling", scaling)
     q, k, v = (t.transpose(0, 1) for t in (querys, keys, values))  # [H, S or T, D]
     weights = F.causal_softmax(q @ k.transpose(1, 2) * scaling)  # [H, S, T]
     return (weights @ v).transpose(0, 1)
@@ -70,6 +83,7 @@ def multi_head_attention(querys: Tensor, keys: Tensor, values: Tensor, scaling: 
 
 def grouped_query_attention(querys: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
     """multi_head_attention where H / K query heads share a head: [S, H, D], [T, K, D] -> [S, H, D]"""
+    check_attention("grouped_query_attention", querys, keys, values)
     num_heads, num_kv_heads = querys.shape[1], keys.shape[1]
     if num_kv_heads == 0 or num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} query heads cannot share {num_kv_heads} key/value heads evenly")
@@ -90,7 +104,7 @@ class LlamaMLP(nn.Module):
 
     def forward(self, x: Tensor, norm: nn.RMSNorm | None = None, residual: Tensor | None = None) -> Tensor:
         """[*, E] -> [*, E]: mlp(x), or of norm(x), with a residual added"""
-        return self.down_proj(self.gated(x, norm), residual)
+        return project_onto(self.gated(x, norm), self.down_proj, residual)
 
     def gated(self, x: Tensor, norm: nn.RMSNorm | None) -> Tensor:
         return project_gated(x, self.gate_proj, self.up_proj, norm)
@@ -137,11 +151,13 @@ class LlamaAttention(nn.Module):
         """Tokens [N, E] of a batch -> [N, E]: attention(x), or of norm(x), with a residual added. Without a
         batch, see `of_streams`."""
         if batch is None or past_key_values is None:
-            return self.of_streams(hidden_states, past_key_values, rope_instance, position_ids)
+            where = past_key_values, rope_instance, position_ids
+            y = of_streams(partial(self, norm=norm), self.layer_idx, hidden_states, *where)
+            return y if residual is None else y + residual
         heads = self.num_key_value_heads, self.head_dim
         pools = past_key_values.room(self.layer_idx, batch, heads, hidden_states)
         q = self.queries(hidden_states, norm, self.rope_of(rope_instance), batch, pools)
-        return self.o_proj(self.attend(q, batch, pools).flatten(1), residual)
+        return project_onto(self.attend(q, batch, pools).flatten(1), self.o_proj, residual)
 
     def queries(
         self, x: Tensor, norm: nn.RMSNorm | None, rope: nn.RoPE | None, batch: Batch, pools: Pools
@@ -180,21 +196,40 @@ class LlamaAttention(nn.Module):
     def lay_out(self) -> None:
         lay_together(self.q_proj, self.k_proj, self.v_proj)
 
-    def of_streams(
-        self,
-        hidden_states: Tensor,
-        cache: Cache | None,
-        rope: nn.RoPE | None,
-        position_ids: Tensor | None,
-    ) -> Tensor:
-        """[B, S, E] -> [B, S, E]: streams that go on in a DynamicCache, or begin here"""
-        held = cache if isinstance(cache, DynamicCache) else DynamicCache()
-        shape = hidden_states.shape
-        batch = held.place([shape[1]] * shape[0], self.layer_idx, device=hidden_states.device)
-        if position_ids is not None:
-            batch = replace(batch, rope_rows=position_ids.expand(shape[:2]).flatten())
-        flat = self(hidden_states.flatten(0, 1), held, rope, batch=batch)
-        return flat.view(shape)
+
+def of_streams(
+    layer: Callable[..., Tensor],
+    layer_idx: int,
+    hidden_states: Tensor,
+    cache: Cache | None,
+    rope: nn.RoPE | None,
+    position_ids: Tensor | None,
+) -> Tensor:
+    """A layer by itself, [B, S, E] -> [B, S, E]: streams go on in a DynamicCache, or begin here"""
+    check_states(hidden_states, position_ids, rope)
+    held = cache_of(cache)
+    shape = hidden_states.shape
+    batch = held.place([shape[1]] * shape[0], layer_idx, device=hidden_states.device)
+    rows = batch.slots if position_ids is None else position_ids.expand(shape[:2]).flatten().long()
+    if isinstance(rope, LlamaRoPE):
+        longer = rope.reaching(end_of(rows, rope.rope_parameters.max_position), hidden_states)
+        rope, rows = placed(longer, rows, batch.streams)
+    batch = replace(batch, rope_rows=rows)
+    return layer(hidden_states.flatten(0, 1), held, rope_instance=rope, batch=batch).view(shape)
+
+
+def placed(rope: LlamaRoPE, positions: Tensor, streams: Tensor) -> tuple[LlamaRoPE, Tensor]:
+    """What rotates these tokens [N], and their rows; a stream is a sequence that ends with them"""
+    spans = torch.zeros_like(positions).scatter_reduce(0, streams, positions + 1, "amax")[streams]
+    return rope.placed(positions, spans)
+
+
+def end_of(positions: Tensor, longest: int) -> int:
+    """How far a rope has to reach for these positions"""
+    end, most = int(positions.max()) + 1, max(longest, MOST_POSITIONS)
+    if end > most:
+        raise IndexError(f"position_ids: position {end - 1} is outside [0, {most})")
+    return end
 
 
 def places(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
@@ -221,16 +256,26 @@ class LlamaDecoderLayer(nn.Module):
         past_key_values: Cache | None = None,
         use_cache: bool = True,
         rope_instance: nn.RoPE | None = None,
-        **kwargs: Any,
+        *,
+        batch: Batch | None = None,
+        position_ids: Tensor | None = None,
     ) -> Tensor:
-        """[N, E] -> [N, E]"""
-        known = {"past_key_values": past_key_values, "rope_instance": rope_instance, **kwargs}
+        """Tokens [N, E] of a batch -> [N, E]. Without a batch, see `of_streams`."""
+        if batch is None:
+            where = past_key_values, rope_instance, position_ids
+            return of_streams(self, self.self_attn.layer_idx, hidden_states, *where)
+        known = {"past_key_values": past_key_values, "rope_instance": rope_instance, "batch": batch}
         return self.flow(hidden_states, partial(self.self_attn, **known))
 
     def flow(self, x: Tensor, attention: Callable[..., Tensor]) -> Tensor:
         """What the layer makes of x; attention knows where its keys and values are, and what rotates."""
-        x = attention(x, norm=self.input_layernorm, residual=x)
-        return self.mlp(x, norm=self.post_attention_layernorm, residual=x)
+        if adds_residual(self.self_attn):
+            x = attention(x, norm=self.input_layernorm, residual=x)
+        else:
+            x = ops.add(x, attention(self.input_layernorm(x)))
+        if adds_residual(self.mlp):
+            return self.mlp(x, norm=self.post_attention_layernorm, residual=x)
+        return ops.add(x, self.mlp(self.post_attention_layernorm(x)))
 
 
 class LlamaModel(nn.Module):
@@ -256,31 +301,30 @@ class LlamaModel(nn.Module):
         """[B, S] token ids -> [B, logits_to_keep, E], the last of each stream; 0 keeps all.
 
         attention_mask [B, S] is 0 at padding among the new tokens, on either side. Padding is left out on the
-        way in, and comes back as zeros.
+        way in, and comes back as zeros: where it was, or before the last of a stream that has fewer.
         """
-        check_inputs(input_ids, position_ids, attention_mask, past_key_values, logits_to_keep)
-        cache = past_key_values if past_key_values is not None else DynamicCache()
+        check_inputs(input_ids, position_ids, attention_mask, logits_to_keep)
+        cache = cache_of(past_key_values)
         is_real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         is_real = is_real.to(input_ids.device).bool()  # [B, S]
         counts = is_real.sum(1)
         batch = cache.place(counts.tolist(), token_ids=input_ids[is_real], device=input_ids.device)
         positions = batch.slots if position_ids is None else position_ids.expand(input_ids.shape)[is_real]
-        rope, rows = self.placed(positions, batch.streams)
+        rope, rows = self.placed(positions.long(), batch.streams)
         last = counts.cumsum(0) - 1 if logits_to_keep == 1 else None
         states = self.run(replace(batch, rope_rows=rows, logit_rows=last), cache, rope)
         if last is not None:
             return states[:, None]
+        if logits_to_keep:
+            is_real = is_real.sort(1).values  # the last of each stream stand at the end
         padded = states.new_zeros(*input_ids.shape, states.shape[-1])
         padded[is_real] = states
         return padded[:, -logits_to_keep:]
 
     def placed(self, positions: Tensor, streams: Tensor) -> tuple[LlamaRoPE, Tensor]:
         """What rotates these tokens [N], and their rows; a stream is a sequence that ends with them"""
-        end, most = int(positions.max()) + 1, max(self.config.max_position_embeddings, MOST_POSITIONS)
-        if end > most:
-            raise IndexError(f"position_ids: position {end - 1} is outside [0, {most})")
-        spans = torch.zeros_like(positions).scatter_reduce(0, streams, positions + 1, "amax")[streams]
-        return self.rope_reaching(end).placed(positions, spans)
+        rope = self.rope_reaching(end_of(positions, self.config.max_position_embeddings))
+        return placed(rope, positions, streams)
 
     def rope_reaching(self, num_positions: int) -> LlamaRoPE:
         """Angles of positions below num_positions, for the caller to keep: another thread may want others."""

@@ -32,7 +32,7 @@ Value = TypeVar("Value", int, float)
 MAX_RANK = 1 << 16
 MAX_ALPHA = 1e6
 TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
-PLAIN_NAME = re.compile(r"[\w.]+")
+PLAIN_NAME = re.compile(r"\^?[\w.]+")
 
 # Keys that change what an adapter is, and their harmless values.
 OFF = (None, False)
@@ -142,7 +142,7 @@ def targets(value: Any) -> tuple[str, ...] | None:
 
 def pattern(content: Mapping[str, Any], what: str) -> Iterator[tuple[str, Any]]:
     """The items of rank_pattern or alpha_pattern. Of the regular expressions that PEFT takes for keys, those
-    that are the end of a name: another might take for ever."""
+    that are the end of a name, or ^ and a whole one: another might take for ever."""
     found = content.get(f"{what}_pattern") or {}
     if not isinstance(found, Mapping):
         raise ValueError(f"{what}_pattern must be an object, but is {short(found)}")
@@ -158,7 +158,7 @@ def named(module: str, values: Mapping[str, Value], default: Value) -> Value:
 
 
 def is_end(name: str, module: str) -> bool:
-    return f".{module}".endswith(f".{name}")
+    return name == f"^{module}" or f".{module}".endswith(f".{name}")
 
 
 def tensor_names(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:

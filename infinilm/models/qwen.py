@@ -59,6 +59,7 @@ class Qwen2ForCausalLM(LlamaForCausalLM):
 @dataclass(frozen=True, kw_only=True)
 class Qwen3Config(Qwen2Config):
     model_types = ("qwen3",)
+    head_dim: int = 128
     attention_bias: bool = False
 
     @property

@@ -67,14 +67,21 @@ def entry_of(checkpoint: Checkpoint) -> Entry:
     raise unknown(checkpoint)
 
 
+def by_rank() -> list[Entry]:
+    """The last one first; those of this folder, which may be imported at any time, after all others"""
+    here = f"{__package__}."
+    return sorted(reversed(ENTRIES), key=lambda entry: entry.model_class.__module__.startswith(here))
+
+
 def folder_entry(checkpoint: Checkpoint) -> Entry | None:
     model_type = checkpoint.config.get("model_type", "llama")
-    return next((e for e in reversed(ENTRIES) if model_type in e.model_class.config_class.model_types), None)
+    return next((e for e in by_rank() if model_type in e.model_class.config_class.model_types), None)
 
 
 def gguf_entry(checkpoint: Checkpoint) -> Entry | None:
     wanted = gguf_kind(checkpoint)
-    return next((e for e in ENTRIES if e.gguf and (e.gguf.architecture, e.gguf.has_experts) == wanted), None)
+    known = ((entry, entry.gguf) for entry in by_rank() if entry.gguf is not None)
+    return next((entry for entry, gguf in known if (gguf.architecture, gguf.has_experts) == wanted), None)
 
 
 def gguf_kind(checkpoint: Checkpoint) -> tuple[str, bool]:

@@ -8,7 +8,7 @@ from reprlib import repr as short
 from typing import Any
 
 from infinicore import nn
-from infinilm.config import LlamaConfig
+from infinilm.config import LIMITS, LlamaConfig
 from infinilm.models.gguf import GGUF
 from infinilm.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM
 from infinilm.models.registry import register
@@ -45,9 +45,11 @@ class SmolLM3Config(LlamaConfig):
 
     def _fill_in(self) -> None:
         super()._fill_in()
-        step = check_whole("no_rope_layer_interval", self.no_rope_layer_interval, 1, 1 << 12)
+        most = LIMITS["num_hidden_layers"]
+        step = check_whole("no_rope_layer_interval", self.no_rope_layer_interval, 1, most)
         if self.no_rope_layers is None:
-            layers = range(check_whole("num_hidden_layers", self.num_hidden_layers, 1, 1 << 12))
+            self._check_sizes("num_hidden_layers")
+            layers = range(self.num_hidden_layers)
             self._set(no_rope_layers=tuple(int((layer + 1) % step != 0) for layer in layers))
 
     def _check(self) -> None:
@@ -57,11 +59,10 @@ class SmolLM3Config(LlamaConfig):
         if not is_list or any(flag not in (0, 1) for flag in flags or ()):
             wanted = f"{self.num_hidden_layers} numbers, 0 or 1"
             raise ValueError(f"no_rope_layers must be {wanted}, but is {short(flags)}")
-        self._set(no_rope_layers=tuple(flags or ()))
-        if self.sliding_window is not None and self.layer_types is None:
-            kinds = ("sliding_attention", "full_attention")  # the layers that do not rotate have the window
-            types = [kinds[flag] for flag in self.no_rope_layers or ()][: self.num_hidden_layers]
-            self._set(layer_types=tuple(types))
+        rotates = tuple(flags or ())
+        self._set(no_rope_layers=rotates)
+        if self.sliding_window is not None:  # which the layers have that do not rotate
+            self._fill_in_windows(lambda layer: not rotates[layer])
 
 
 class SmolLM3Attention(LlamaAttention):

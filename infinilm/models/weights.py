@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import re
 import warnings
 from collections import Counter
@@ -17,14 +16,13 @@ from torch import Tensor
 from infinicore import nn
 from infinicore.float8 import Float8, to_float8
 from infinicore.nn.weight import WeightLayer
-from infinicore.ops.experts_reference import MOST_PAIRS
 from infinicore.quantization import BlockType, QuantizedTensor, precise_activation_bits, quantize
 from infinicore.tiles import PARTS, RowTensor, tile
 from infinilm.checkpoint import Checkpoint
 from infinilm.checkpoint.staging import Staging
 from infinilm.config import DTYPES, EngineConfig, LlamaConfig, parse_dtype
 from infinilm.models.gguf import tensor_names
-from infinilm.models.mixture import MixtureConfig, Router
+from infinilm.models.mixture import Router
 from infinilm.models.packed_copy import PackedCopy
 from infinilm.models.registry import class_of, entry_of, read_config
 from infinilm.models.stored import Stored, Weight
@@ -302,12 +300,7 @@ def give_weight(
     """The weight of this name, as it is stored or packed already"""
     path, _, leaf = name.rpartition(".")
     module, found = model.get_submodule(path), stored[name]
-    place: Tensor = getattr(module, leaf)
-    if tuple(found.shape) != tuple(place.shape):
-        shapes = f"{tuple(found.shape)}, but the config asks for {tuple(place.shape)}"
-        raise stored.error(f"{name!r} has shape {shapes}")
-    if not isinstance(found.dtype, BlockType) and found.dtype not in DTYPES.values():
-        raise stored.error(f"{name!r} is {found.dtype}; expected one of {sorted(DTYPES)}")
+    check_fits(stored, name, getattr(module, leaf))
     weight: Tensor | QuantizedTensor = placement.arrived(found.read()) if packed is None else packed
     if packed is None:
         check_finite(stored, name, weight)
@@ -320,6 +313,15 @@ def give_weight(
     if dense.dtype == torch.float16 and found.dtype != torch.float16 and not is_finite(dense):
         raise stored.error(f"{name!r} has numbers beyond float16; take bfloat16 or float32 as dtype")
     setattr(module, leaf, nn.Parameter(dense))
+
+
+def check_fits(stored: Stored, name: str, place: Tensor) -> None:
+    found = stored[name]
+    if tuple(found.shape) != tuple(place.shape):
+        shapes = f"{tuple(found.shape)}, but the config asks for {tuple(place.shape)}"
+        raise stored.error(f"{name!r} has shape {shapes}")
+    if not isinstance(found.dtype, BlockType) and found.dtype not in DTYPES.values():
+        raise stored.error(f"{name!r} is {found.dtype}; expected one of {sorted(DTYPES)}")
 
 
 def check_dense(stored: Stored, wanted: BlockType | Float8 | None) -> None:
@@ -355,44 +357,6 @@ def is_finite(weight: Tensor | QuantizedTensor) -> bool:
     if isinstance(weight, QuantizedTensor):
         return weight.has_finite_scales()
     return weight.numel() == 0 or bool(torch.isfinite(torch.stack(weight.aminmax())).all())
-
-
-def describe(checkpoint: Checkpoint) -> dict[str, str]:
-    """What a checkpoint is and the memory it needs, without reading its weights."""
-    config = read_config(checkpoint)
-    counts, stored = Counter({"": 0}), stored_weights(checkpoint, config)
-    for weight in stored.values():
-        counts[type_name(weight.dtype)] += math.prod(weight.shape)
-    total = sum(counts.values())
-    shares = ", ".join(f"{kind} {count / total:.0%}" for kind, count in counts.most_common() if count)
-    is_packed = any(isinstance(weight.dtype, BlockType) for weight in stored.values())
-    size = 2 if is_packed else 4  # of a key's number on a CPU, as cache_dtype has it
-    per_token = 2 * size * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    heads = f"{config.num_attention_heads} query heads, {config.num_key_value_heads} key/value heads"
-    cache = per_token * config.max_position_embeddings
-    return {
-        "model": str(checkpoint.path),
-        "architecture": config.model_type,
-        "parameters": f"{total:,}",
-        "layers": f"{config.num_hidden_layers} of width {config.hidden_size}, {heads} of {config.head_dim}",
-        "vocabulary": f"{config.vocab_size:,}{', tied' if config.tie_word_embeddings else ''}",
-        "context": f"{config.max_position_embeddings:,} tokens, rope {config.rope.scaling['rope_type']}",
-        "steps": steps_of(config),
-        "weights": f"{checkpoint.num_bytes / 1e6:,.1f} MB ({shares})",
-        "memory": f"{checkpoint.num_bytes / 1e6:,.0f} MB of weights, and {per_token / 1e3:,.1f} kB a token "
-        f"({cache / 1e6:,.0f} MB for a full context)",
-    }
-
-
-def steps_of(config: LlamaConfig) -> str:
-    said = ["recorded and replayed"]
-    if config.rope.scaling["rope_type"] == "dynamic":
-        longest = f"{config.max_position_embeddings:,} tokens"
-        said.append(f"beyond {longest} run op by op, for each is rotated by its own angles")
-    if isinstance(config, MixtureConfig):
-        most = MOST_PAIRS // config.num_experts_per_tok
-        said.append(f"on a GPU of more than {most} tokens, or with experts in blocks, run op by op")
-    return "; ".join(said)
 
 
 def type_name(dtype: torch.dtype | BlockType) -> str:
