@@ -30,8 +30,8 @@ def finished(pausing: Pausing[Result]) -> Result:
             return result
 
 
-class Matcher(Protocol):
-    """What a grammar allows next."""
+class Masks(Protocol):
+    """What a grammar allows next, token after token."""
 
     @property
     def is_finished(self) -> bool:
@@ -69,7 +69,7 @@ class Stream:
         self.drafts: list[int] = []
         self.stop_ids: frozenset[int] = frozenset()  # any of them ends it
         self.bad_words: Sequence[Sequence[int]] = ()
-        self.matcher: Matcher | None = None
+        self.matcher: Masks | None = None
         self.wants_state = False  # of its last token; what is drawn after it counts for nothing
         self.adapter: Any = None  # of the model's layers, which its tokens are computed with
 

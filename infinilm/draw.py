@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -115,7 +116,8 @@ def adjusted(logits: Tensor, streams: Sequence[Stream]) -> Tensor:
         [
             (s.params.repetition_penalty, s.params.presence_penalty, s.params.frequency_penalty)
             for s in streams
-        ]
+        ],
+        dtype=torch.float32,
     )
     masks = allowed_tokens(streams, logits.shape[1])
     there = [sent(t, logits.device) for t in (history, ends, penalties, masks)]
@@ -125,8 +127,9 @@ def adjusted(logits: Tensor, streams: Sequence[Stream]) -> Tensor:
 def biased(logits: Tensor, streams: Sequence[Stream]) -> Tensor:
     biases = [(row, *bias) for row, stream in enumerate(streams) for bias in stream.params.logit_bias]
     if biases:
-        rows, ids, values = (sent(torch.tensor(t), logits.device) for t in zip(*biases, strict=True))
-        logits[rows, ids] += values
+        *places, values = zip(*biases, strict=True)
+        rows, ids = (sent(torch.tensor(t), logits.device) for t in places)
+        logits[rows, ids] += sent(torch.tensor(values, dtype=logits.dtype), logits.device)
     return logits
 
 
@@ -160,10 +163,10 @@ def has_choice(stream: Stream, vocab_size: int) -> bool:
 
 
 def bits_of(token_ids: Sequence[int], num_words: int) -> Tensor:
-    words = [0] * num_words
-    for token_id in token_ids:
-        words[token_id // WORD] |= 1 << token_id % WORD
-    return torch.tensor([word - (word >> 31 << 32) for word in words], dtype=torch.int32)  # as signed ones
+    """Words that have a bit for each token, v % 32 of word v // 32, set for these"""
+    flags = np.zeros(num_words * WORD, dtype=np.uint8)
+    flags[list(token_ids)] = 1
+    return torch.from_numpy(np.packbits(flags, bitorder="little").view(np.int32))
 
 
 def banned_tokens(stream: Stream) -> list[int]:

@@ -96,8 +96,8 @@ class Folder:
         raw = self.read(name, max_bytes)
         return None if raw is None else parse_object(raw, self.path / name, self.error)
 
-    def read_list(self, name: str, max_bytes: int = MAX_CONFIG_BYTES) -> list[Any] | None:
-        raw = self.read(name, max_bytes)
+    def read_list(self, name: str) -> list[Any] | None:
+        raw = self.read(name, MAX_CONFIG_BYTES)
         found = None if raw is None else parse_json(raw, self.path / name, self.error)
         if not isinstance(found, list | None):
             raise self.error(f"{self.path / name}: its JSON is a {type(found).__name__}, not a list")

@@ -39,11 +39,11 @@ class Latest:
             self.on_device.copy_(before)
 
     def here(self, row: int) -> int:
-        """A token, as far as it is known here; what came of no numbers is followed by anything"""
+        """A token, as far as the host knows it. Where the logits were no numbers any token may follow: 0"""
         return 0 if self.is_sent else max(self.tokens[row], 0)
 
     def known(self, token_ids: Tensor) -> Tensor:
-        """With those in the place of -1 - row"""
+        """The ids, with a token of the last step in the place of each -1 - row"""
         latest = self.on_device if self.is_sent else torch.tensor(self.tokens).clamp(min=0)
         return torch.where(token_ids < 0, latest[(-1 - token_ids).clamp(min=0)], token_ids)
 

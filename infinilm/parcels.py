@@ -24,8 +24,7 @@ class Parcel:
         self.memory = torch.zeros(num_bytes(kinds), dtype=torch.uint8, pin_memory=is_sent)
         whole, at = memoryview(self.memory.numpy()), 0  # type: ignore[arg-type]
         self.arrays: list[Any] = []  # memoryviews, of ints or floats
-        for kind, length in kinds:
-            size = length * array(kind).itemsize
+        for (kind, _), size in zip(kinds, sizes_of(kinds), strict=True):
             self.arrays.append(whole[at : at + size].cast(kind))  # type: ignore[call-overload]
             at += size
 
@@ -37,12 +36,16 @@ def sent(t: Tensor, device: torch.device) -> Tensor:
     return t.pin_memory().to(device, non_blocking=True) if is_far else t.to(device)
 
 
+def sizes_of(kinds: Kinds) -> list[int]:
+    """The bytes of each array"""
+    return [length * array(kind).itemsize for kind, length in kinds]
+
+
 def num_bytes(kinds: Kinds) -> int:
-    return sum(length * array(kind).itemsize for kind, length in kinds)
+    return sum(sizes_of(kinds))
 
 
 def tensors_of(memory: Tensor, kinds: Kinds) -> list[Tensor]:
     """The arrays of a parcel, in its memory or in a copy of it"""
-    sizes = [length * array(kind).itemsize for kind, length in kinds]
-    parts = torch.split(memory, sizes)
+    parts = torch.split(memory, sizes_of(kinds))
     return [part.view(DTYPES[kind]) for part, (kind, _) in zip(parts, kinds, strict=True)]

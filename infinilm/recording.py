@@ -18,7 +18,7 @@ from infinilm.draw import Row, Settings, sampled
 from infinilm.latest import Latest
 from infinilm.parcels import Kinds, Parcel, num_bytes, tensors_of
 from infinilm.tables import Tables
-from infinilm.work import Work
+from infinilm.work import Work, num_tokens_of
 
 MAX_RECORDED = 64  # tokens of a step that is recorded on a CPU, unless it is a full one
 MAX_CAPTURED = 256  # and of one that is a CUDA graph
@@ -111,25 +111,29 @@ class Recording:
         inputs, settings = self._filled[0]
         at = num_wanted = 0
         for item in work:
-            stream, start, row = item.stream, item.start, tables.row_of(item)
-            for i, token_id in enumerate(stream.pending(item.num_tokens)):
-                source = self._latest.num_rows + at
-                if token_id < 0:
-                    source, token_id = -1 - token_id, self._latest.here(-1 - token_id)
-                inputs.token_ids[at], inputs.sources[at] = token_id, source
-                inputs.streams[at], inputs.slots[at] = row, start + i
-                inputs.spans[at] = stream.span(start + i)
-                at += 1
-            if self.batch.logit_rows is None:
-                continue
-            for i in range(at - item.num_drawn, at):
-                inputs.logit_rows[num_wanted] = i
-                num_wanted += 1
+            self._fill_tokens(inputs, at, item, tables.row_of(item))
+            at += item.num_tokens
+            if self.batch.logit_rows is not None:
+                for row in range(at - item.num_drawn, at):
+                    inputs.logit_rows[num_wanted] = row
+                    num_wanted += 1
         for values in (inputs.token_ids, inputs.sources, inputs.streams, inputs.slots, inputs.spans):
             values[at:] = array("q", [values[at - 1]]) * (len(values) - at)
         if adapted is not None:
             fill_adapters(inputs.adapters, work, adapted)
         settings.fill(rows)
+
+    def _fill_tokens(self, inputs: Inputs, at: int, item: Work, row: int) -> None:
+        """What the step is told of the tokens of one stream, whose blocks are in this row of the tables"""
+        stream, latest = item.stream, self._latest
+        for slot, token_id in enumerate(stream.pending(item.num_tokens), item.start):
+            source = latest.num_rows + at
+            if token_id < 0:
+                source, token_id = -1 - token_id, latest.here(-1 - token_id)
+            inputs.token_ids[at], inputs.sources[at] = token_id, source
+            inputs.streams[at], inputs.slots[at] = row, slot
+            inputs.spans[at] = stream.span(slot)
+            at += 1
 
     def run(self, model: Any, cache: PagedCache, rope: Any, arena: Arena | CudaArena) -> None:
         if self._latest.is_sent:
@@ -207,7 +211,7 @@ def captured_size(num_tokens: int, num_rows: int) -> tuple[int, int]:
 
 def may_come_again(work: Sequence[Work], num_rows: int, device: torch.device, full: int) -> bool:
     """Whether a step may be recorded: of few tokens or a full one, and no logprobs of prompts"""
-    num_tokens = sum(item.num_tokens for item in work)
+    num_tokens = num_tokens_of(work)
     if any(w.prompt_positions for w in work):
         return False
     if device.type == "cpu":

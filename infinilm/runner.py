@@ -34,7 +34,7 @@ from infinilm.recording import (
     recorded_size,
 )
 from infinilm.tables import Tables
-from infinilm.work import Drawn, Work, collected, drawn_rows, tokens_alone
+from infinilm.work import Drawn, Work, collected, drawn_rows, num_tokens_of, tokens_alone
 
 # N tokens of the step, B streams, M blocks of a stream, R rows of logits, V vocabulary
 
@@ -179,7 +179,7 @@ class Runner:
     def _replayed(self, work: Sequence[Work], rows: Sequence[Row]) -> tuple[Recording | None, bool]:
         """A recording that has run this work, or None where there is none; and whether that took what such
         work will take from now on"""
-        size = recorded_size(sum(item.num_tokens for item in work), len(rows), self.device)
+        size = recorded_size(num_tokens_of(work), len(rows), self.device)
         if size[0] >= self.refused_from:
             return None, True
         adapted = self._adapted_for(work)
@@ -234,7 +234,7 @@ class Passage:
 
     @property
     def num_tokens(self) -> int:
-        return sum(item.num_tokens for item in self.work)
+        return num_tokens_of(self.work)
 
     @torch.inference_mode()
     def advance(self, seconds: float) -> list[Drawn] | None:

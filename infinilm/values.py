@@ -1,7 +1,8 @@
-"""Whole numbers, numbers and flags that files give, checked: a ValueError names what is wrong."""
+"""Numbers, flags and choices that files and callers give, checked: a ValueError names what is wrong."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from reprlib import repr as short
 from typing import Any
 
@@ -24,3 +25,8 @@ def check_flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be true or false, but is {short(value)}")
     return value
+
+
+def check_one_of(name: str, value: Any, allowed: Sequence[Any]) -> None:
+    if isinstance(value, bool) or value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}, but is {short(value)}")

@@ -63,6 +63,10 @@ class Drawn:
     state: Tensor | None = None
 
 
+def num_tokens_of(work: Sequence[Work]) -> int:
+    return sum(item.num_tokens for item in work)
+
+
 def drawn_rows(work: Sequence[Work]) -> list[Row]:
     return [
         Row(item.stream, len(item.stream) + item.stream.num_unread + i)

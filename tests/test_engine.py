@@ -16,6 +16,7 @@ import torch
 from engines import (
     DEVICE,
     MAX_LENGTH,
+    VOCAB_SIZE,
     Job,
     Tiny,
     check_idle,
@@ -43,7 +44,8 @@ from infinilm import (
     load_model,
     runner,
 )
-from infinilm.draw import uniform
+from infinilm.batch import Stream
+from infinilm.draw import adjusted, uniform
 from infinilm.engine.engine import Engine
 from infinilm.engine.pace import Pace
 from infinilm.engine.request import Request
@@ -243,6 +245,16 @@ def test_texts_bound_by_a_structure_are_the_same_in_a_mix_as_alone(tiny: Tiny) -
     check_idle(engine)
     check_outputs(tiny, jobs, requests)
     assert {output.text for output in requests[1].output().outputs} <= {"yes", "no", "perhaps"}
+
+
+def test_a_model_that_cannot_guess_is_refused_with_the_reason(tiny: Tiny) -> None:
+    config = {"num_speculative_tokens": 4, "model": "another"}
+    headless, other = LlamaForCausalLM(tiny.model.config), replace(tiny.model.config, vocab_size=9)
+    headless.lm_head = None
+    with pytest.raises(ValueError, match="speculative_config: the model has no head"):
+        tiny.engine(draft=replace(tiny, model=headless), speculative_config=config)
+    with pytest.raises(ValueError, match=f"the draft model has 9 tokens, but the model {VOCAB_SIZE}"):
+        tiny.engine(draft=replace(tiny, model=LlamaForCausalLM(other)), speculative_config=config)
 
 
 def test_guesses_that_are_right_save_steps(tiny: Tiny) -> None:
@@ -787,6 +799,20 @@ def test_only_allowed_tokens_come_and_no_bad_words(tiny: Tiny) -> None:
     assert set(free.text) == set("abc") and "ab" in free.text
     (bound,) = generated(tiny.engine(), prompt(5), bad_words=["ab"], **options).outputs
     assert set(bound.text) == set("abc") and "ab" not in bound.text
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_penalties_and_biases_do_not_depend_on_the_dtype_that_torch_makes_by_default(
+    default: torch.dtype,
+) -> None:
+    params = SamplingParams(repetition_penalty=1.3, frequency_penalty=0.7, logit_bias={40: 3.3})
+    stream, logits = Stream(prompt(9), params), torch.linspace(-4, 4, VOCAB_SIZE)[None]
+    wanted, usual = adjusted(logits, [stream]), torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        assert torch.equal(adjusted(logits, [stream]), wanted)
+    finally:
+        torch.set_default_dtype(usual)
 
 
 def test_a_request_that_leaves_itself_no_token_is_the_users_mistake(tiny: Tiny) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from torch import Tensor
 
 from infinilm.engine.grammar import GrammarCompiler, Matcher
@@ -50,8 +49,7 @@ class Case:
         self.vocab_size = tokenizer.vocab_size + 40
         self.ends = list(tokenizer.eos_token_ids)
         self.compiler = GrammarCompiler(tokenizer, self.vocab_size, tokenizer.eos_token_ids)
-        self.mask = torch.zeros(3, (self.vocab_size + 31) // 32, dtype=torch.int32)
-        tokens = [tokenizer.token_bytes(i) for i in range(self.mask.shape[1] * 32)]
+        tokens = [tokenizer.token_bytes(i) for i in range((self.vocab_size + 31) // 32 * 32)]
         self.closing = [i for i, token in enumerate(tokens) if token in (b'"', b"}", b"]", b":")]
         self.are_ends = np.isin(np.arange(len(tokens)), self.ends)
         are_special = np.isin(np.arange(len(tokens)), list(tokenizer.special_token_ids))
@@ -61,8 +59,7 @@ class Case:
         return self.compiler.compile(StructuredOutputsParams(**wanted))
 
     def allowed(self, matcher: Matcher) -> list[int]:
-        matcher.fill(self.mask, 1)
-        return tokens_in(self.mask[1])
+        return tokens_in(matcher.mask())
 
     def follow(self, matcher: Matcher, text: str) -> bool:
         """Whether the text is one that may end here, taken byte by byte; RequestError if it cannot be."""
@@ -81,8 +78,7 @@ class Case:
         """The text of tokens chosen by chance; after a while those that close something come first."""
         choice, found = random.Random(seed), []
         for step in range(400):
-            matcher.fill(self.mask, 1)
-            allowed = flags_in(self.mask[1])
+            allowed = flags_in(matcher.mask())
             assert not allowed[~self.are_good].any()
             can_end, texts = allowed[self.ends].all(), np.flatnonzero(allowed & ~self.are_ends)
             if not len(texts) or (can_end and choice.random() < 0.2 + step / 100):
@@ -436,8 +432,7 @@ def test_the_end_is_allowed_exactly_where_the_text_may_end(tiny: Case) -> None:
 def test_every_end_of_text_token_is_one(tiny: Case) -> None:
     compiler = GrammarCompiler(tiny.tokenizer, tiny.vocab_size, (ord("z"), *tiny.ends, 10**9))
     matcher = compiler.compile(StructuredOutputsParams(regex="[a-z]*"))
-    matcher.fill(tiny.mask, 0)
-    assert {ord("z"), *tiny.ends} <= set(tokens_in(tiny.mask[0]))
+    assert {ord("z"), *tiny.ends} <= set(tiny.allowed(matcher))
     matcher.accept(ord("z"))  # which is no letter here
     assert matcher.is_finished
 
@@ -446,20 +441,6 @@ def test_without_an_end_of_text_token_no_text_can_be_complete(tiny: Case) -> Non
     compiler = GrammarCompiler(tiny.tokenizer, tiny.vocab_size, ())
     with pytest.raises(RequestError, match="an end of text"):
         compiler.compile(StructuredOutputsParams(regex="a"))
-
-
-def test_only_the_row_that_was_named_is_written(tiny: Case) -> None:
-    mask = torch.full((3, tiny.mask.shape[1]), -1, dtype=torch.int32)
-    tiny.compile(regex="a").fill(mask, 1)
-    assert (mask[[0, 2]] == -1).all() and tokens_in(mask[1]) == [ord("a")]
-
-
-def test_a_mask_of_another_form_is_refused(tiny: Case) -> None:
-    matcher, (rows, words) = tiny.compile(regex="a"), tiny.mask.shape
-    good = torch.zeros(rows, words, dtype=torch.int32)
-    for mask in (good.long(), good[:, :-1].clone(), torch.zeros(words, rows, dtype=torch.int32).T, good[0]):
-        with pytest.raises(ValueError, match="fill: a row of mask must be"):
-            matcher.fill(mask, 0)
 
 
 def test_a_token_that_was_not_allowed_is_refused_and_so_is_all_after_it(tiny: Case) -> None:
@@ -480,8 +461,8 @@ def test_a_copy_goes_its_own_way(tiny: Case) -> None:
 
 
 def test_other_threads_run_while_a_mask_is_computed(tiny: Case) -> None:
-    words, seen, go = tiny.mask[0], threading.Event(), threading.Event()
-    matcher = tiny.compile(regex=r"(.*a.{20}){3}")
+    matcher, seen, go = tiny.compile(regex=r"(.*a.{20}){3}"), threading.Event(), threading.Event()
+    words = matcher.no_token
     other = threading.Thread(target=lambda: go.wait() and seen.set())
     other.start()
     interval = sys.getswitchinterval()
@@ -490,7 +471,7 @@ def test_other_threads_run_while_a_mask_is_computed(tiny: Case) -> None:
         go.set()
         end = time.monotonic() + 20
         while not seen.is_set() and time.monotonic() < end:
-            matcher._matcher.unsafe_compute_mask_ptr(words.data_ptr(), words.numel() * 4)
+            matcher._matcher.unsafe_compute_mask_ptr(words.data_ptr(), words.nbytes)
         was_seen = seen.is_set()
     finally:
         sys.setswitchinterval(interval)

@@ -32,11 +32,7 @@ class LoRARequest:
     def __post_init__(self) -> None:
         if not isinstance(self.lora_name, str) or not self.lora_name:
             raise ValueError(f"lora_name must be a name, but is {short(self.lora_name)}")
-        if (
-            isinstance(self.lora_int_id, bool)
-            or not isinstance(self.lora_int_id, int)
-            or self.lora_int_id < 1
-        ):
+        if type(self.lora_int_id) is not int or self.lora_int_id < 1:
             raise ValueError(f"lora_int_id must be a whole number from 1, but is {short(self.lora_int_id)}")
         if not isinstance(self.lora_path, str | Path) or not str(self.lora_path):
             raise ValueError(f"lora_path must be the path of a folder, but is {short(self.lora_path)}")

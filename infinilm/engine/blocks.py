@@ -49,9 +49,8 @@ class Blocks:
         self.digest = digest
         self.num_holders = [0] * num_blocks
         self.empty = list(range(num_blocks))[::-1]  # a stack: memory is touched as far as it is needed
-        self.reusable: OrderedDict[int, None] = (
-            OrderedDict()
-        )  # of those nobody holds, the longest out of use first
+        # Of those that nobody holds, the longest out of use first
+        self.reusable: OrderedDict[int, None] = OrderedDict()
         self.contents: dict[int, Content] = {}
         self.found: dict[bytes, int] = {}
         self.last_serial = 0

@@ -12,12 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from infinilm.batch import Stream
-from infinilm.config import check_one_of
 from infinilm.draw import needs_adjusting
 from infinilm.engine.request import Completion
 from infinilm.engine.scheduler import Scheduler
 from infinilm.runner import Runner
-from infinilm.values import check_whole
+from infinilm.values import check_one_of, check_whole
 from infinilm.work import Work
 
 LONGEST_REST = 64  # steps without guesses, for streams whose guesses come to nothing

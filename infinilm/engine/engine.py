@@ -19,14 +19,14 @@ from infinilm.engine.caches import make_caches
 from infinilm.engine.draft import ModelDrafter, NgramDrafter, SpeculativeConfig, note_guesses
 from infinilm.engine.intake import Intake, Prompt, RequestOptions
 from infinilm.engine.request import Completion, NumericalError, QueueFull, Request, RequestError
-from infinilm.engine.scheduler import Scheduler, num_tokens_of
+from infinilm.engine.scheduler import Scheduler
 from infinilm.engine.stats import STEP_TOKENS, Histogram, Progress, Stats
-from infinilm.generation import step_tokens
+from infinilm.generation import NO_HEAD, step_tokens
 from infinilm.models.llama import LlamaForCausalLM
 from infinilm.runner import Passage, Pending, Runner
 from infinilm.sampling import SamplingParams
 from infinilm.tokenizer import Tokenizer
-from infinilm.work import Drawn, Work
+from infinilm.work import Drawn, Work, num_tokens_of
 
 # Parameters that say which tokens may not be drawn
 RULING_OUT = ("structured_outputs", "allowed_token_ids", "bad_words", "min_tokens")
@@ -96,9 +96,7 @@ class Engine:
             return None
         if draft is None:
             return NgramDrafter(config, self.scheduler)
-        if draft.config.vocab_size != self.model.config.vocab_size:
-            sizes = f"{draft.config.vocab_size} tokens, but the model {self.model.config.vocab_size}"
-            raise ValueError(f"speculative_config: the draft model has {sizes}; they must be the same")
+        check_draft(draft, self.model.config)
         runner = Runner(draft, caches[0], self.config.max_num_seqs, self.max_length)
         return ModelDrafter(config, self.scheduler, runner)
 
@@ -303,8 +301,8 @@ class Engine:
         self._note_tokens(stream.request, 0)
 
     def _append(self, stream: Completion, result: Drawn) -> int:
-        """What was drawn: a token, and as long as guesses were right the ones after them. How many guesses
-        were wrong, whose keys are to be computed anew."""
+        """Take what was drawn: a token, and as long as guesses were right those after it; the number of
+        guesses that were wrong, whose keys are to be computed anew."""
         num_before = len(stream)
         guesses, stream.drafts = stream.drafts, []
         logprobs = result.logprobs or [[]] * len(result.token_ids)
@@ -372,6 +370,15 @@ def check_length(config: EngineConfig, llama: LlamaConfig) -> None:
     longest, wanted = llama.longest, config.max_model_len
     if wanted is not None and wanted > longest:
         raise ValueError(f"max_model_len is {wanted}, but the model's rope reaches {longest} positions")
+
+
+def check_draft(draft: LlamaForCausalLM, llama: LlamaConfig) -> None:
+    """What it guesses are tokens of the model."""
+    if not draft.has_head:
+        raise ValueError(f"speculative_config: {NO_HEAD}")
+    if draft.config.vocab_size != llama.vocab_size:
+        sizes = f"{draft.config.vocab_size} tokens, but the model {llama.vocab_size}"
+        raise ValueError(f"speculative_config: the draft model has {sizes}; they must be the same")
 
 
 def prepare_masks(work: Sequence[Work]) -> None:

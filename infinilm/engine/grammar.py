@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import llguidance
-import numpy as np
 import torch
 from torch import Tensor
 
+from infinilm.draw import WORD, bits_of
 from infinilm.engine.grammar_schema import check_schema, drop_notes
 from infinilm.engine.grammar_trial import (
     COMPILE_STACK,
@@ -66,12 +66,8 @@ class GrammarCompiler:
         """RequestError if there is no such text, or if llguidance cannot tell it from others."""
         if not self._eos_token_ids:
             raise wrong_structure("structured_outputs need a model with an end of text; this one has none")
-        kind, grammar = grammar_of(wanted)
-        try_out(kind, grammar)
-        view = self._vocabulary.view
-        with refusals(kind):
-            matcher = call_with_stack(COMPILE_STACK, lambda: compile_grammar(view, grammar))
-        found = Matcher(self._vocabulary, matcher, kind)
+        kind, grammar = tried_grammar(wanted)
+        found = Matcher(self._vocabulary, compiled(self._vocabulary.view, kind, grammar), kind)
         found.check()
         return found
 
@@ -83,7 +79,7 @@ class GrammarCompiler:
 class Matcher:
     """Follows one text token by token. To be used by one thread at a time, which may be any.
 
-    `fill` lets go of the GIL while it works, so that a model can run meanwhile.
+    `mask` lets go of the GIL while it works, so that a model can run meanwhile.
     """
 
     def __init__(self, vocabulary: Vocabulary, matcher: llguidance.LLMatcher, kind: str) -> None:
@@ -96,33 +92,27 @@ class Matcher:
         """Nothing but the end of the text may follow."""
         return self._matcher.is_stopped()
 
-    def fill(self, mask: Tensor, row: int = 0) -> None:
-        """Set the bits of the tokens that may come next in one row of mask, [R, ceil(V / 32)] int32.
+    def mask(self) -> Tensor:
+        """The tokens that may come next, a bit for each, in new words [ceil(V / 32)] of int32.
 
         End-of-text tokens are among them where the text may end. RequestError where no token may follow, or
         the step took too much work: then the text cannot be completed.
         """
-        words = mask[row]
-        self._vocabulary.check_words(words)
+        words = self.no_token
         with refusals(self._kind):
-            self._matcher.unsafe_compute_mask_ptr(words.data_ptr(), words.numel() * words.element_size())
+            self._matcher.unsafe_compute_mask_ptr(words.data_ptr(), words.nbytes)
         self._check_state()
         words &= self._vocabulary.text_or_end if self._matcher.is_accepting() else self._vocabulary.text
         if not words.any():
             raise wrong_structure(f"structured_outputs.{self._kind}: no token of this model can follow here")
-
-    def new_mask(self) -> Tensor:
-        """The words that `fill` writes"""
-        mask = self._vocabulary.new_mask()
-        self.fill(mask)
-        return mask[0]
+        return words
 
     @property
     def no_token(self) -> Tensor:
-        return self._vocabulary.new_mask()[0]
+        return torch.zeros_like(self._vocabulary.text)
 
     def accept(self, token_id: int) -> None:
-        """The token that came next, one of those that `fill` allowed."""
+        """The token that came next, one of those that `mask` allowed."""
         with refusals(self._kind):
             self._matcher.consume_token(token_id)
         self._check_state()
@@ -138,7 +128,7 @@ class Matcher:
     def check(self) -> None:
         """Can a text begin, and is all of the grammar enforced?"""
         check_grammar(self._matcher, self._kind)
-        self.fill(self._vocabulary.new_mask())
+        self.mask()
 
     def _check_state(self) -> None:
         check_state(self._matcher, self._kind)
@@ -162,7 +152,7 @@ class Masks:
     def prepare(self) -> None:
         """Begin the next mask; a step begins."""
         if self._next is None:
-            self._next = self._threads.submit(self._matcher.new_mask)
+            self._next = self._threads.submit(self._matcher.mask)
 
     def mask(self) -> Tensor:
         self.prepare()
@@ -190,8 +180,9 @@ class Vocabulary:
         self.special_token_ids = sorted(token_id for token_id in specials if token_id < vocab_size)
         self.eos_token_id = eos_token_ids[0]
         texts = [i for i, token in enumerate(self.tokens) if token and i not in specials]
-        self.text = words_of(texts, vocab_size)
-        self.text_or_end = words_of([*texts, *eos_token_ids], vocab_size)
+        num_words = -(-vocab_size // WORD)
+        self.text = bits_of(texts, num_words)
+        self.text_or_end = bits_of([*texts, *eos_token_ids], num_words)
         self.view = llguidance.LLTokenizer(self, eos_token=eos_token_ids)  # type: ignore[arg-type]
 
     def __call__(self, text: str) -> list[int]:
@@ -199,28 +190,6 @@ class Vocabulary:
         ids = self._tokenizer.encode(text, add_special_tokens=False, allow_special=False)
         is_spelled = b"".join(self.tokens[token_id] for token_id in ids) == text.encode()
         return ids if is_spelled else self.view.greedy_tokenize(text)
-
-    def new_mask(self) -> Tensor:
-        return torch.zeros_like(self.text)[None]
-
-    def check_words(self, words: Tensor) -> None:
-        """They are written to by address."""
-        wanted = tuple(self.text.shape)
-        is_good = (
-            words.shape == wanted and words.dtype == torch.int32 and words.is_contiguous() and words.is_cpu
-        )
-        if not is_good:
-            raise ValueError(
-                f"fill: a row of mask must be {wanted} int32 side by side on the CPU, "
-                f"but is {tuple(words.shape)} {words.dtype} on {words.device}, strides {words.stride()}"
-            )
-
-
-def words_of(token_ids: list[int], vocab_size: int) -> Tensor:
-    """Bits, token v at bit v % 32 of word v // 32"""
-    flags = np.zeros((vocab_size + 31) // 32 * 32, dtype=np.uint8)
-    flags[token_ids] = 1
-    return torch.from_numpy(np.packbits(flags, bitorder="little").view(np.int32))
 
 
 # --- From parameters to llguidance's grammars ---------------------------------------------------------------
@@ -276,14 +245,23 @@ def refusal_of(wanted: StructuredOutputsParams) -> str | None:
     """For a vocabulary of bytes, which can spell all there is"""
     view = llguidance.LLTokenizer(Bytes(), eos_token=[Bytes.eos_token_id])  # type: ignore[arg-type]
     try:
-        kind, grammar = grammar_of(wanted)
-        try_out(kind, grammar)
-        with refusals(kind):
-            matcher = call_with_stack(COMPILE_STACK, lambda: compile_grammar(view, grammar))
-        check_grammar(matcher, kind)
+        kind, grammar = tried_grammar(wanted)
+        check_grammar(compiled(view, kind, grammar), kind)
     except RequestError as error:
         return str(error)
     return None
+
+
+def tried_grammar(wanted: StructuredOutputsParams) -> tuple[str, str]:
+    """The kind of a grammar and its text, which takes no more than it may to compile"""
+    kind, grammar = grammar_of(wanted)
+    try_out(kind, grammar)
+    return kind, grammar
+
+
+def compiled(view: llguidance.LLTokenizer, kind: str, grammar: str) -> llguidance.LLMatcher:
+    with refusals(kind):
+        return call_with_stack(COMPILE_STACK, lambda: compile_grammar(view, grammar))
 
 
 @functools.lru_cache(maxsize=NUM_TRIED)

@@ -14,9 +14,8 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 if __name__ == "__main__":
-    sys.path.extend(
-        sys.argv[1:]
-    )  # where grammar.py finds its packages; -I -S knows the standard library alone
+    # Where grammar.py finds its packages: -I -S knows the standard library alone.
+    sys.path.extend(sys.argv[1:])
 
 import llguidance
 

@@ -18,7 +18,7 @@ from infinilm.engine.pace import Pace
 from infinilm.engine.recent import Recent
 from infinilm.engine.request import Completion
 from infinilm.engine.stats import Counts
-from infinilm.work import Work
+from infinilm.work import Work, num_tokens_of
 
 IN_ORDER = attrgetter("order")
 # Of a prompt whose logprobs are wanted: the logits of so many tokens are in memory at once.
@@ -215,10 +215,6 @@ class Scheduler:
     def _release(self, stream: Completion) -> None:
         self.blocks.give_back(stream.block_ids)
         stream.block_ids, stream.chain = [], None
-
-
-def num_tokens_of(work: Sequence[Work]) -> int:
-    return sum(item.num_tokens for item in work)
 
 
 def is_ending(stream: Completion) -> bool:

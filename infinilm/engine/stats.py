@@ -38,24 +38,15 @@ class Counts:
     accepted_tokens: int = 0
 
 
-@dataclass(frozen=True)
-class Stats:
-    """An engine at one moment: streams that run, requests that wait, blocks that are held; then `Counts`."""
+@dataclass(kw_only=True)
+class Stats(Counts):
+    """An engine at one moment: streams that run, requests that wait, blocks that are held, and its counts."""
 
     num_running: int
     num_waiting: int
     num_waiting_tokens: int
     num_blocks_used: int
     num_blocks: int
-    prompt_tokens: int
-    cached_tokens: int
-    generated_tokens: int
-    preemptions: int
-    prefix_queries: int
-    prefix_hits: int
-    drafts: int
-    draft_tokens: int
-    accepted_tokens: int
 
 
 @dataclass(frozen=True)
