@@ -16,9 +16,9 @@ import servers
 
 from infinilm import cli, load
 from infinilm.load import Answer, Arrivals, Failure, Load, Query, Target
-from infinilm.load.client import note
+from infinilm.load.client import headers_of, note
 from infinilm.load.traffic import MAX_RATES
-from infinilm.load.wire import Address
+from infinilm.load.wire import Address, head_of
 
 CHUNK = b'data: {"choices": [{"index": 0, "text": "a", "finish_reason": null}]}\n\n'
 LAST = b'data: {"choices": [{"index": 0, "text": "", "finish_reason": "length"}]}\n\n'
@@ -175,6 +175,11 @@ def test_nobody_there_is_an_error_like_others() -> None:
 def test_an_error_of_our_own_is_not_swallowed() -> None:
     with pytest.raises(Failure, match="not JSON"):
         note(Answer(0.0), b"[1, 2]")
+
+
+def test_a_key_goes_as_the_bytes_that_a_server_was_given() -> None:
+    head = head_of(Address("localhost"), "GET", "/models", headers_of("clé-ключ"), 0)
+    assert "authorization: Bearer clé-ключ\r\n".encode() in head
 
 
 @pytest.mark.parametrize(

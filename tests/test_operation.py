@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -354,12 +355,15 @@ def serve_until_dead(folder: Path, ask: Callable[[httpx.Client, AsyncLLM], None]
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]
     caller = threading.Thread(target=call)
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     try:
         with no_thread_left():
             caller.start()
             return serve.run(serve.Options(port=port, names=(NAME,)), load)
     finally:
         caller.join()
+        for number, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
+            signal.signal(number, handler)  # which a process that was told to end ignores
 
 
 def fail_in_a_step(llm: AsyncLLM) -> None:
@@ -553,6 +557,31 @@ def test_sigterm_ends_a_process_well_and_the_next_one_knows_its_prefixes_bit_for
         found = logprobs(second.http)
     assert (computed[0], found[0] >= 64) == (0, True)
     assert found[1] == computed[1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_however_often_it_is_told_to_end_its_status_is_0(number: signal.Signals, folder: Path) -> None:
+    with child(folder) as server:
+        while server.process.poll() is None:  # up to the last moment of Python itself
+            server.process.send_signal(number)
+            time.sleep(0.01)
+        assert server.process.returncode == 0, server.lines
+
+
+def test_where_no_file_is_left_callers_wait_and_one_line_says_so(folder: Path) -> None:
+    with child(folder) as server:
+        process, place = (
+            psutil.Process(server.process.pid),
+            (server.http.base_url.host, server.http.base_url.port),
+        )
+        assert len(set(process.rlimit(psutil.RLIMIT_NOFILE))) == 1  # all that there may be
+        process.rlimit(psutil.RLIMIT_NOFILE, (process.num_fds() + 2,) * 2)
+        callers = [socket.create_connection(place) for _ in range(8)]
+        wait_until(lambda: any("too many files" in line for line in server.lines))
+        for caller in callers:
+            caller.close()
+        assert server.http.get("/health").status_code == 200
+        assert len([line for line in server.lines if "too many files" in line or "Error" in line]) == 1
 
 
 def test_nothing_outlives_a_process_that_is_killed(folder: Path) -> None:

@@ -65,6 +65,7 @@ class Server(ThreadingHTTPServer):
         self.answers: list[list[Step] | tuple[int, dict[str, str], bytes]] = []
         self.bodies: list[dict[str, Any]] = []
         self.key: str | None = None
+        self.model = NAME
         self.is_loading = False
         self.reader_left = Event()
 
@@ -85,7 +86,8 @@ class Handler(BaseHTTPRequestHandler):
             self.reply(200, {**HEADERS, "Content-Type": kind}, content)
         elif self.path == "/v1/models" and self.is_allowed():
             defaults = {"temperature": 0.7}
-            models = [{"id": NAME, "object": "model", "max_model_len": 8192, "default_sampling": defaults}]
+            model = {"id": self.server.model, "object": "model", "max_model_len": 8192}
+            models = [model | {"default_sampling": defaults}]
             self.reply(200, {}, json.dumps({"object": "list", "data": models}).encode())
         elif self.path != "/v1/models":
             self.reply(404, {}, error_body("no such page"))
@@ -104,11 +106,15 @@ class Handler(BaseHTTPRequestHandler):
     def is_allowed(self) -> bool:
         if self.server.is_loading:
             self.reply(503, {"Retry-After": "1"}, error_body("the model is being loaded"))
-        elif self.server.key and self.headers["Authorization"] != f"Bearer {self.server.key}":
+        elif self.server.key and self.header("Authorization") != f"Bearer {self.server.key}":
             self.reply(401, {}, error_body("a key is needed"))
         else:
             return True
         return False
+
+    def header(self, name: str) -> str:
+        """Its bytes as UTF-8, which the library takes for Latin-1"""
+        return str(self.headers.get(name, "")).encode("latin-1").decode()
 
     def reply(self, status: int, headers: dict[str, str], content: bytes) -> None:
         self.send_response(status)
@@ -375,6 +381,19 @@ def test_an_answer_that_could_not_be_made_again_is_still_there(tab: Tab, server:
     assert tab.text(".assistant .body") == "One."
 
 
+def test_an_answer_stays_whose_next_one_was_stopped_before_it_began(tab: Tab, server: Server) -> None:
+    server.answers = [answer("First."), [Gate(), *answer("Second.")]]
+    ask(tab, "Hello")
+    wait_for_answers(tab, 1)
+    tab.click(".assistant [aria-label=Regenerate]")
+    tab.wait("!document.getElementById('stop').hidden")
+    tab.press("Escape")
+    wait_for_answers(tab, 1)
+    assert tab.text(".assistant .body") == "First." and tab.count(".remark") == 0
+    tab.reload()
+    assert tab.text(".assistant .body") == "First."
+
+
 def test_an_edited_message_is_sent_with_what_stood_before_it_alone(tab: Tab, server: Server) -> None:
     server.answers = [answer("One."), answer("Two."), answer("Three.")]
     for number, text in enumerate(["First", "Second"], start=1):
@@ -469,6 +488,40 @@ def test_conversations_survive_a_reload_and_can_be_renamed_and_deleted(tab: Tab,
     assert tab.texts("#conversations button") == ["Second question"]
 
 
+def test_the_conversation_that_was_asked_about_is_deleted_though_the_reader_went_back(
+    tab: Tab, server: Server
+) -> None:
+    for question in ("Keep me", "Delete me"):
+        tab.click("#new")
+        ask(tab, question)
+        wait_for_answers(tab, 1)
+    choose(tab, "delete")
+    assert "“Delete me” will be gone" in tab.text("#ask")
+    tab.js("history.go(-2)")
+    tab.wait("title.innerText === 'Keep me'")
+    tab.click("#ask .strong")
+    tab.wait("document.querySelectorAll('#conversations li').length === 1")
+    assert tab.texts("#conversations button") == ["Keep me"] and tab.text("#title") == "Keep me"
+
+
+def test_what_another_tab_writes_leaves_the_reader_where_he_is(tab: Tab, server: Server) -> None:
+    server.answers = [answer("\n\n".join(f"Paragraph {i}" for i in range(100)))]
+    ask(tab, "A long story")
+    wait_for_answers(tab, 1)
+    tab.js("scroller.scrollTop = 300")
+    tab.wait("!latest.hidden")
+    other = Tab(tab.browser, tab.url)
+    other.open()
+    ask(other, "Another story")
+    tab.wait("document.querySelectorAll('#conversations li').length === 2")
+    assert tab.js("scroller.scrollTop") == 300
+    other.click("#conversations li:last-child button")
+    ask(other, "And then?")
+    tab.wait("document.querySelectorAll('article').length === 4")
+    assert tab.js("scroller.scrollTop") == 300
+    tab.browser.call("Target.closeTarget", targetId=other.target)
+
+
 def test_an_answer_goes_on_while_another_conversation_is_read(tab: Tab, server: Server) -> None:
     gate = Gate()
     server.answers = [[delta(role="assistant", content=""), delta(content="Half"), gate, *answer(" done.")]]
@@ -537,6 +590,18 @@ def test_a_server_with_a_key_is_asked_again_with_it_until_the_tab_is_closed(tab:
     assert "secret" not in tab.js("JSON.stringify(localStorage)")
 
 
+def test_a_key_goes_as_the_bytes_that_other_clients_send(tab: Tab, server: Server) -> None:
+    server.key = "clé-ключ"
+    tab.reload()
+    tab.wait("ask.open")
+    tab.type("ключ")
+    tab.press("Enter")
+    tab.wait("ask.open && ask.innerText.includes('not accepted')")
+    tab.type("clé-ключ")
+    tab.press("Enter")
+    tab.wait("model.value === 'team/tiny-chat'")
+
+
 def test_a_key_asked_for_in_the_middle_sends_the_message_afterwards(tab: Tab, server: Server) -> None:
     tab.wait("model.value")
     server.key = "secret"
@@ -558,6 +623,16 @@ def test_a_busy_server_is_tried_again_when_it_says(tab: Tab, server: Server) -> 
     tab.click(".error button")
     tab.wait("document.querySelector('.assistant .body')?.innerText === 'Now.'")
     assert server.said() == [("user", "Hello")]
+
+
+def test_a_server_that_came_back_with_another_model_is_asked_for_that_one(tab: Tab, server: Server) -> None:
+    server.model = "team/other-chat"
+    server.answers = [(404, {}, error_body("there is no model 'team/tiny-chat' here")), answer("Now.")]
+    ask(tab, "Hello")
+    tab.wait("document.querySelector('.error')?.innerText.includes('there is no model')")
+    tab.click(".error button")
+    wait_for_answers(tab, 1)
+    assert server.bodies[-1]["model"] == "team/other-chat"
 
 
 def test_a_model_that_is_loading_is_waited_for(tab: Tab, server: Server) -> None:
@@ -619,6 +694,21 @@ def test_the_keyboard_alone_sends_stops_edits_and_reaches_every_button(tab: Tab,
     tab.press("Enter")
     tab.wait("document.querySelector('article:nth-child(4) .body')?.innerText === 'Three.'")
     assert server.said()[-1] == ("user", "again!")
+    assert tab.js("document.getElementById('prompt').value") == ""
+
+
+def test_the_list_of_conversations_keeps_the_focus_when_an_answer_ends(tab: Tab, server: Server) -> None:
+    gate = Gate()
+    server.answers = [answer("One."), [delta(content="Two"), gate, *end()]]
+    ask(tab, "First")
+    wait_for_answers(tab, 1)
+    tab.click("#new")
+    ask(tab, "Second")
+    tab.wait("document.querySelector('.assistant .body')?.innerText === 'Two'")
+    tab.js("document.querySelector('#conversations li:last-child button').focus()")
+    gate.set()
+    wait_for_answers(tab, 1)
+    assert tab.js("document.activeElement.innerText") == "First"
 
 
 def test_every_control_has_a_name_and_answers_are_announced(tab: Tab, server: Server) -> None:
@@ -779,6 +869,17 @@ def test_the_readers_place_is_kept_while_an_answer_grows(tab: Tab, server: Serve
     assert tab.js("scroller.scrollTop") == 100
     tab.click("#latest")
     tab.wait(at_end)
+
+
+def test_nothing_leads_to_an_end_that_is_seen_already(tab: Tab, server: Server) -> None:
+    server.answers = [answer("A line.\n\n" * 60), answer("Short.")]
+    ask(tab, "Lines")
+    wait_for_answers(tab, 1)
+    tab.js("scroller.scrollTop = 0")
+    tab.wait("!latest.hidden")
+    tab.js("document.querySelector('.assistant [aria-label=Regenerate]').click()")
+    tab.wait("document.querySelector('.assistant .body')?.innerText === 'Short.'")
+    assert tab.js("latest.hidden")
 
 
 def test_every_file_of_the_page_is_served_and_needs_nothing_inline() -> None:

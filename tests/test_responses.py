@@ -86,7 +86,7 @@ def test_a_model_of_pydantic_is_parsed(idle: Running) -> None:
         is_so: bool
 
     with idle.client() as client:
-        found = client.responses.parse(model=NAME, input="hello", text_format=Answer, max_output_tokens=60)
+        found = client.responses.parse(model=NAME, input="hello", text_format=Answer, max_output_tokens=400)
     assert found.output_parsed is not None and found.output_parsed.is_so in (True, False)
 
 

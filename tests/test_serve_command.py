@@ -124,6 +124,7 @@ def test_without_its_libraries_it_says_how_to_get_them() -> None:
         (["--request-timeout", "-1"], "--request-timeout must be"),
         (["--max-queue", "-1"], "--max-queue must be at least 0, but is -1"),
         (["--api-key", ""], "the API key is empty"),
+        (["--api-key", " ", "--host", "nowhere.invalid"], "the API key is empty"),
         (["--api-key-file", os.devnull], "has no key"),
         (["--host", "nowhere.invalid"], "cannot listen on"),
         (["--port", "65536"], "--port must be from 0 to 65535, but is 65536"),

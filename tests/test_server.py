@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import socket
 import struct
@@ -37,7 +38,7 @@ from servers import (
 
 from infinilm import LLM, AsyncLLM, SamplingParams
 from infinilm.engine.grammar import GrammarCompiler
-from infinilm.server import endpoint
+from infinilm.server import endpoint, exchange
 from infinilm.server.app import OPERATIONS
 from infinilm.server.exchange import Settings
 from infinilm.server.service import Service
@@ -941,6 +942,16 @@ def test_a_whole_url_is_taken_for_its_path(target: str, idle: Running) -> None:
         assert read_until(sock, b"\r\n").startswith(b"HTTP/1.1 200")
 
 
+def test_an_offer_of_another_protocol_is_passed_over(idle: Running, caplog: pytest.LogCaptureFixture) -> None:
+    headers = {
+        "connection": "Upgrade, HTTP2-Settings",
+        "upgrade": "h2c",
+        "http2-settings": "AAMAAABkAAQAAP__",
+    }
+    assert idle.http.get("/health", headers=headers).status_code == 200
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
 def test_nothing_is_written_to_who_has_left(idle: Running, caplog: pytest.LogCaptureFixture) -> None:
     """Though what came for it meanwhile, of 64 answers, is found together with its leaving"""
     with idle.ask(stream=True, n=64, **ENDLESS) as sock:
@@ -1094,6 +1105,54 @@ def test_tokens_of_a_long_text_are_not_told_by_the_event_loop(
     tokens = idle.post("/tokenize", prompt="x" * 1000, return_token_strs=True).json()["tokens"]
     assert idle.post("/detokenize", tokens=tokens).json() == {"prompt": "x" * 1000}
     assert threads and all(name.startswith("infinilm-server") for name in threads)
+
+
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        (CHAT, {"messages": HELLO, "max_tokens": 1}),
+        ("/v1/completions", {"prompt": "hello", "max_tokens": 1}),
+        ("/v1/responses", {"input": "hello", "max_output_tokens": 1}),
+        ("/v1/messages", {"model": NAME, "messages": HELLO, "max_tokens": 1}),
+    ],
+)
+def test_what_a_large_body_asks_for_is_not_made_by_the_event_loop(
+    path: str, body: dict[str, Any], idle: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check, threads = SamplingParams.__post_init__, set[str]()
+
+    def noted(params: SamplingParams) -> None:
+        threads.add(threading.current_thread().name)
+        check(params)
+
+    monkeypatch.setattr(SamplingParams, "__post_init__", noted)
+    assert idle.post(path, **body, metadata={"a": "x" * exchange.LARGE_BODY}).status_code == 200
+    assert threads and idle.thread.name not in threads
+
+
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("/tokenize", {"prompt": "x" * 50_000}),
+        ("/v1/embeddings", {"input": ["x"] * 64}),
+        ("/v1/rerank", {"query": "x", "documents": ["x" * 100] * 64}),
+        ("/v1/completions", {**GREEDY, "prompt": ["x"] * 8, "logprobs": 5}),
+    ],
+)
+def test_no_thread_waits_until_a_long_answer_is_written(
+    path: str, body: dict[str, Any], idle: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The encoder lets no other thread work before it has written what it was given."""
+    dumps, written = exchange.dumps, list[str]()
+
+    def noted(given: Any) -> str:
+        written.append(dumps(given))
+        return written[-1]
+
+    monkeypatch.setattr(exchange, "dumps", noted)
+    answer = idle.post(path, **body)
+    assert answer.content == dumps(answer.json()).encode()
+    assert written and max(map(len, written)) < len(answer.content) / 4
 
 
 def test_small_routes(idle: Running) -> None:

@@ -25,6 +25,7 @@ from infinilm.server.answers import finish_reason
 from infinilm.server.parts import CallArguments, CallEnd, CallStart, Part, Reasoning, Text
 from infinilm.server.reader import Reader, has_reasoning, starts_in_reasoning
 from infinilm.server.tools import (
+    HARMONY,
     HERMES,
     LLAMA3,
     MISTRAL,
@@ -38,9 +39,16 @@ from infinilm.server.tools import (
 )
 from infinilm.server.turn import Reading, Turn, encode, enforced
 from infinilm.tokenizer import Tokenizer
-from infinilm.tokenizer.chat import Renderer
+from infinilm.tokenizer.chat import Renderer, with_thoughts
 
-FAMILIES = {"llama3": LLAMA3, "hermes": HERMES, "mistral": MISTRAL, "args": MISTRAL_ARGS, "ours": OURS}
+FAMILIES = {
+    "llama3": LLAMA3,
+    "hermes": HERMES,
+    "mistral": MISTRAL,
+    "args": MISTRAL_ARGS,
+    "harmony": HARMONY,
+    "ours": OURS,
+}
 
 WEATHER = Tool(
     "get_weather",
@@ -140,6 +148,17 @@ LLAMA_CALL = f'{{"name": "get_weather", "parameters": {CITY}}}'
 CLOCK_CALL = '{"name": "clock", "arguments": {}}'
 PARIS, TIME = call(0, "get_weather", CITY), call(1, "clock", "{}")
 
+TAGS = """<tool_call>
+<function=get_weather>
+<parameter=place>
+{"city": "Paris"}
+</parameter>
+<parameter=unit>
+cel\u00a0"sius"
+ </b></parameter>
+</function>"""
+TAGGED = '{"place": {"city": "Paris"}, "unit": "cel\u00a0\\"sius\\"\\n </b>"}'
+
 WRITTEN: dict[str, tuple[Family, str, list[tuple[Any, ...]]]] = {
     "one call": (HERMES, f"<tool_call>\n{CALL}\n</tool_call>", PARIS),
     "two calls": (
@@ -160,6 +179,17 @@ WRITTEN: dict[str, tuple[Family, str, list[tuple[Any, ...]]]] = {
         PARIS,
     ),
     "no arguments": (OURS, '<tool_call>{"name": "clock"}</tool_call>', call(0, "clock", "{}")),
+    "tags": (HERMES, f"Well.\n{TAGS}\n</tool_call>", [("text", "Well.\n"), *call(0, "get_weather", TAGGED)]),
+    "two in tags, one left open": (
+        HERMES,
+        f"{TAGS}\n<tool_call><function=clock></function></tool_call>\n",
+        call(0, "get_weather", TAGGED) + TIME,
+    ),
+    "custom, in tags": (
+        HERMES,
+        "<tool_call><function=apply_patch>\n<parameter=input>\n<a>\n</parameter>\n</function></tool_call>",
+        call(0, "apply_patch", "<a>"),
+    ),
     "a namespace": (OURS, '<tool_call>{"name": "travel__book"}</tool_call>', call(0, "travel__book", "{}")),
     "bare": (LLAMA3, LLAMA_CALL, PARIS),
     "bare, after blanks, and a second": (LLAMA3, f" \n{LLAMA_CALL}; {CLOCK_CALL}<|eom_id|>", PARIS + TIME),
@@ -222,6 +252,15 @@ NO_CALLS: dict[str, tuple[Family, str]] = {
     "a bad escape": (HERMES, r'<tool_call>{"name": "clo\xck"}</tool_call>'),
     "cut before its arguments": (HERMES, '<tool_call>{"name": "clock", "arg'),
     "cut in an escape": (HERMES, r'<tool_call>{"name": "\ud83d\u'),
+    "tags of an unknown tool": (HERMES, "<tool_call><function=rm></function></tool_call>"),
+    "tags twice": (
+        HERMES,
+        "<tool_call><function=clock><parameter=a>1</parameter><parameter=a>2</parameter></function>",
+    ),
+    "tags cut in a name": (HERMES, "<tool_call>\n<funct"),
+    "tags cut in a value": (HERMES, "<tool_call><function=clock><parameter=a>\n1\n</para"),
+    "tags cut between values": (HERMES, "<tool_call><function=clock><parameter=a>\n1\n</parameter>\n"),
+    "tags of a custom tool without input": (HERMES, "<tool_call><function=apply_patch></function>"),
     "custom of two keys": (HERMES, '<tool_call>{"arguments": {"input": "a", "b": 1}, "name": "apply_patch"}'),
     "custom of deep nesting": (
         HERMES,
@@ -246,6 +285,33 @@ def test_what_is_no_call_is_text_as_it_was(family, text):
 @pytest.mark.parametrize("family, text", [case[:2] for case in WRITTEN.values()], ids=WRITTEN)
 def test_without_tools_all_is_text(family, text):
     assert parts_of(family, text, []) == [("text", text.removesuffix("<|eom_id|>"))]
+
+
+@pytest.mark.parametrize(
+    "kind, text, value",
+    [
+        ({"type": "string"}, "12", '"12"'),
+        ({"type": "string"}, "null", '"null"'),
+        ({"type": ["string", "null"]}, "None", "null"),
+        ({"type": "integer"}, "12", "12"),
+        ({"type": "integer"}, "a dozen", '"a dozen"'),
+        ({"type": "number"}, "1e999", "1e999"),
+        ({"type": "number"}, "NaN", '"NaN"'),
+        ({"type": "number"}, "9" * 5000, f'"{"9" * 5000}"'),
+        ({"type": "boolean"}, "True", "true"),
+        ({"type": "array"}, '[1,\n"a"]', '[1,\n"a"]'),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "null", "null"),
+        ({"oneOf": [{"type": "string"}, 7]}, "7", '"7"'),
+        ({"$ref": "#/$defs/Place"}, '{"city": "Rome"}', '{"city": "Rome"}'),
+        ({"$ref": "#/$defs/Color"}, "12", '"12"'),
+        ({"type": [{}], "anyOf": 7}, "[" * 9999, f'"{"[" * 9999}"'),
+        (7, "\n a\n", r'"\n a\n"'),
+    ],
+)
+def test_what_stands_between_tags_has_the_type_that_its_schema_wants(kind, text, value):
+    tool = Tool("run", parameters={"type": "object", "properties": {"a": kind}})
+    written = f"<tool_call>\n<function=run>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>"
+    assert parts_of(HERMES, written, [tool]) == call(0, "run", f'{{"a": {value}}}')
 
 
 def test_after_an_unknown_tool_the_next_call_is_read():
@@ -377,6 +443,71 @@ def test_reasoning_is_told_from_the_answer(text, options, expected):
     assert parts_of(HERMES, text, has_reasoning=True, **options) == expected
 
 
+ANALYSIS = "<|channel|>analysis<|message|>Hm.\n<|end|><|start|>assistant"
+CHANNELS: dict[str, tuple[str, list[tuple[Any, ...]]]] = {
+    "an answer": (
+        f"{ANALYSIS}<|channel|>final<|message|>So.<|return|>",
+        [("reasoning", "Hm."), ("text", "So.")],
+    ),
+    "no thoughts": ("<|channel|>final<|message|> to=you: <b>\n", [("text", " to=you: <b>\n")]),
+    "no channel": ('{"a": 1}', [("text", '{"a": 1}')]),
+    "a call": (
+        f"{ANALYSIS}<|channel|>commentary to=functions.get_weather "
+        f"<|constrain|>json<|message|>{CITY}<|call|>",
+        [("reasoning", "Hm."), *PARIS],
+    ),
+    "for whom before where": (
+        f"{ANALYSIS} to=functions.get_weather<|channel|>commentary json<|message|>{CITY}",
+        [("reasoning", "Hm."), *PARIS],
+    ),
+    "a header that the prompt has begun": (
+        f" to=functions.get_weather<|channel|>commentary<|message|>{CITY}<|call|>",
+        PARIS,
+    ),
+    "words before a call": (
+        "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+        f"<|channel|>commentary to=functions.get_weather<|message|>{CITY}",
+        [("text", "I look."), *PARIS],
+    ),
+    "an unknown tool": (
+        "<|channel|>commentary to=functions.rm<|message|>{}",
+        [("text", "<|channel|>commentary to=functions.rm<|message|>{}")],
+    ),
+    "a tool of no client": (
+        f"{ANALYSIS}<|channel|>analysis to=python code<|message|>1",
+        [("reasoning", "Hm.\n<|start|>assistant<|channel|>analysis to=python code<|message|>1")],
+    ),
+    "a header cut off": ("<|channel|>fin", [("text", "<|channel|>fin")]),
+}
+
+
+@pytest.mark.parametrize("text, expected", CHANNELS.values(), ids=CHANNELS)
+def test_channels_tell_thoughts_answers_and_calls_apart(text, expected):
+    assert parts_of(HARMONY, text) == expected
+    for place in range(len(text) + 1):  # and what is no header is never lost
+        parts, _ = read(HARMONY, [f"{text[:place]}½{text[place:]}"])
+        assert sum(getattr(part, "text", "").count("½") for part in parts) == 1
+        check_order(parts)
+
+
+def test_what_only_looks_like_a_header_is_not_held_back():
+    said = "Each has `<|start|>` before it, and <|channel|>\n"
+    parts = Reader(HARMONY).add(f"<|channel|>final<|message|>{said}")
+    assert told(parts) == [("text", said)]
+
+
+def test_channels_are_told_apart_without_tools():
+    assert parts_of(HARMONY, CHANNELS["an answer"][0], []) == CHANNELS["an answer"][1]
+
+
+@pytest.mark.parametrize("tools", [(), (CLOCK,)], ids=["no tools", "a tool"])
+def test_the_text_keeps_the_special_tokens_that_tell_channels_apart(tools):
+    turn = Turn(params=SamplingParams(), messages=QUESTION, tools=tools)
+    assert not enforced(turn, HARMONY, starts_in_reasoning=False).skip_special_tokens
+    completion = Turn(params=SamplingParams(), prompt="Once")
+    assert enforced(completion, HARMONY, starts_in_reasoning=False).skip_special_tokens
+
+
 def test_without_reasoning_in_the_template_its_tags_are_text():
     assert parts_of(HERMES, "<think>Hm.</think>So.") == [("text", "<think>Hm.</think>So.")]
 
@@ -399,6 +530,8 @@ def test_the_end_of_a_prompt_tells_whether_reasoning_has_begun():
 
 FRAGMENTS = [
     "<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>", "<function=", ">", "</function>",
+    "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "analysis", " to=functions.", "<parameter=",
+    "</parameter>",
     "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "clock", "apply_patch", CALL, CLOCK_CALL, LLAMA_CALL,
     "{", "}", "[", "]", ",", ";", ":", '"', "\\", r"\u00e9", r"\ud83d\ude00", r"\ud83d",
     '"name"', '"arguments"', '"input"', "{}",
@@ -413,6 +546,8 @@ BEGINNINGS = [
         "[TOOL_CALLS][",
         "<function=clock>",
         "[TOOL_CALLS]clock[ARGS]",
+        "<tool_call><function=clock><parameter=a>",
+        "<|channel|>commentary to=functions.clock<|message|>",
         "",
     )
     for beginning in (
@@ -543,8 +678,17 @@ MISTRALS = """{% macro id(x) %}
 {%- for c in m.tool_calls %}{{ c.function | tojson }}{{ id(c.id) }}{% endfor %}
 {%- elif m.role == 'tool' %}[TOOL_RESULTS]{{ m.content }}{{ id(m.tool_call_id) }}
 {%- else %}[{{ m.role }}]{{ '' + m.content }}{% endif %}{% endfor %}"""
+OSS = """{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% set last = namespace(name=none) %}
+{%- for m in messages %}{% if m.tool_calls %}
+{%- if m.content and m.thinking %}{{ raise_exception('both') }}{% endif %}
+{%- if m.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}
+{%- set f = m.tool_calls[0].function %}{% set last.name = f.name %}
+{%- if m.tool_calls | length > 1 %}{{ raise_exception('one call alone is written') }}{% endif -%}
+<|start|>assistant to=functions.{{ f.name }}<|channel|>commentary json<|message|>{{ f.arguments | tojson }}
+{%- elif m.role == 'tool' %}<|start|>functions.{{ last.name }} to=assistant<|message|>{{ m.content | tojson }}
+{%- else %}<|start|>{{ m.role }}<|message|>{{ '' + m.content }}{% endif %}{% endfor %}"""
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ '' + m.content }}{% endfor %}"
-TEMPLATES = {"hermes": QWEN, "llama3": LLAMA, "mistral": MISTRALS, "ours": PLAIN}
+TEMPLATES = {"hermes": QWEN, "llama3": LLAMA, "mistral": MISTRALS, "harmony": OSS, "ours": PLAIN}
 
 
 def function_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
@@ -605,6 +749,18 @@ def test_llamas_calls_come_one_by_one_each_with_its_result():
     told = [(m["role"], m["content"] or m["tool_calls"][0]["function"]["name"]) for m in found[2:6]]
     assert told == [("assistant", "get_weather"), ("tool", "sunny"), ("assistant", "clock"), ("tool", "noon")]
     assert '{"name": "clock", "parameters": {}}' in rendered(LLAMA3, HISTORY, [CLOCK])
+
+
+def test_the_calls_of_gpt_oss_come_one_by_one_with_what_was_thought_before():
+    messages, tools = HARMONY.conversation(HISTORY, [CLOCK])
+    text = renderer("harmony").render({"messages": with_thoughts(messages), "tools": tools})
+    thought, first, result, second = text.split("<|start|>")[3:7]
+    assert thought == "assistant<|channel|>analysis<|message|>Two calls.<|end|>"
+    assert first == (
+        'assistant to=functions.get_weather<|channel|>commentary json<|message|>{"place": {"city": "Paris"}}'
+    )
+    assert result == 'functions.get_weather to=assistant<|message|>"sunny"'
+    assert second == "assistant to=functions.clock<|channel|>commentary json<|message|>{}"
 
 
 def test_llama_loses_neither_what_is_said_beside_a_call_nor_a_result_of_none():
@@ -682,7 +838,7 @@ def test_a_conversation_without_a_system_message_gets_ours_before_it():
     assert OURS.conversation(HISTORY[1:2], [])[0] == OURS.conversation(HISTORY[1:2], [CLOCK], "none")[0]
 
 
-@pytest.mark.parametrize("family", [HERMES, LLAMA3, MISTRAL, OURS], ids=lambda family: family.name)
+@pytest.mark.parametrize("family", [HERMES, LLAMA3, MISTRAL, HARMONY, OURS], ids=lambda family: family.name)
 @pytest.mark.parametrize("arguments", ["{not json", "[1]", "3", "[" * 99999, '{"a": NaN}', {"a": 1}])
 def test_whatever_arguments_a_client_sends_are_rendered(family, arguments):
     messages = [
@@ -799,7 +955,7 @@ def test_whatever_a_model_chooses_required_calls_are_read_back_and_valid(case, f
             check_arguments(tool, arguments)
 
 
-@pytest.mark.parametrize("family, tool", [*zip(FAMILIES.values(), TOOLS, strict=True)], ids=FAMILIES)
+@pytest.mark.parametrize("family, tool", [*zip(FAMILIES.values(), [*TOOLS, SUM], strict=True)], ids=FAMILIES)
 def test_a_named_tool_is_called_once_where_calls_are_not_parallel(case, family, tool):
     params, _ = family.grammar(TOOLS, Named(tool.full_name), is_parallel=False)
     ((found, arguments),) = calls_in(family, case.walk(case.compiler.compile(params), 1))

@@ -65,11 +65,16 @@ def answer(llm: LLM, token_ids: list[int], options: argparse.Namespace) -> str:
     print()
     if options.stats:
         print(stats, file=sys.stderr)
+        tell_of_obstacle(llm)
+    return "".join(pieces)
+
+
+def tell_of_obstacle(llm: LLM) -> None:
+    """Why steps took longer than those that are recorded, if some did"""
     runner = llm.engine.runner
-    if options.stats and runner.obstacle:
+    if runner.obstacle:
         steps = f"steps of {runner.refused_from} or more tokens"
         print(f"{steps} are run op by op, not recorded: {runner.obstacle}", file=sys.stderr)
-    return "".join(pieces)
 
 
 class Stats:

@@ -20,7 +20,7 @@ def run(options: argparse.Namespace) -> None:
 
     path = resolve(options.model)
     from infinilm.checkpoint import open_checkpoint
-    from infinilm.models.weights import describe
+    from infinilm.models.description import describe
 
     with open_checkpoint(path) as checkpoint:
         for name, value in describe(checkpoint).items():

@@ -12,6 +12,7 @@ from infinilm.cli.options import add_engine_options, add_load_options, engine_op
 
 if TYPE_CHECKING:
     from infinilm import AsyncLLM, LoRARequest
+    from infinilm.server.serve import Options
 
 
 SERVE_HELP = (
@@ -109,39 +110,47 @@ def take_environment(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    check_libraries()
+    from infinilm.server import serve
+
+    status = serve.run(server_options(options), lambda: load_async(options))
+    if status:
+        raise SystemExit(status)
+
+
+def check_libraries() -> None:
+    """What nothing but the server needs is installed by choice."""
     try:
-        from infinilm.server import serve
+        import infinilm.server.serve  # noqa: F401
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("starlette", "uvicorn", "h11", "prometheus_client"):
             raise
         raise ImportError(
             f"infinilm serve needs {error.name}, which is missing; pip install 'infinilm[serve]' installs it"
         ) from error
+
+
+def server_options(options: argparse.Namespace) -> Options:
     from infinilm.hub import served_name
     from infinilm.server.exchange import Settings
+    from infinilm.server.serve import Options
 
     check_queue(options)
     request_seconds = positive("--request-timeout", options.request_timeout)
-    settings = Settings(keys=api_keys(options), request_seconds=request_seconds)
-    status = serve.run(
-        serve.Options(
-            host=options.host,
-            port=options.port,
-            uds=options.uds,
-            names=tuple(options.served_model_name or [served_name(options.model)]),
-            loras=loras(options.lora or []),
-            max_num_seqs=options.max_num_seqs,
-            max_queue=options.max_queue,
-            max_queue_tokens=options.max_queue_tokens,
-            shutdown_seconds=positive("--shutdown-timeout", options.shutdown_timeout) or 0.0,
-            prefix_file=options.prefix_cache_file,
-            log_level=log_level(options.log_level),
-            settings=settings,
-        ),
-        lambda: load_async(options),
+    return Options(
+        settings=Settings(keys=api_keys(options), request_seconds=request_seconds),
+        host=options.host,
+        port=options.port,
+        uds=options.uds,
+        names=tuple(options.served_model_name or [served_name(options.model)]),
+        loras=loras(options.lora or []),
+        max_num_seqs=options.max_num_seqs,
+        max_queue=options.max_queue,
+        max_queue_tokens=options.max_queue_tokens,
+        shutdown_seconds=positive("--shutdown-timeout", options.shutdown_timeout) or 0.0,
+        prefix_file=options.prefix_cache_file,
+        log_level=log_level(options.log_level),
     )
-    if status:
-        raise SystemExit(status)
 
 
 def loras(given: Sequence[str]) -> tuple[LoRARequest, ...]:
@@ -159,7 +168,7 @@ def api_keys(options: argparse.Namespace) -> tuple[str, ...]:
         keys += options.api_key_file.read_text().splitlines()
         if not any(key.strip() for key in keys):
             raise ValueError(f"{options.api_key_file}: has no key, so that nobody could be let in")
-    if options.api_key == "":
+    if options.api_key is not None and not options.api_key.strip():
         raise ValueError("the API key is empty; leave it out to answer all")
     return tuple(key.strip() for key in keys if key.strip())
 

@@ -120,7 +120,7 @@ def head_of(address: Address, method: str, path: str, headers: Mapping[str, str]
     lines += [f"{name}: {value}" for name, value in {**own, **headers}.items()]
     if any("\r" in line or "\n" in line for line in lines):
         raise ValueError("a header must not have the end of a line in it, but the API key or the URL has")
-    return "\r\n".join([*lines, "", ""]).encode("latin-1")
+    return "\r\n".join([*lines, "", ""]).encode()
 
 
 async def response(reader: asyncio.StreamReader) -> Response:

@@ -1,1 +1,1 @@
-"""OpenAI's interface."""
+"""OpenAI's and Anthropic's interfaces, in files and over HTTP."""

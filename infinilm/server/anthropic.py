@@ -337,7 +337,7 @@ async def messages(call: Call) -> Reply:
     if body.messages[-1].role == "assistant":
         told = "messages must not end with one of the assistant's: to continue it is not supported"
         raise BodyError(told, "messages")
-    turn = turn_of(body, params_of(body, service.defaults))
+    turn = await call.made(lambda: turn_of(body, params_of(body, service.defaults)))
     answer = Answer(await service.start([turn], call, served), body)
     return Events(answer.events(), ending, lambda: PING) if body.stream else await answer.whole()
 

@@ -26,6 +26,7 @@ from pydantic import (
 
 from infinilm.engine.request import RequestError
 from infinilm.sampling import MAX_TOKENS, SamplingParams
+from infinilm.server.conversation import part_text
 
 MAX_AGENT_TOOLS = 1024  # with those of the servers that an agent is connected to
 # What a conversation and its template are rendered with, which callers may not take the place of.
@@ -101,22 +102,17 @@ class Inner(BaseModel):
 # ---- values that several bodies have -----------------------------------------------------------------------
 
 
-TEXT_KINDS = ("text", "input_text", "output_text", "refusal")
-
-
 def joined_text(content: Any) -> str | None:
     """A content that may come in parts, as one text"""
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise ValueError("must be a text or a list of parts")
-    return "\n".join(map(part_text, content))
+    return "\n".join(map(checked_text, content))
 
 
-def part_text(part: Any) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    text = part.get("refusal" if kind == "refusal" else "text") if kind in TEXT_KINDS else None
-    if not isinstance(text, str):
+def checked_text(part: Any) -> str:
+    if (text := part_text(part)) is None:
         wanted = "{'type': 'text', 'text': ...}, for the model reads nothing else"
         raise ValueError(f"a part must be {wanted}, but is {short(part)}")
     return text

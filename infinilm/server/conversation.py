@@ -57,7 +57,7 @@ def part_text(part: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
-TEXT_KINDS = {"text", "input_text", "output_text", "refusal"}
+TEXT_KINDS = ("text", "input_text", "output_text", "refusal")
 
 
 def list_of_calls(index: int, message: Mapping[str, Any]) -> list[Any]:

@@ -17,12 +17,14 @@ from infinilm.server.errors import ErrorBody, HttpError, openai_error
 from infinilm.server.service import Service
 from infinilm.server.turn import Caller
 
-LARGE_BODY = 64 << 10  # bytes, from which JSON is not read on the event loop
+LARGE_BODY = 64 << 10  # bytes, from which the event loop neither reads JSON nor makes anything of it
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": waiting\n\n"
 
 B = TypeVar("B", bound=Body)
+T = TypeVar("T")
 dumps = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+NUMBERS_AT_ONCE = 4 << 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,10 +113,12 @@ class Call(Caller):
 
     async def read(self, kind: type[B]) -> B:
         """The body as one of its kind, or BodyError."""
+        return await self.made(self.parse, kind)
+
+    async def made(self, make: Callable[..., T], *given: Any) -> T:
+        """What is made of the body, off the event loop where that is large"""
         service = self.service
-        if len(self.body) < LARGE_BODY:
-            return self.parse(kind)
-        return await service.off_loop(self.parse, kind)
+        return make(*given) if len(self.body) < LARGE_BODY else await service.off_loop(make, *given)
 
     def parse(self, kind: type[B]) -> B:
         with as_body_errors(kind.model_fields):
@@ -161,6 +165,22 @@ class Operation:
     body: type[Body] | None = None
     can_stream: bool = False
     error_body: ErrorBody = openai_error
+
+
+def dumped_in_turns(told: Mapping[str, Any]) -> bytes:
+    """The JSON of a long answer. While the encoder is at work no other thread is, so it is given the lists in
+    parts: objects one by one, numbers some at a time."""
+    fields = (
+        f"{dumps(name)}:{list_in_turns(value) if isinstance(value, list) else dumps(value)}"
+        for name, value in told.items()
+    )
+    return f"{{{','.join(fields)}}}".encode()
+
+
+def list_in_turns(items: list[Any]) -> str:
+    size = 1 if items and isinstance(items[0], dict) else NUMBERS_AT_ONCE
+    parts = (dumps(items[start : start + size])[1:-1] for start in range(0, len(items), size))
+    return f"[{','.join(parts)}]"
 
 
 def event(data: Mapping[str, Any]) -> bytes:

@@ -116,6 +116,9 @@ class Protocol(H11Protocol):
                 self._send_error(400, msg)
         self.transport.close()
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """None: HTTP/2, which some clients offer each time, is a matter of course (RFC 9110, 7.8)."""
+
     def _read_ahead(self) -> None:
         """uvicorn would read no more before it has answered, and not hear that the caller leaves."""
         if self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) < MAX_AHEAD:

@@ -13,7 +13,18 @@ from infinilm.sampling import SamplingParams
 from infinilm.server import answers, asks
 from infinilm.server.asks import CHAT, COMPLETIONS
 from infinilm.server.bodies import BodyError, as_body_errors
-from infinilm.server.exchange import DONE, Call, Events, Operation, Raw, Reply, dumps, event, openai_ending
+from infinilm.server.exchange import (
+    DONE,
+    Call,
+    Events,
+    Operation,
+    Raw,
+    Reply,
+    dumped_in_turns,
+    dumps,
+    event,
+    openai_ending,
+)
 from infinilm.server.openai_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from infinilm.server.parts import CallArguments, CallStart, Part, Reasoning, Text
 from infinilm.server.service import Service
@@ -30,7 +41,7 @@ async def chat(call: Call) -> Reply:
     body = await call.read(ChatBody)
     service = call.service
     served = service.served(body.model)
-    turn = asks.chat_turn(body, service.defaults)
+    turn = await call.made(asks.chat_turn, body, service.defaults)
     run = await service.start([turn], call, served)
     if body.stream:
         return Events(ChatStream(run, body, service).events(), openai_ending)
@@ -42,7 +53,7 @@ async def whole_answer(run: Run, body: asks.Asked, service: Service) -> Raw:
 
     def answer() -> bytes:
         told = answers.whole_answer(body, run.prepared, run.outputs, pieces, run.model, service.tokenizer)
-        return dumps({**told, "timings": run.timings()}).encode()
+        return dumped_in_turns({**told, "timings": run.timings()})
 
     takes_long = run.prepared[0].params.logprobs is not None or getattr(body, "echo", False)
     return Raw(await service.off_loop(answer) if takes_long else answer())
@@ -154,7 +165,7 @@ async def completions(call: Call) -> Reply:
     body = await call.read(CompletionBody)
     service = call.service
     served = service.served(body.model)
-    turns = asks.completion_turns(body, service.defaults)
+    turns = await call.made(asks.completion_turns, body, service.defaults)
     run = await service.start(turns, call, served)
     if body.stream:
         return Events(CompletionStream(run, body, service).events(), openai_ending)
@@ -251,7 +262,7 @@ def tokenized(body: TokenizeBody, service: Service) -> bytes:
     if body.return_token_strs:
         strings = [service.tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
     told = {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens}
-    return dumps({**told, "token_strs": strings}).encode()
+    return dumped_in_turns({**told, "token_strs": strings})
 
 
 def tokens_of(body: TokenizeBody, service: Service) -> list[int]:

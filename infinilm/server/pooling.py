@@ -20,7 +20,7 @@ from infinilm.engine.request import RequestError
 from infinilm.models.judging import Judge
 from infinilm.models.pooling import PoolingError
 from infinilm.server.bodies import BodyError
-from infinilm.server.exchange import Call, Operation, Raw, Reply, dumps
+from infinilm.server.exchange import Call, Operation, Raw, Reply, dumped_in_turns
 from infinilm.server.pooling_bodies import EmbeddingBody, Judged, RerankBody, ScoreBody
 from infinilm.server.service import BYTES_A_TOKEN, Served, Service
 from infinilm.tokenizer import TokenizerError
@@ -58,7 +58,7 @@ async def embeddings(call: Call) -> Reply:
             for index, found in enumerate(vectors)
         ]
         told = {"object": "list", "data": data, "model": served.name, "usage": usage_of(prompts)}
-        return dumps(told).encode()
+        return dumped_in_turns(told)
 
     return Raw(await service.off_loop(answer))
 
@@ -107,7 +107,7 @@ async def rerank(call: Call) -> Reply:
     results = [result_of(index, scores[index], body) for index in best]
     model = call.service.served(body.model).name
     told = {"id": f"rerank-{uuid.uuid4().hex}", "model": model, "results": results}
-    return Raw(await call.service.off_loop(lambda: dumps({**told, "usage": usage}).encode()))
+    return Raw(await call.service.off_loop(dumped_in_turns, {**told, "usage": usage}))
 
 
 def result_of(index: int, score: float, body: RerankBody) -> dict[str, Any]:

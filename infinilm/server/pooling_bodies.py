@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PlainValidator, WithJsonSchema
 
+from infinilm.sampling import is_text
 from infinilm.server.bodies import TEXT, Body, Count, Prompts
 
 
@@ -34,10 +35,8 @@ def several_texts(given: Any) -> list[str]:
 
 def whole_text(given: str) -> str:
     """Where the tokenizer refuses one, it does not know which field that was of."""
-    try:
-        given.encode()
-    except UnicodeEncodeError:
-        raise ValueError("must be text, without halves of surrogate pairs") from None
+    if not is_text(given):
+        raise ValueError("must be text, without halves of surrogate pairs")
     return given
 
 

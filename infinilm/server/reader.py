@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from infinilm.server.parts import CallArguments, CallEnd, CallStart, Part, Reasoning, Text, merged
 from infinilm.server.scanner import BLANK, Mismatch, Scanner, Steps
@@ -16,6 +17,12 @@ from infinilm.server.tools import Family, Tool
 THINK, END_OF_THINK = "<think>", "</think>"
 BETWEEN = re.compile(r"[ \t\n\r;]*")  # two calls that nothing marks
 NAME = re.compile(r"[a-zA-Z0-9_-]*")
+
+# Of the headers of messages that have channels
+RECIPIENT = "to=functions."
+HEADER_WORDS = {"assistant", "analysis", "commentary", "final", "json", "code"}
+WORDS = re.compile(r"[\w=.\- ]*")
+BETWEEN_WORDS = re.compile(r"(?:\s|<\|channel\|>|<\|constrain\|>)+")
 
 # The keys of a call as models spell them, and what they are here. The last ones are of no use.
 KEYS = {
@@ -53,7 +60,7 @@ class Reader(Scanner):
         self._is_reasoning = starts_in_reasoning
         self._has_reasoning = has_reasoning or starts_in_reasoning
         self._markers = (
-            *(family.markers if tools else ()),
+            *(family.markers if tools or family.has_channels else ()),
             *family.noise,
             *([END_OF_THINK] if self._has_reasoning else []),
         )
@@ -117,7 +124,7 @@ class Reader(Scanner):
     def _is_bare_call_ahead(self) -> Steps[bool]:
         if not self._family.has_bare_calls or not self._tools or self._is_reasoning:
             return False
-        return (yield from self._peek()) == "{"
+        return (yield from self._is_ahead(RECIPIENT if self._family.has_channels else "{"))
 
     def _plain(self) -> Steps[str]:
         """Text up to the next marker; which one it was, or none at the end."""
@@ -177,7 +184,9 @@ class Reader(Scanner):
     def _form(self, marker: str) -> Steps[None]:
         match marker:
             case "<tool_call>":
-                yield from self._call_object()
+                yield from self._run(BLANK)
+                is_tagged = yield from self._is_ahead("<function=")
+                yield from self._call_in_tags() if is_tagged else self._call_object()
                 yield from self._closing("</tool_call>")
             case "<function=":
                 tool = yield from self._tool_name()
@@ -189,8 +198,30 @@ class Reader(Scanner):
                 yield from self._run(BLANK)
                 is_list = (yield from self._peek()) == "["
                 yield from self._call_list() if is_list else self._call_with_args()
-            case _:  # <|python_tag|>, or nothing
-                yield from self._call_object()
+            case _:  # <|python_tag|>, <|start|>, <|channel|>, or nothing
+                yield from self._message() if self._family.has_channels else self._call_object()
+
+    def _message(self) -> Steps[None]:
+        """A header, which tells the channel of what follows, or the tool that it is for"""
+        header = yield from self._recorded(self._header())
+        words = BETWEEN_WORDS.split(header.strip())
+        tools = [word.removeprefix(RECIPIENT) for word in words if word.startswith(RECIPIENT)]
+        if len({*words} - HEADER_WORDS) != len(tools):
+            raise Mismatch
+        yield from self._expect("<|message|>")
+        if tools:
+            yield from self._arguments(self._tool_called(tools[0]))
+            self._end_call()
+        else:
+            self._is_reasoning = "analysis" in words
+            self._blanks.clear()
+
+    def _header(self) -> Steps[None]:
+        yield from self._run(WORDS)
+        for marker in ("<|channel|>", "<|constrain|>"):
+            if (yield from self._is_ahead(marker)):
+                yield from self._expect(marker)
+                yield from self._run(WORDS)
 
     def _call_list(self) -> Steps[None]:
         yield from self._expect("[")
@@ -237,6 +268,39 @@ class Reader(Scanner):
             self._whole_call(tool, waiting or "{}")
         yield from self._expect("}")
         self._end_call()
+
+    def _call_in_tags(self) -> Steps[None]:
+        """<function=name> and <parameter=key>value</parameter> of each argument, as Qwen3-Coder has it. It is
+        told whole: without its end, nothing tells whether there would be more."""
+        yield from self._expect("<function=")
+        tool = yield from self._tool_name()
+        yield from self._expect(">")
+        arguments: dict[str, str] = {}
+        while True:
+            yield from self._run(BLANK)
+            if not (yield from self._is_ahead("<parameter=")):
+                break
+            yield from self._expect("<parameter=")
+            key = yield from self._up_to(">")
+            if key in arguments:
+                raise Mismatch
+            arguments[key] = as_json((yield from self._up_to("</parameter>")), tool.schema, key)
+        yield from self._expect("</function>")
+        pairs = (f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in arguments.items())
+        self._whole_call(tool, f"{{{', '.join(pairs)}}}")
+        self._end_call()
+
+    def _up_to(self, end: str) -> Steps[str]:
+        """What stands before an end, which is taken too"""
+        return (yield from self._recorded(self._through(end))).removesuffix(end)
+
+    def _through(self, end: str) -> Steps[None]:
+        while (place := self._text.find(end, self._at)) < 0:
+            self._take(len(self._text) - num_begun(self._text, self._at, [end]) - self._at)
+            if self._is_over:
+                raise Mismatch
+            yield
+        self._take(place + len(end) - self._at)
 
     def _key(self, seen: list[str]) -> Steps[str]:
         """A key of a call, by the name that it has here, up to its value"""
@@ -331,6 +395,44 @@ def input_in(arguments: str) -> str:
     if found.keys() != {"input"} or not isinstance(found["input"], str):
         raise Mismatch
     return found["input"].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+PYTHON = {"True": "true", "False": "false", "None": "null"}  # as templates show such values to models
+
+
+def as_json(text: str, schema: Mapping[str, Any], name: str) -> str:
+    """What stands between tags as an argument of this name: a string, unless its schema wants something else
+    and it reads as that. Where no type is known, objects and lists are told by their looks."""
+    text = text.removeprefix("\n").removesuffix("\n")
+    properties = schema.get("properties")
+    kinds = kinds_of(properties.get(name)) if isinstance(properties, Mapping) else set()
+    value = PYTHON.get(text, text)
+    is_wanted = value == "null" and "null" in kinds if "string" in kinds else kinds or text[:1] in ("{", "[")
+    return value if is_wanted and is_json(value) else json.dumps(text, ensure_ascii=False)
+
+
+def kinds_of(schema: Any) -> set[str]:
+    """The types that a client's schema names, itself or as alternatives"""
+    if not isinstance(schema, Mapping):
+        return set()
+    named = [schema]
+    for key in ("anyOf", "oneOf"):
+        named += schema[key] if isinstance(schema.get(key), list) else []
+    kinds = [each.get("type") for each in named if isinstance(each, Mapping)]
+    flat = [kind for each in kinds for kind in (each if isinstance(each, list) else [each])]
+    return {kind for kind in flat if isinstance(kind, str)}
+
+
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text, parse_constant=refused)
+    except (ValueError, RecursionError):  # numbers of thousands of digits, nesting by the thousand
+        return False
+    return True
+
+
+def refused(constant: str) -> None:
+    raise ValueError(f"{constant} is Python's, and no JSON")
 
 
 def num_begun(text: str, start: int, markers: Sequence[str]) -> int:

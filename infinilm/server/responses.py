@@ -229,7 +229,7 @@ class Item:
 class Answer:
     """A response while it comes: its items, and the events that tell of them."""
 
-    def __init__(self, run: Run, body: ResponsesBody, service: Service) -> None:
+    def __init__(self, run: Run, body: ResponsesBody) -> None:
         self.run, self.body = run, body
         self.head = head_of(run, body)
         self.output: list[dict[str, Any]] = []  # items that are done
@@ -381,8 +381,8 @@ async def responses(call: Call) -> Reply:
     body = await call.read(ResponsesBody)
     service = call.service
     served = service.served(body.model)
-    turn = turn_of(body, service.defaults)
-    answer = Answer(await service.start([turn], call, served), body, service)
+    turn = await call.made(turn_of, body, service.defaults)
+    answer = Answer(await service.start([turn], call, served), body)
     return Events(answer.events(), answer.ending, answer.beat) if body.stream else await answer.whole()
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import math
 import os
+import resource
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +37,7 @@ LOG = logging.getLogger("infinilm.server")
 LAST_SECONDS = 3.0  # for callers to read how their answers ended, longer than LINGER_SECONDS
 CLOSE_SECONDS = 60.0  # for the engine to save and to end
 DEAD_SECONDS = 3.0  # for all who ask to learn that the engine is dead
+COMPLAINT_SECONDS = 60.0  # between two warnings that no file is left
 KEEP_ALIVE_SECONDS = 75  # longer than proxies keep a connection, so that none is closed under their request
 
 
@@ -65,6 +69,7 @@ def run(options: Options, load: Callable[[], AsyncLLM]) -> int:
     engine has died, the reason for which is the last that is told."""
     prepare_logs(options.log_level)
     check_folder(options.prefix_file)
+    take_all_files()
     status = 0
     with listening(options.host, options.port, options.uds) as sock:
         process = Process(options, load, sock)
@@ -83,6 +88,14 @@ def check_folder(prefix_file: str | Path | None) -> None:
     """Before there is something to save"""
     if prefix_file is not None and not os.access(folder := Path(prefix_file).absolute().parent, os.W_OK):
         raise ValueError(f"--prefix-cache-file: {folder} is no folder that can be written to")
+
+
+def take_all_files() -> None:
+    """As many as the system allows. Unless asked it often gives 1,024, and fewer callers would be heard than
+    may wait for an answer."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def tell(text: str) -> None:
@@ -104,6 +117,7 @@ class Process:
         self.server = Server(options.settings)
         self.stopping = asyncio.Event()
         self.is_hurried = self.has_stuck = False
+        self.last_complaint = -math.inf
         self.web = Web(
             uvicorn.Config(
                 make_app(self.server),
@@ -123,6 +137,7 @@ class Process:
     async def run(self) -> None:
         """Until it is told to stop. What the model could not be loaded for is raised, and EngineDead."""
         self.loop = asyncio.get_running_loop()
+        self.loop.set_exception_handler(self.complain)
         life = asyncio.ensure_future(self.live())
         told = asyncio.ensure_future(self.stopping.wait())
         with self.signals():
@@ -163,21 +178,34 @@ class Process:
             raise
         return llm
 
+    def complain(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Of what nobody else hears. For a connection that there is no file for, asyncio tries and complains
+        thousands of times a second, which would fill a disk."""
+        if getattr(context.get("exception"), "errno", None) not in (errno.EMFILE, errno.ENFILE):
+            loop.default_exception_handler(context)
+        elif loop.time() - self.last_complaint > COMPLAINT_SECONDS:
+            self.last_complaint = loop.time()
+            tell("warning: too many files are open, so new callers wait; raise the limit (ulimit -n)")
+
     # ---- the end -------------------------------------------------------------------------------------------
 
     @contextmanager
     def signals(self) -> Iterator[None]:
+        """Once one has told it to stop, more change nothing: Python itself takes a while to end, by a signal
+        with another status. The event loop's own way would let some through before they are ignored."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        for number in numbers:
-            self.loop.add_signal_handler(number, self.stop)
+
+        def tell_loop(*_: object) -> None:
+            self.loop.call_soon_threadsafe(self.stop)
+
+        before = {number: signal.signal(number, tell_loop) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         finally:
-            for number in numbers:
-                self.loop.remove_signal_handler(number)
+            for number, handler in before.items():
+                signal.signal(number, signal.SIG_IGN if self.stopping.is_set() else handler)
 
     def stop(self) -> None:
         """Let what is under way come to its end; told twice, end it."""

@@ -124,7 +124,7 @@ class Family:
     With keeps_special_tokens some of the markers are special tokens, which the text must keep.
     """
 
-    name: Literal["llama3", "hermes", "mistral", "ours"]
+    name: Literal["llama3", "hermes", "mistral", "harmony", "ours"]
     head: str  # with %s for the name
     tail: str
     between: str
@@ -133,6 +133,7 @@ class Family:
     markers: tuple[str, ...] = ()  # what calls begin with
     noise: tuple[str, ...] = ()  # special tokens that say nothing
     has_bare_calls: bool = False  # an answer may begin with a call that nothing marks
+    has_channels: bool = False  # messages have headers, which tell thoughts, answers and calls apart
     keeps_special_tokens: bool = False
     knows_system: bool = True  # the template takes system messages
 
@@ -153,7 +154,7 @@ class Family:
         if self.name == "ours":
             described = with_description(in_words(plain), shown)
             return described if self.knows_system else without_system(described), None
-        if self.name == "llama3":
+        if self.name in ("llama3", "harmony"):
             plain = one_call_each(plain)
         if self.name == "mistral":
             plain = [with_short_ids(message) for message in plain]
@@ -297,11 +298,26 @@ MISTRAL = Family(
 # The newer form of the same
 MISTRAL_ARGS = replace(MISTRAL, head="[TOOL_CALLS]%s[ARGS]", tail="", between="", begin="", end="")
 
+# GPT-OSS's
+HARMONY = Family(
+    name="harmony",
+    head="<|channel|>commentary to=functions.%s <|constrain|>json<|message|>",
+    tail="",
+    between="",
+    markers=("<|start|>", "<|channel|>"),
+    noise=("<|end|>", "<|call|>", "<|return|>"),
+    has_bare_calls=True,  # a prompt ends inside of a header, which may go on with whom a call is for
+    has_channels=True,
+    keeps_special_tokens=True,
+)
+
 
 def family_of(chat_template: str | None) -> Family:
     """By what the template itself writes"""
     template = chat_template or ""
     knows_tools = re.search(r"\btools\b", template) is not None
+    if knows_tools and "<|channel|>" in template:
+        return HARMONY
     if knows_tools and "[TOOL_CALLS]" in template:
         return MISTRAL_ARGS if "[ARGS]" in template else MISTRAL
     if knows_tools and "<tool_call>" in template:

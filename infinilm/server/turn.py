@@ -125,7 +125,7 @@ def encode(turn: Turn, tokenizer: Tokenizer, family: Family) -> list[int]:
 def enforced(turn: Turn, family: Family, starts_in_reasoning: bool) -> SamplingParams:
     """The turn's parameters with the grammar that its tools need. A structure is of what is said: where calls
     are forced, nothing is."""
-    params, structure = turn.params, turn.params.structured_outputs
+    params, structure, warnings = turn.params, turn.params.structured_outputs, list[str]()
     is_free = turn.choice in ("auto", "none")
     if is_free and structure is not None and (turn.called or starts_in_reasoning):
         is_parallel = turn.parallel is True  # as where calls are forced: small models find no end
@@ -137,11 +137,10 @@ def enforced(turn: Turn, family: Family, starts_in_reasoning: bool) -> SamplingP
             turn.called, turn.choice, turn.is_parallel, starts_in_reasoning, is_limited
         )
         params = params if grammar is None else replace(params, structured_outputs=grammar)
-    else:
-        return params
     if not is_free:  # a stop string would be found in what callers never see, and cut the call off
         params = replace(params, stop=())
-    if turn.called and family.keeps_special_tokens:
+    has_channels = family.has_channels and turn.messages is not None
+    if has_channels or (turn.called and family.keeps_special_tokens):
         params = replace(params, skip_special_tokens=False)
     for warning in warnings:
         LOG.warning("%s", warning)

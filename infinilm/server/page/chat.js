@@ -31,8 +31,11 @@ export function keepKey(text) {
   }
 }
 
+// Headers are bytes, each given as a character: a key goes in UTF-8, as other clients send it.
+const inBytes = (text) => String.fromCharCode(...new TextEncoder().encode(text));
+
 async function request(path, options = {}) {
-  const headers = { ...options.headers, ...(key && { Authorization: `Bearer ${key}` }) };
+  const headers = { ...options.headers, ...(key && { Authorization: `Bearer ${inBytes(key)}` }) };
   let response;
   try {
     response = await fetch(path, { ...options, headers, cache: "no-store" });

@@ -21,6 +21,7 @@ export function list() {
 
 export const load = (id) => read(PREFIX + id);
 export const isKey = (key) => key === null || key.startsWith(PREFIX);
+export const isKeyOf = (key, { id }) => key === PREFIX + id;
 export const remove = (id) => orElse(() => localStorage.removeItem(PREFIX + id));
 
 /** Whether there was room for it */

@@ -69,25 +69,33 @@ function save(changed = conversation) {
   about("storage", "The browser has no room to keep this conversation. Export it, or delete others.");
 }
 
-function open(chosen) {
+function show(chosen) {
   conversation = chosen;
   showHash();
   showSettings();
   showMessages();
   showList();
+}
+
+function open(chosen) {
+  show(chosen);
   stickToEnd();
 }
 
 function listItem(kept) {
   const title = store.titleOf(kept);
   const button = element("button", { type: "button", textContent: title, title });
+  button.dataset.id = kept.id;
   button.onclick = () => chooseConversation(kept.id);
   if (kept.id === conversation.id) button.setAttribute("aria-current", "page");
   return element("li", {}, [button]);
 }
 
 function showList() {
-  $("conversations").replaceChildren(...store.list().map(listItem));
+  const list = $("conversations");
+  const focused = list.querySelector(":focus")?.dataset.id;
+  list.replaceChildren(...store.list().map(listItem));
+  list.querySelector(`[data-id="${CSS.escape(focused)}"]`)?.focus();
   $("title").textContent = store.titleOf(conversation);
   document.title = conversation.messages.length ? `${store.titleOf(conversation)} · infinilm` : "infinilm";
 }
@@ -118,14 +126,16 @@ async function renameConversation() {
 }
 
 async function deleteConversation() {
-  const text = `“${store.titleOf(conversation)}” will be gone for good.`;
+  const deleted = conversation;
+  const text = `“${store.titleOf(deleted)}” will be gone for good.`;
   if ((await ask({ title: "Delete the conversation?", text, action: "Delete" })) === null) return;
-  if (running?.conversation === conversation) {
+  if (running?.conversation === deleted) {
     running.isDeleted = true;
     stop();
   }
-  store.remove(conversation.id);
-  open(store.list()[0] ?? store.create(conversation.settings));
+  store.remove(deleted.id);
+  if (deleted.id === conversation.id) open(store.list()[0] ?? store.create(deleted.settings));
+  else showList();
 }
 
 function download(text, type, ending) {
@@ -253,7 +263,7 @@ function edit(message) {
   };
   box.onkeydown = (event) => {
     if (event.key === "Escape") cancel();
-    else if (isQuestion && isSend(event)) applyEdit(message, box.value);
+    else if (isQuestion && isSend(event)) form.onsubmit(event);
   };
   node.replaceChildren(form);
   fitHeight(box);
@@ -318,11 +328,12 @@ async function follow(run) {
   try {
     for await (const chunk of answer(body, run.controller.signal)) take(run, chunk);
   } catch (error) {
-    if (error.name === "AbortError") run.message.finish = "stopped";
-    else if (error.status === 401 && (await askForKey())) {
+    if (error.status === 401 && (await askForKey())) {
       await connect();
       return follow(run);
-    } else fail(run, error);
+    }
+    if (error.status === 404) await connect(); // started anew with another model, which a next try asks
+    giveUp(run, error);
   }
 }
 
@@ -351,12 +362,17 @@ function statsOf({ started, firstAt, tokens, timings }) {
   return { firstToken: firstAt - started, tokens: count, perSecond };
 }
 
-function fail(run, error) {
+function giveUp(run, error) {
   const { message, replaced } = run;
-  const isKnown = error instanceof ServerError;
-  if (!isKnown) console.error(error);
   run.isRestored = replaced && !message.content && !message.reasoning;
   if (run.isRestored) Object.assign(message, replaced);
+  if (error.name !== "AbortError") complain(message, error);
+  else if (!run.isRestored) message.finish = "stopped";
+}
+
+function complain(message, error) {
+  const isKnown = error instanceof ServerError;
+  if (!isKnown) console.error(error);
   message.error = isKnown ? error.message : "Something went wrong on this page.";
   message.retryAt = error.retryAfter ? Date.now() + error.retryAfter * 1000 : null;
 }
@@ -425,6 +441,7 @@ function followEnd() {
 
 function stickToEnd() {
   isAtEnd = true;
+  $("latest").hidden = true;
   followEnd();
 }
 
@@ -551,9 +568,10 @@ addEventListener("popstate", openFromHash);
 addEventListener("pagehide", () => running && save(running.conversation));
 addEventListener("storage", ({ key }) => {
   if (!store.isKey(key)) return;
-  const fresh = store.load(conversation.id);
-  if (fresh && !running && !document.querySelector(".editor")) open(fresh);
-  else showList();
+  const fresh = store.isKeyOf(key, conversation) && store.load(conversation.id);
+  if (!fresh || running || document.querySelector(".editor")) return showList();
+  show(fresh);
+  followEnd();
 });
 
 document.documentElement.dataset.theme = store.theme() ?? "";
