@@ -127,7 +127,13 @@ class QuantizedTensor:
 
     def part(self, begin: int, end: int) -> "QuantizedTensor":
         """Rows from begin to end: [end - begin, last dimension], in the same memory where they can be"""
+        self._check_part(begin, end)
         return replace(self, blocks=self.blocks[begin:end], shape=(end - begin, self.shape[-1]))
+
+    def _check_part(self, begin: int, end: int) -> None:
+        num_rows = prod(self.shape[:-1])
+        if not 0 <= begin <= end <= num_rows:
+            raise IndexError(f"rows from {begin} to {end} are not among the {num_rows} there are")
 
     def has_finite_scales(self) -> bool:
         """Whether every scale and minimum is a number: the codes beside them always are."""
@@ -197,9 +203,11 @@ class PackedTensor(QuantizedTensor):
     def __post_init__(self) -> None:
         if self.activation_bits not in (8, 12, 16):
             raise ValueError(f"activation_bits must be 8, 12 or 16, but is {self.activation_bits!r}")
-        row_bytes = self.type.bytes_per_row(self.shape[-1])
+        if len(self.shape) != 2:
+            raise ValueError(f"packed {self.type.name} must be a matrix, but has shape {self.shape}")
+        row_bytes = self.type.bytes_per_row(self.shape[1])
         wanted = (-(-self.shape[0] // PACKED_ROWS), PACKED_ROWS * row_bytes)
-        if len(self.shape) != 2 or tuple(self.blocks.shape) != wanted or self.blocks.dtype != torch.uint8:
+        if tuple(self.blocks.shape) != wanted or self.blocks.dtype != torch.uint8:
             raise ValueError(
                 f"packed {self.type.name} {self.shape} needs torch.uint8 blocks {wanted}, "
                 f"but has {self.blocks.dtype} {tuple(self.blocks.shape)}"
@@ -224,6 +232,7 @@ class PackedTensor(QuantizedTensor):
         return self.unpack().rows(indices).pack(self.activation_bits)
 
     def part(self, begin: int, end: int) -> "PackedTensor":
+        self._check_part(begin, end)
         if begin % PACKED_ROWS or (end % PACKED_ROWS and end < self.shape[0]):
             return self.rows(torch.arange(begin, end, device=self.device))
         panels = self.blocks[begin // PACKED_ROWS : -(-end // PACKED_ROWS)]
@@ -250,6 +259,9 @@ NATIVE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 def quantize(tensor: Tensor, type: BlockType) -> QuantizedTensor:
     """Round each block of a row to Q8_0 or Q4_0, bit for bit as ggml does."""
+    if not isinstance(tensor, Tensor) or not isinstance(type, BlockType) or tensor.dim() == 0:
+        found = f"{tensor!r:.80} and {type!r}"
+        raise TypeError(f"quantize takes a tensor of rows and a BlockType, but found {found}")
     if type.name not in QUANTIZERS:
         raise ValueError(f"quantize makes {', '.join(QUANTIZERS)}, not {type.name}")
     shape = tuple(tensor.shape)

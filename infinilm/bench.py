@@ -74,7 +74,7 @@ class Workload:
     input_len: int = 512
     output_len: int = 64
     batch_size: int = 1
-    num_rounds: int = 5
+    rounds: int = 5
 
     def __post_init__(self) -> None:
         check_sizes(self, output_len=2)
@@ -95,14 +95,14 @@ def measure_latency(
         **measure_rounds(llama, workload),
         "load_seconds": Measured((load_seconds,)),
         "peak_memory_bytes": Measured((peak_memory(llama.device),)),  # before the bandwidth's own buffer
-        **measure_limits(llama.device, workload.num_rounds),
+        **measure_limits(llama.device, workload.rounds),
     }
 
 
 def measure_rounds(model: LlamaForCausalLM, workload: Workload) -> dict[str, Measured]:
     prompts = random_prompts(model.config.vocab_size, workload.input_len, workload.batch_size, seed=1)
     lockstep = Lockstep(model, prompts, workload.output_len)
-    rounds = [run_once(lockstep, workload) for _ in range(workload.num_rounds + 1)][1:]
+    rounds = [run_once(lockstep, workload) for _ in range(workload.rounds + 1)][1:]
     gaps = [run.gap for run in rounds if run.gap is not None]
     num_prompt = workload.batch_size * workload.input_len
     num_decoded = workload.batch_size * (workload.output_len - 1)

@@ -41,12 +41,15 @@ class BlockShape:
 
         A CPU reads one head at a time: its blocks follow each other, or every page would begin a new read.
         """
-        is_cpu = torch.device(device).type == "cpu"
-        sizes = (self.num_kv_heads, num_blocks) if is_cpu else (num_blocks, self.num_kv_heads)
-        keys, values = (
-            torch.empty(*sizes, *part, dtype=self.dtype, device=device) for part in (self.keys, self.values)
-        )
-        return (keys.transpose(0, 1), values.transpose(0, 1)) if is_cpu else (keys, values)
+        keys, values = ((num_blocks, self.num_kv_heads, *part) for part in (self.keys, self.values))
+        outer = (1, 0) if torch.device(device).type == "cpu" else (0, 1)
+
+        def pool(sizes: tuple[int, ...]) -> Tensor:
+            # No view: one that was made without gradients cannot be written to with them.
+            order = (*outer, *range(2, len(sizes)))
+            return torch.empty_permuted(sizes, order, dtype=self.dtype, device=device)
+
+        return pool(keys), pool(values)
 
     @property
     def keys(self) -> tuple[int, ...]:
@@ -176,6 +179,8 @@ class DynamicCache:
         if batch.block_tables.numel() > len(held[0]):
             num_blocks = batch.block_tables.numel() + max(len(batch.lengths), len(held[0]) // 2)
             self.layers[layer] = tuple(map(grown, held, shape.pools(num_blocks, x.device)))  # type: ignore[assignment]
+        elif any(pool.requires_grad for pool in held):  # gradients of earlier steps need them as they are
+            self.layers[layer] = held[0].clone(), held[1].clone()
         self._lengths[layer] = list(batch.lengths)
         return self.layers[layer]
 

@@ -348,6 +348,14 @@ def test_lines_that_have_an_answer_are_not_asked_again(files: Files, llm: LLM) -
     assert files.run(llm).known == 3
 
 
+def test_no_model_is_loaded_where_every_line_has_its_answer(
+    files: Files, llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files.ask(llm, chat("a"), b"", b"broken")
+    assert main(["batch", str(files.input), str(files.output), "--model", "no/such/model"]) == 0
+    assert capsys.readouterr().err == "0 answered, 0 refused, 2 were there already\n"
+
+
 @pytest.mark.parametrize("length", [1, 5, 12, 60, -1])
 def test_half_an_answer_at_the_end_is_cut_off_and_asked_for_anew(length: int, files: Files, llm: LLM) -> None:
     files.ask(llm, chat("a"), chat("b"))

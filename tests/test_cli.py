@@ -160,6 +160,7 @@ def test_info_tells_architecture_sizes_and_memory(here: Here, default_model_path
         (("generate", "x", "--kv-cache-memory", "much"), "kv_cache_memory"),
         (("generate", "x", "--max-model-len", "1"), "max_model_len"),
         (("bench", "throughput", "--output-len", "1"), "output-len must be at least 2, but is 1"),
+        (("bench", "latency", "--rounds", "0"), "error: rounds must be at least 1, but is 0"),
         (("bench", "latency", "--input-len", "8192"), "8256 tokens, but the model's context is 8192"),
         (("generate", "x", "--model", ""), "the model's name is empty"),
         (("generate", "x", "--raw", "--system", "y"), "--system needs a chat template"),

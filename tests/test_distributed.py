@@ -73,6 +73,18 @@ def parallel_mlp(rank: int, size: int, communicator) -> dict:
         }
 
 
+def parallel_gradients(rank: int, size: int, communicator) -> dict:
+    """Of the input and the weights of a column-parallel layer before a row-parallel one"""
+    torch.manual_seed(0)
+    up = ColumnParallelLinear(IN, HIDDEN, tp_rank=rank, tp_size=size)
+    down = RowParallelLinear(HIDDEN, OUT, tp_rank=rank, tp_size=size, communicator=communicator)
+    x = torch.randn(3, IN, requires_grad=True)
+    for layer in (up, down):
+        layer.requires_grad_()
+    down(F.gelu(up(x))).square().sum().backward()
+    return {"x": x.grad, "up": up.weight.grad, "down": down.weight.grad, "bias": down.bias.grad}
+
+
 def disagreement(communicator, rank: int, size: int) -> dict:
     """What each rank is told of calls that differ, and that the communicator works on afterwards."""
     told = {}
@@ -105,6 +117,7 @@ def healthy(rank: int, size: int) -> dict:
         "columns": communicator.all_gather(tensor_of(rank, torch.bool)),
         "broadcast": communicator.broadcast(tensor_of(rank, torch.float32), src=size - 1),
         "mlp": parallel_mlp(rank, size, communicator),
+        "gradients": parallel_gradients(rank, size, communicator),
         "disagreement": disagreement(communicator, rank, size),
     }
 
@@ -155,6 +168,16 @@ def test_row_after_column_is_the_unsharded_result_on_every_rank(ranks, name):
     for rank in ranks:
         torch.testing.assert_close(rank["mlp"][name], whole, rtol=1e-5, atol=1e-6)
         assert torch.equal(rank["mlp"][name], ranks[0]["mlp"][name])
+
+
+def test_gradients_are_those_of_the_unsharded_layers_or_a_ranks_part_of_them(ranks):
+    whole, found = parallel_gradients(0, 1, None), [rank["gradients"] for rank in ranks]
+    for rank in found:
+        torch.testing.assert_close(rank["bias"], whole["bias"], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(sum(rank["x"] for rank in found), whole["x"], rtol=1e-5, atol=1e-5)
+    for name, dim in (("up", 0), ("down", 1)):
+        joined = torch.cat([rank[name] for rank in found], dim)
+        torch.testing.assert_close(joined, whole[name], rtol=1e-5, atol=1e-5)
 
 
 def test_each_rank_holds_its_share_of_the_weights_only(ranks):

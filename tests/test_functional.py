@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
+from infinicore import nn
 from infinicore.nn import functional as F
 from infinicore.nn.functional import RopeAlgo
 
@@ -520,3 +521,12 @@ def test_what_torch_traces_or_carries_derivatives_through_is_what_torch_computes
         found = torch.autograd.forward_ad.unpack_dual(F.silu(dual)).tangent
         wanted = torch.autograd.forward_ad.unpack_dual(torch.nn.functional.silu(dual)).tangent
     torch.testing.assert_close(found, wanted)
+
+
+def test_lookups_are_mapped_over_and_exported_as_torchs() -> None:
+    layer, ids = nn.Embedding(5, 3), torch.tensor([[0, 4], [2, 2]])
+    assert torch.equal(torch.vmap(layer)(ids), layer(ids))
+    with pytest.raises(IndexError, match=r"id 5 is outside \[0, 5\)"):
+        torch.vmap(layer)(ids + 1)
+    exported = torch.export.export(layer, (ids,)).module()
+    assert torch.equal(exported(ids.flip(0)), layer(ids.flip(0)))

@@ -279,6 +279,7 @@ def test_config_dtype_is_one_of_three() -> None:
             {"quantization_config": {"quant_method": "gptq"}},
             "quantization_config = .* give the unquantised",
         ),
+        ({"quantization": {"group_size": 64, "bits": 4}}, "{'bits': 4, .* give the unquantised"),  # of MLX
         ({"num_experts": 8}, "num_experts = 8 is not supported"),
     ],
 )
@@ -290,6 +291,23 @@ def test_a_config_that_does_not_fit_is_refused_by_name(
     (folder / "config.json").write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match=f"^{re.escape(str(folder))}.*{message}"):
         LlamaForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    "kind, changed",
+    [
+        ("Mistral", {"attention_bias": True, "mlp_bias": True}),
+        ("Qwen2", {"attention_bias": False, "mlp_bias": True}),
+        ("Qwen3", {"mlp_bias": True}),
+    ],
+)
+def test_biases_that_a_model_never_or_always_has_its_config_does_not_change(
+    kind: str, changed: dict[str, Any], make: Any
+) -> None:
+    theirs, folder = make(kind)
+    content = json.loads((folder / "config.json").read_text()) | changed
+    (folder / "config.json").write_text(json.dumps(content))
+    check_parity(theirs, folder, torch.float32, FLOAT32_BAR)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint32])
@@ -548,6 +566,99 @@ def test_mlp_of_no_tensor_is_refused_by_name() -> None:
         tiny_model().model.layers[0].mlp(None)
 
 
+def seen_by_hooks(model: Any, ids: Tensor) -> dict[str, Tensor]:
+    """What the layers of a model make of these ids, by name, each token in a row"""
+    seen: dict[str, Tensor] = {}
+
+    def keep(name: str, module: Any, args: Any, made: Any) -> None:
+        rows = made[0] if isinstance(made, tuple) else made
+        seen[name] = rows.reshape(-1, rows.shape[-1])
+
+    hooks = [
+        module.register_forward_hook(partial(keep, name))
+        for name, module in model.named_modules()
+        if name.startswith("model.layers.") and not name.endswith("act_fn")
+    ]
+    with torch.no_grad():
+        model(ids)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+@pytest.mark.parametrize("name", ["llama with biases", "qwen3"])
+def test_hooks_see_of_every_layer_what_those_of_transformers_see(name: str, known: Any) -> None:
+    kind, options = ARCHITECTURES[name]
+    theirs, folder = known(kind, **options)
+    found = seen_by_hooks(LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32), prompt())
+    wanted = seen_by_hooks(theirs, prompt())
+    assert found.keys() == wanted.keys()
+    for layer, rows in wanted.items():
+        assert nmse(found[layer].view(rows.shape), rows) <= FLOAT32_BAR, layer
+
+
+def test_what_a_hook_returns_takes_the_place_of_what_a_layer_makes(known: Any) -> None:
+    theirs, folder = known("Llama")
+    ours = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    wanted = theirs(prompt()).logits
+    for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj", "mlp"):
+        hooks = [
+            model.get_submodule(f"model.layers.1.{name}").register_forward_hook(lambda *call: call[2] * 0.5)
+            for model in (ours, theirs)
+        ]
+        with torch.no_grad():
+            changed = theirs(prompt()).logits
+            assert nmse(ours(prompt(), logits_to_keep=0), changed) <= FLOAT32_BAR < nmse(changed, wanted)
+        for hook in hooks:
+            hook.remove()
+
+
+def test_hooks_see_every_step_that_is_generated() -> None:
+    model, steps = tiny_model(), []
+    model.model.layers[0].register_forward_hook(lambda *call: steps.append(len(call[2])))
+    model.generate([[5, 6, 7]], max_new_tokens=12)
+    assert steps == [3, *[1] * 11]
+
+
+class LowRank(torch.nn.Module):
+    """What a user puts around a layer, which takes x alone"""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer
+        self.a, self.b = torch.full((layer.in_features, 2), 0.1), torch.full((2, layer.out_features), 0.01)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.layer(x)
+        return made + x @ self.a @ self.b
+
+
+@pytest.mark.parametrize("name", ["q_proj", "o_proj", "gate_proj", "down_proj"])
+def test_any_linear_layer_may_be_wrapped_in_one_that_takes_x_alone(name: str, make: Any) -> None:
+    theirs, folder = make("Llama")
+    ours = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for model in (ours, theirs):
+        parents = [module for module in model.modules() if hasattr(module, name)]
+        for parent in parents:
+            setattr(parent, name, LowRank(getattr(parent, name)))
+    with torch.no_grad():
+        assert nmse(ours(prompt(), logits_to_keep=0), theirs(prompt()).logits) <= FLOAT32_BAR
+    wanted = theirs.generate(prompt(), max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert torch.equal(ours.generate(prompt(), max_new_tokens=8), wanted)
+
+
+def test_the_last_of_a_stream_are_kept_whichever_side_its_padding_is_on() -> None:
+    model, row = tiny_model(), prompt(1, 5)
+    wanted = model(row, logits_to_keep=3)
+    for pads in ((4, 0), (0, 4), (2, 2)):
+        ids, mask = (torch.nn.functional.pad(t, pads) for t in (row, torch.ones_like(row)))
+        torch.testing.assert_close(model(ids, attention_mask=mask, logits_to_keep=3), wanted)
+    ids, mask = (torch.nn.functional.pad(t[:, :2], (0, 3)) for t in (row, torch.ones_like(row)))
+    found = model(ids, attention_mask=mask, logits_to_keep=3)
+    torch.testing.assert_close(found[:, 1:], model(row[:, :2], logits_to_keep=2))
+    assert not found[:, 0].any()
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_on_either_side_changes_nothing(side: str, make: Any) -> None:
     _, folder = make("Llama")
@@ -758,6 +869,29 @@ def test_a_device_that_is_not_there_is_refused_by_name(known: Callable[..., Any]
     _, folder = known("Llama")
     with pytest.raises(ValueError, match="device 'foo' cannot be used here"):
         AutoLlamaModel.from_pretrained(folder, device="foo")
+
+
+def gradients(model: Any, cache: Any, has_gradient: bool) -> dict[str, Tensor]:
+    """Of what a stream ends with, by a weight's name; it is read in two parts, the first with a gradient or
+    without"""
+    parts = prompt(1).split(13, dim=1)
+    with torch.set_grad_enabled(has_gradient):
+        model(parts[0], past_key_values=cache)
+    made = model.requires_grad_(True)(parts[1], past_key_values=cache)
+    model.zero_grad()
+    getattr(made, "logits", made)[:, -1].square().sum().backward()
+    return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+@pytest.mark.parametrize("has_gradient", [False, True])
+def test_gradients_reach_through_a_cache_as_those_of_transformers(has_gradient: bool, make: Any) -> None:
+    theirs, folder = make("Llama")
+    ours = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).requires_grad_(True)
+    wanted = gradients(theirs, transformers.DynamicCache(), has_gradient)
+    found = gradients(ours, DynamicCache(), has_gradient)
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        assert nmse(found[name], gradient) <= 100 * FLOAT32_BAR, name  # the way there and back
 
 
 @pytest.mark.parametrize("size", [0, 1, 15, 17])

@@ -346,9 +346,13 @@ def test_layer_types_where_all_layers_look_equally_far_change_nothing(name: str,
 
 
 SETTLED = {
-    "gemma3": {"attn_logit_softcapping": 0.5},
+    "gemma2": {"mlp_bias": True},
+    "gemma3": {"attn_logit_softcapping": 0.5, "mlp_bias": True},
     "gptoss": {"norm_topk_prob": False},
-    "mixtral": {"norm_topk_prob": False},
+    "mixtral": {"norm_topk_prob": False, "attention_bias": True},
+    "olmo2": {"mlp_bias": True},
+    "phi3": {"attention_bias": True, "mlp_bias": True},
+    "qwen2moe": {"mlp_bias": True},
 }
 
 

@@ -8,6 +8,7 @@ from array import array
 
 import pytest
 import torch
+from safetensors.torch import load_model, save_model
 from torch import Tensor
 
 from infinicore.nn.module import LoadError, Module, ModuleList, Parameter
@@ -445,6 +446,16 @@ def test_tied_parameter_is_loaded_under_either_name_and_stays_tied(assign):
     pair[1].weight = pair[0].weight
     assert pair.load_state_dict({"1.weight": torch.ones(4, 4)}, strict=True, assign=assign) == ([], [])
     assert pair[0].weight is pair[1].weight and pair[0].weight.sum() == 16
+
+
+def test_a_tied_parameter_is_loaded_by_safetensors_from_the_one_name_it_keeps(tmp_path):
+    pair, copied = (ModuleList([Leaf(), Leaf()]) for _ in range(2))
+    for tied in (pair, copied):
+        tied[1].weight = tied[0].weight
+    pair[0].weight.fill_(1)
+    save_model(pair, tmp_path / "pair.safetensors")
+    assert load_model(copied, tmp_path / "pair.safetensors") == (set(), [])
+    assert copied[0].weight is copied[1].weight and copied[0].weight.sum() == 16
 
 
 @pytest.mark.parametrize("made", [Leaf, lambda: torch.nn.Linear(4, 4, bias=False)])

@@ -394,7 +394,7 @@ def test_when_the_engine_dies_all_are_told_and_the_process_fails(
     monkeypatch.setattr(serve, "DEAD_SECONDS", PATIENCE)
     assert serve_until_dead(folder, ask) == 1
     error, done = found["stream"]
-    assert error_in(error)["type"] == "server_error" and done == "data: [DONE]"
+    assert error_in(error) == found["new"].json()["error"] and done == "data: [DONE]"
     assert found["gets"] == {503} and found["new"].status_code == 503
     assert "memory" not in found["new"].text  # what it died of is the log's
 
@@ -405,6 +405,17 @@ def test_what_the_engine_died_of_is_the_last_line(
     monkeypatch.setattr(serve, "DEAD_SECONDS", 0.0)
     assert serve_until_dead(folder, lambda http, llm: kill_engine(llm)) == 1
     assert capsys.readouterr().err.splitlines()[-1].endswith("the engine died: no more memory in the world")
+
+
+def test_a_death_without_a_word_is_told_by_its_kind(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def die() -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(serve, "DEAD_SECONDS", 0.0)
+    assert serve_until_dead(folder, lambda http, llm: llm._worker.inbox.put(die)) == 1
+    assert capsys.readouterr().err.splitlines()[-1].endswith("the engine died: MemoryError")
 
 
 # ---- the beginning -----------------------------------------------------------------------------------------

@@ -130,6 +130,29 @@ def test_a_format_that_cannot_be_written_is_refused_with_those_that_can():
 
 
 @pytest.mark.parametrize(
+    ("tensor", "type"),
+    [([[1.0] * 32], BlockType.Q8_0), (torch.ones(2, 32), "q8_0"), (torch.tensor(1.0), BlockType.Q8_0)],
+)
+def test_what_is_no_tensor_or_no_type_is_refused_with_what_is_wanted(tensor, type):
+    with pytest.raises(TypeError, match="takes a tensor of rows and a BlockType, but found .* and "):
+        quantize(tensor, type)
+
+
+def test_rows_that_a_matrix_does_not_have_are_no_part_of_it():
+    matrix = quantize(torch.ones(20, 32), BlockType.Q8_0)
+    for held in (matrix, matrix.pack()):
+        for begin, end in ((16, 32), (-4, 20), (8, 4)):
+            with pytest.raises(IndexError, match=f"from {begin} to {end} are not among the 20"):
+                held.part(begin, end)
+        assert held.part(16, 20).dequantize().shape == (4, 32)
+
+
+def test_only_a_matrix_is_packed():
+    with pytest.raises(ValueError, match=r"packed Q8_0 must be a matrix, but has shape \(2, 3, 32\)"):
+        quantize(torch.ones(2, 3, 32), BlockType.Q8_0).pack()
+
+
+@pytest.mark.parametrize(
     "blocks",
     [torch.zeros(2, 33, dtype=torch.uint8), torch.zeros(1, 34, dtype=torch.uint8), torch.zeros(2, 34)],
 )

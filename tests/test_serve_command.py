@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,36 @@ def test_a_unix_socket_is_taken_over_from_one_that_is_gone(folder: Path, tmp_pat
         transport = httpx.HTTPTransport(uds=str(path))
         with httpx.Client(transport=transport, base_url="http://here") as http:
             assert http.get("/health").status_code == 200
+
+
+def listen_without_room(path: str) -> list[socket.socket]:
+    """A socket that listens to so many callers already that the next would wait"""
+    sockets = [socket.socket(socket.AF_UNIX)]
+    sockets[0].bind(path)
+    sockets[0].listen(0)
+    while sockets[-1].connect_ex(path) != errno.EAGAIN:
+        sockets.append(socket.socket(socket.AF_UNIX))
+        sockets[-1].setblocking(False)
+    return sockets
+
+
+def take_datagrams(path: str) -> list[socket.socket]:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    sock.bind(path)
+    return [sock]
+
+
+@pytest.mark.parametrize("use", [listen_without_room, take_datagrams])
+def test_a_unix_socket_that_others_use_is_left_to_them(
+    use: Callable[[str], list[socket.socket]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "socket"
+    with ExitStack() as stack:
+        for sock in use(str(path)):
+            stack.enter_context(sock)
+        assert main(["serve", "--uds", str(path)]) == 1
+    assert "Address already in use; take another --uds" in capsys.readouterr().err
+    assert path.exists()
 
 
 def test_a_port_that_is_taken_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,7 +38,7 @@ from servers import (
 
 from infinilm import LLM, AsyncLLM, SamplingParams
 from infinilm.engine.grammar import GrammarCompiler
-from infinilm.server import endpoint, exchange
+from infinilm.server import exchange, http_limits
 from infinilm.server.app import OPERATIONS
 from infinilm.server.exchange import Settings
 from infinilm.server.service import Service
@@ -899,16 +899,18 @@ def test_who_leaves_while_sending_a_body_leaves_nothing(idle: Running) -> None:
     idle.check_idle()
 
 
-def test_who_reads_nothing_is_given_up(idle: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_who_reads_nothing_is_given_up(
+    is_stream: bool, idle: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What it has not read is bounded by buffers, and its place by time."""
-    monkeypatch.setattr(endpoint, "STALL_SECONDS", 0.1)
-    monkeypatch.setattr(idle.process.server, "settings", Settings(heartbeat_seconds=0.1))
+    monkeypatch.setattr(http_limits, "STALL_SECONDS", 0.1)
     prompt = {
         "prompt": [190] * 10_000,
         "echo": True,
         "n": 128,
         "max_tokens": 2,
-        "stream": True,
+        "stream": is_stream,
         "ignore_eos": True,
     }
     before = idle.open_things()
@@ -920,11 +922,11 @@ def test_who_reads_nothing_is_given_up(idle: Running, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the kernel does not count the time")
-def test_who_reads_nothing_of_a_whole_answer_is_given_up_by_the_kernel(idle: Running) -> None:
+def test_who_has_vanished_is_given_up_by_the_kernel(idle: Running) -> None:
     idle.http.get("/version")
     (one, *_) = idle.process.web.server_state.connections
     limit = one.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
-    assert limit == endpoint.STALL_SECONDS * 1e3
+    assert limit == http_limits.STALL_SECONDS * 1e3
 
 
 def test_empty_lines_after_a_body_are_none_of_the_next_request(idle: Running) -> None:

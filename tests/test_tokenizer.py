@@ -706,6 +706,20 @@ def test_a_folder_without_tokenizer_json_is_refused_with_the_way_out(tmp_path):
         Tokenizer.from_folder(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model"])
+def test_a_pointer_of_git_lfs_is_called_that_with_the_way_out(name, tmp_path):
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'a' * 64}\nsize 17209920\n"
+    (tmp_path / name).write_text(pointer)
+    with pytest.raises(TokenizerError, match=rf"{name}: is a pointer of Git LFS: `git lfs pull` fetches"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_a_vocabulary_of_tiktoken_is_called_that_with_the_way_out(tmp_path):
+    (tmp_path / "tokenizer.model").write_text("IQ== 0\nIg== 1\nIw== 2\n")
+    with pytest.raises(TokenizerError, match=r"is a vocabulary of tiktoken, .*; take the tokenizer.json"):
+        Tokenizer.from_folder(tmp_path)
+
+
 def test_an_interrupt_is_not_taken_for_a_panic():
     with pytest.raises(KeyboardInterrupt), errors_of("anything"):
         raise KeyboardInterrupt

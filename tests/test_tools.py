@@ -443,6 +443,21 @@ def test_reasoning_is_told_from_the_answer(text, options, expected):
     assert parts_of(HERMES, text, has_reasoning=True, **options) == expected
 
 
+MAGISTRAL = "{% if tools %}[AVAILABLE_TOOLS]{% endif %}[THINK]{{ thoughts }}[/THINK][TOOL_CALLS]clock[ARGS]{}"
+
+
+@pytest.mark.parametrize(
+    "said, parts", [(" So.", [("text", "So.")]), (f"[TOOL_CALLS]get_weather[ARGS]{CITY}", PARIS)]
+)
+def test_reasoning_of_magistral_is_told_from_answers_and_calls(said, parts):
+    text = f"[THINK]Hm [THI <think>\n[/THINK]{said}"
+    assert has_reasoning(MAGISTRAL)
+    assert parts_of(family_of(MAGISTRAL), text, has_reasoning=True) == [
+        ("reasoning", "Hm [THI <think>"),
+        *parts,
+    ]
+
+
 ANALYSIS = "<|channel|>analysis<|message|>Hm.\n<|end|><|start|>assistant"
 CHANNELS: dict[str, tuple[str, list[tuple[Any, ...]]]] = {
     "an answer": (

@@ -4,7 +4,7 @@ One seed gives one model at any tp_size: initial values are drawn for the whole 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from inspect import signature
 from typing import Any
@@ -70,7 +70,10 @@ class Linear(BaseLinear):
 
 
 class ColumnParallelLinear(BaseLinear):
-    """This rank's share of the output features: [*, in] -> [*, out / tp_size], without communication."""
+    """This rank's share of the output features: [*, in] -> [*, out / tp_size], without communication.
+
+    The gradient of x is a rank's part too: that of the whole layer is the sum of them.
+    """
 
     def __init__(
         self,
@@ -139,12 +142,12 @@ def is_product(layer: torch.nn.Module) -> bool:
 def adds_residual(module: torch.nn.Module) -> bool:
     """Whether the module is to add the residual: one that somebody put in the place of ours may not know it,
     and who observes a module wants what it makes alone."""
-    return takes_residual(type(module)) and not is_observed(module)
+    return takes_residual(type(module).forward) and not is_observed(module)
 
 
 @cache
-def takes_residual(kind: type[torch.nn.Module]) -> bool:
-    return "residual" in signature(kind.forward).parameters
+def takes_residual(forward: Callable[..., Tensor]) -> bool:
+    return "residual" in signature(forward).parameters
 
 
 def project_onto(x: Tensor, layer: torch.nn.Module, residual: Tensor | None) -> Tensor:

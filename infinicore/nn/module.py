@@ -292,11 +292,11 @@ class ModuleList(Module, torch.nn.ModuleList):
 
 
 def is_observed(module: torch.nn.Module) -> bool:
-    """Whether hooks, or a forward of this module alone, are to have what goes into a call of it and comes out:
+    """Whether hooks, or a forward of this module alone, are to have what goes into a call and comes out:
     the call may then not be left out, or joined with what stands beside it."""
     forward = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
     backward = module._backward_hooks or module._backward_pre_hooks
-    return bool(forward or backward or torch.nn.modules.module._has_any_global_hook())
+    return bool(forward or backward or torch.nn.modules.module._has_any_global_hook())  # type: ignore[no-untyped-call]
 
 
 def as_ours(tensor: Tensor) -> Parameter:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from infinilm.cli.options import add_engine_options, add_model_options, load
 from infinilm.progress import progress
+
+if TYPE_CHECKING:
+    from infinilm.batch_files import Answers, Counts, Lines
 
 
 def add(commands: Any) -> None:
@@ -27,15 +30,33 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from infinilm.batch_files import Answers, BatchRun, Lines
-    from infinilm.hub import served_name
+    from infinilm.batch_files import Answers, Lines
 
     lines = Lines(options.input)
     if options.output.exists() and options.output.samefile(options.input):
         raise ValueError(f"{options.output}: is the input; answers need a file of their own")
     with Answers(options.output, lines.num_lines) as answers:
-        llm = load(options)
-        with progress("answering", lines.num_lines) as report:
-            counts = BatchRun(llm, served_name(options.model), lines, answers, report).run()
+        counts = complete(lines, answers) or answer(options, lines, answers)
     known = f", {counts.known:,} were there already" if counts.known else ""
     print(f"{counts.answered:,} answered, {counts.refused:,} refused{known}", file=sys.stderr)
+
+
+def complete(lines: Lines, answers: Answers) -> Counts | None:
+    """What came of it, if every line has its answer: no model is needed then."""
+    from infinilm.batch_files import Counts
+
+    counts = Counts()
+    for line in lines:
+        if line is not None and not answers.has(line):
+            return None
+        counts.known += line is not None
+    return counts
+
+
+def answer(options: argparse.Namespace, lines: Lines, answers: Answers) -> Counts:
+    from infinilm.batch_files import BatchRun
+    from infinilm.hub import served_name
+
+    llm = load(options)
+    with progress("answering", lines.num_lines) as report:
+        return BatchRun(llm, served_name(options.model), lines, answers, report).run()

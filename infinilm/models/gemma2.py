@@ -49,10 +49,11 @@ class Gemma2Config(LlamaConfig):
 
     @classmethod
     def adapted(cls, content: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Files have two names for the activation, of which this one counts. They may leave out a scale."""
+        """Files have two names for the activation, of which this one counts. They may leave out a scale.
+        The MLP has no biases."""
         activation = content.get("hidden_activation") or "gelu_pytorch_tanh"
-        named = {"hidden_act": activation, "hidden_activation": None}
-        return {"query_pre_attn_scalar": 256, **content, **named}
+        settled = {"hidden_act": activation, "hidden_activation": None, "mlp_bias": False}
+        return {"query_pre_attn_scalar": 256, **content, **settled}
 
     def _fill_in(self) -> None:
         super()._fill_in()

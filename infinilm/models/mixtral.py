@@ -26,8 +26,8 @@ class MixtralConfig(MixtureConfig):
 
     @classmethod
     def adapted(cls, content: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Shares of experts always add up to one."""
-        return {**super().adapted(content), "norm_topk_prob": True}
+        """Shares of experts always add up to one, and there are no biases."""
+        return {**super().adapted(content), "norm_topk_prob": True, "attention_bias": False}
 
 
 class MixtralDecoderLayer(LlamaDecoderLayer):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -23,6 +24,11 @@ class Olmo2Config(LlamaConfig):
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = 50279
     pad_token_id: int | None = 1
+
+    @classmethod
+    def adapted(cls, content: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Its MLP has no biases."""
+        return {**content, "mlp_bias": False}
 
 
 class Olmo2Attention(LlamaAttention):

@@ -36,7 +36,8 @@ class Phi3Config(LlamaConfig):
     @classmethod
     def adapted(cls, content: Mapping[str, Any]) -> Mapping[str, Any]:
         """The first files call longrope "su" or "yarn". The length of training stands beside it, or is
-        theirs; GGUF files, which have no model_type, have it among the scaling."""
+        theirs; GGUF files, which have no model_type, have it among the scaling. There are no biases."""
+        content = {**content, "attention_bias": False, "mlp_bias": False}
         if "model_type" in content:
             content = {"original_max_position_embeddings": 4096, **content}
         scaling = scaling_of(content)

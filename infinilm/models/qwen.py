@@ -30,8 +30,11 @@ class Qwen2Config(LlamaConfig):
 
     @classmethod
     def adapted(cls, content: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Files give windows a size even where they are switched off."""
-        content = super().adapted(content)
+        """Files give windows a size even where they are switched off. Biases of the MLP there are none; those
+        of attention Qwen2 always has."""
+        content = {**super().adapted(content), "mlp_bias": False}
+        if content.get("model_type") == "qwen2":
+            content["attention_bias"] = True
         window, types = content.get("sliding_window", 4096), content.get("layer_types")
         if window is not None:
             check_whole("sliding_window", window, 1, MAX_POSITION)

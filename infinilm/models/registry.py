@@ -116,6 +116,8 @@ def generation_ends(checkpoint: Checkpoint) -> Any:
 def read_config(checkpoint: Checkpoint) -> LlamaConfig:
     """The config of a checkpoint's model; whatever it says is checked."""
     entry, content = entry_of(checkpoint), checkpoint.config
+    if "quantization" in content:  # as MLX calls it
+        content = {"quantization_config": content["quantization"], **content}
     if entry.gguf is not None and checkpoint.is_gguf:
         content = read_gguf_config(checkpoint, entry.gguf)
     read = entry.model_class.config_class.from_dict

@@ -18,7 +18,6 @@ from infinilm.server.errors import ErrorBody, HttpError, http_error
 from infinilm.server.exchange import Call, Events, Operation, Raw, Server, Settings, dumps, too_large
 
 LINGER_SECONDS = 2.0  # for a caller to read why it was refused
-STALL_SECONDS = 120.0  # for a caller to read what it has been sent
 LOG = logging.getLogger("infinilm.server")
 
 
@@ -190,7 +189,7 @@ class Sender:
         self.events = events
         async with aclosing(events.source) as source:  # type: ignore[type-var]
             await self._begin(200, headers, "text/event-stream; charset=utf-8")
-            beats = asyncio.ensure_future(self._beat(events, seconds, asyncio.current_task()))
+            beats = asyncio.ensure_future(self._beat(events, seconds))
             try:
                 async for data in source:
                     await self._write(data)
@@ -214,14 +213,10 @@ class Sender:
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
         self._is_writing = False
 
-    async def _beat(self, events: Events, seconds: float, owner: asyncio.Task[Any] | None) -> None:
-        """By the clock: whatever the engine is at, no proxy shall think that the stream is dead. Who reads
-        nothing any more is given up."""
+    async def _beat(self, events: Events, seconds: float) -> None:
+        """By the clock: whatever the engine is at, no proxy shall think that the stream is dead."""
         while True:
             silence = time.monotonic() - self._last
-            if self._is_writing and silence > STALL_SECONDS and owner is not None:
-                owner.cancel()
-                return
             if silence >= seconds and not self._is_writing:
                 await self._write(events.beat())
             await asyncio.sleep(max(seconds - silence, seconds / 4))

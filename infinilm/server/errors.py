@@ -36,10 +36,11 @@ def http_error(error: BaseException) -> HttpError:
     """Any error as an answer. What is our own fault is told to the log alone."""
     if isinstance(error, HttpError):
         return error
+    if isinstance(error, EngineDead):
+        return engine_dead()
     status, kind = status_of(error)
     is_known = status < 500 or isinstance(error, NumericalError | Aborted)
-    unknown = "the engine has stopped" if status == 503 else "the server failed; its log says why"
-    message = (str(error) or type(error).__name__) if is_known else unknown
+    message = (str(error) or type(error).__name__) if is_known else "the server failed; its log says why"
     param, code = getattr(error, "param", None), getattr(error, "code", None)
     seconds = error.seconds if isinstance(error, Overloaded) else 1
     headers = {"retry-after": str(seconds)} if isinstance(error, QueueFull) else {}
@@ -53,7 +54,11 @@ def status_of(error: BaseException) -> tuple[int, str]:
         return 400, "invalid_request_error"
     if isinstance(error, QueueFull):
         return 429, "rate_limit_error"
-    return 503 if isinstance(error, EngineDead) else 500, "server_error"
+    return 500, "server_error"
+
+
+def engine_dead() -> HttpError:
+    return HttpError(503, "the engine has stopped", "server_error", code="engine_dead")
 
 
 def openai_error(error: HttpError) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from starlette.types import Scope
 
 from infinilm.folder import parse_object
 from infinilm.server.bodies import Body, as_body_errors, read
-from infinilm.server.errors import ErrorBody, HttpError, openai_error
+from infinilm.server.errors import ErrorBody, HttpError, engine_dead, openai_error
 from infinilm.server.service import Service
 from infinilm.server.turn import Caller
 
@@ -82,10 +82,6 @@ class Server:
 
 def too_large(limit: int) -> HttpError:
     return HttpError(413, f"the body must have at most {limit} bytes, but has more")
-
-
-def engine_dead() -> HttpError:
-    return HttpError(503, "the engine has stopped", "server_error", code="engine_dead")
 
 
 @dataclass(eq=False)

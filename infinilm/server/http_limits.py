@@ -19,6 +19,7 @@ from infinilm.server.exchange import dumps
 # Bytes that are read at once: a caller may make of 256 KB 40,000 chunks, which take seconds to be told apart.
 READ_SIZE = 4 << 10
 MAX_HEAD = 64 << 10  # bytes of a request before its body
+STALL_SECONDS = 120.0  # for a caller to read some of what it is sent
 MAX_AHEAD = 64 << 10  # bytes of a next request that are read before the last one has been answered
 URL_START = re.compile(rb"https?://[^/?]*", re.IGNORECASE)
 
@@ -32,23 +33,15 @@ class Web(uvicorn.Server):
 
 
 def as_long_as_open(app: Any, transport: Any) -> ASGIApp:
-    """An application that stops writing when its caller has gone, and lets go of one whom it gave up: what is
-    still to be sent would wait for somebody who reads nothing."""
+    """An application that stops writing when its caller has gone"""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        is_complete = False
-
         async def send_on(message: Message) -> None:
-            nonlocal is_complete
             if transport.is_closing():
                 await asyncio.sleep(0)  # in which the event loop tells uvicorn, who then writes no more
             await send(message)
-            is_complete = message["type"] == "http.response.body" and not message.get("more_body", False)
 
         await app(scope, receive, send_on)
-        if not is_complete:
-            transport.abort()
-            await asyncio.sleep(0)
 
     return answer
 
@@ -78,10 +71,11 @@ def in_origin_form(request: h11.Request) -> h11.Request:
 
 
 class Protocol(H11Protocol):
-    """uvicorn's, with a limit on the time to send a request's head, and errors as JSON."""
+    """uvicorn's, with limits on the time to send a request's head and to read an answer; errors are JSON."""
 
     send_seconds = 30.0
     _timer: asyncio.TimerHandle | None = None
+    _reading_timer: asyncio.TimerHandle | None = None
     _num_dropped = 0  # bytes
 
     @property
@@ -90,6 +84,7 @@ class Protocol(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         transport.max_size = READ_SIZE
+        transport.set_write_buffer_limits(0)  # so that pause_writing tells of whatever waits to be read
         self.conn = Connection(h11.SERVER, MAX_HEAD)
         super().connection_made(transport)
         self.app = as_long_as_open(self.app, transport)
@@ -106,8 +101,17 @@ class Protocol(H11Protocol):
             self._stop()
             self._read_ahead()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._await_reading()
+
+    def resume_writing(self) -> None:
+        self._stop_awaiting_reading()
+        super().resume_writing()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop()
+        self._stop_awaiting_reading()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
@@ -143,6 +147,22 @@ class Protocol(H11Protocol):
         self._timer = None
         if self.awaits_head and not self.transport.is_closing():
             self.transport.close()
+
+    def _await_reading(self) -> None:
+        unread = self.transport.get_write_buffer_size()
+        self._reading_timer = self.loop.call_later(STALL_SECONDS, self._check_reading, unread)
+
+    def _check_reading(self, unread_before: int) -> None:
+        """Let go of who has read nothing: what is still to be sent would wait here for ever."""
+        if self.transport.get_write_buffer_size() < unread_before:
+            self._await_reading()
+        else:
+            self.transport.abort()
+
+    def _stop_awaiting_reading(self) -> None:
+        if self._reading_timer is not None:
+            self._reading_timer.cancel()
+            self._reading_timer = None
 
     def _send_error(self, status: int, message: str) -> None:
         body = dumps(openai_error(HttpError(status, message))).encode()

@@ -12,9 +12,8 @@ from typing import Any
 
 from infinilm.server.parts import CallArguments, CallEnd, CallStart, Part, Reasoning, Text, merged
 from infinilm.server.scanner import BLANK, Mismatch, Scanner, Steps
-from infinilm.server.tools import Family, Tool
+from infinilm.server.tools import BRACKETS, TAGS, Family, Tool
 
-THINK, END_OF_THINK = "<think>", "</think>"
 BETWEEN = re.compile(r"[ \t\n\r;]*")  # two calls that nothing marks
 NAME = re.compile(r"[a-zA-Z0-9_-]*")
 
@@ -36,12 +35,12 @@ KEYS = {
 
 
 def has_reasoning(chat_template: str) -> bool:
-    return END_OF_THINK in chat_template
+    return any(end in chat_template for _, end in (TAGS, BRACKETS))
 
 
 def starts_in_reasoning(prompt: str) -> bool:
     """Whether the prompt that a template wrote ends with reasoning begun, as some do."""
-    return prompt.rstrip().endswith(THINK)
+    return prompt.rstrip().endswith(TAGS[0])
 
 
 class Reader(Scanner):
@@ -59,10 +58,11 @@ class Reader(Scanner):
         self._tools = {tool.full_name: tool for tool in tools}
         self._is_reasoning = starts_in_reasoning
         self._has_reasoning = has_reasoning or starts_in_reasoning
+        self._think, self._end_of_think = family.thoughts
         self._markers = (
             *(family.markers if tools or family.has_channels else ()),
             *family.noise,
-            *([END_OF_THINK] if self._has_reasoning else []),
+            *([self._end_of_think] if self._has_reasoning else []),
         )
         self._pattern = re.compile("|".join(map(re.escape, self._markers)) or "(?!)")
 
@@ -107,8 +107,8 @@ class Reader(Scanner):
             yield from self._take_blanks()
             if self._is_reasoning:
                 self._blanks.clear()
-            if self._has_reasoning and (yield from self._is_ahead(THINK)):
-                self._read(len(THINK))
+            if self._has_reasoning and (yield from self._is_ahead(self._think)):
+                self._read(len(self._think))
                 self._is_reasoning = True
             elif not (yield from self._is_bare_call_ahead()) or not (yield from self._attempt("")):
                 return
@@ -157,7 +157,7 @@ class Reader(Scanner):
         """Go on after a marker; True where an edge is."""
         if marker in self._family.noise:
             return False
-        if marker != END_OF_THINK:
+        if marker != self._end_of_think:
             return (yield from self._attempt(marker))
         if not self._is_reasoning:
             self._say(marker)

@@ -241,7 +241,7 @@ class Process:
             tell("warning: the engine did not react, and is left as it is")
             self.has_stuck = True
         if death is not None:
-            raise EngineDead(f"the engine died: {death or type(death).__name__}") from death
+            raise EngineDead(f"the engine died: {one_line(death)}") from death
 
     # ---- prefixes ------------------------------------------------------------------------------------------
 

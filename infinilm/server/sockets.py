@@ -5,11 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
-from infinilm.server.endpoint import STALL_SECONDS
+from infinilm.server.http_limits import STALL_SECONDS
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def inet_socket(host: str, port: int) -> socket.socket:
         raise ValueError(f"cannot listen on {host!r}, port {port}: {reason}; take another {other}") from error
     # For the connections too: else what follows a first small write waits 40 ms for the caller's kernel.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # else a caller who reads nothing keeps an answer here for ever
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # else an answer is made for a machine that has vanished
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STALL_SECONDS * 1e3))
     return sock
 
@@ -48,17 +48,23 @@ def unix_socket(path: str) -> socket.socket:
     """In place of one that nobody listens on any more"""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        with suppress(FileNotFoundError):
-            if stat.S_ISSOCK(os.stat(path).st_mode) and sock.connect_ex(path) != 0:
-                os.unlink(path)
-        sock.close()
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        if is_left_over(path):
+            os.unlink(path)
         sock.bind(path)
         sock.listen(2048)
     except OSError as error:
         sock.close()
-        raise ValueError(f"cannot listen on the Unix socket {path!r}: {error.strerror or error}") from error
+        reason = f"{error.strerror or error}; take another --uds"
+        raise ValueError(f"cannot listen on the Unix socket {path!r}: {reason}") from error
     return sock
+
+
+def is_left_over(path: str) -> bool:
+    """Whether a Unix socket refuses all callers, its process being gone. Other errors are of those who live:
+    they may have no room for a caller just now, not talk to this user, or take datagrams."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
+        caller.setblocking(False)
+        return Path(path).is_socket() and caller.connect_ex(path) == errno.ECONNREFUSED
 
 
 def address(sock: socket.socket) -> str:

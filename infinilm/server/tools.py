@@ -30,6 +30,8 @@ from infinilm.server.conversation import (
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")  # OpenAI takes 64 characters, Anthropic 128
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+# What reasoning stands between, of most families and of Magistral, whose are special tokens
+TAGS, BRACKETS = ("<think>", "</think>"), ("[THINK]", "[/THINK]")
 AFTER_REASONING = "\n\n"
 MAX_CALLS = 16  # that are forced: a small model does not come to an end by itself
 
@@ -135,6 +137,7 @@ class Family:
     has_bare_calls: bool = False  # an answer may begin with a call that nothing marks
     has_channels: bool = False  # messages have headers, which tell thoughts, answers and calls apart
     keeps_special_tokens: bool = False
+    thoughts: tuple[str, str] = TAGS
     knows_system: bool = True  # the template takes system messages
 
     def new_id(self) -> str:
@@ -315,6 +318,11 @@ HARMONY = Family(
 def family_of(chat_template: str | None) -> Family:
     """By what the template itself writes"""
     template = chat_template or ""
+    family = family_by_calls(template)
+    return replace(family, thoughts=BRACKETS) if BRACKETS[1] in template else family
+
+
+def family_by_calls(template: str) -> Family:
     knows_tools = re.search(r"\btools\b", template) is not None
     if knows_tools and "<|channel|>" in template:
         return HARMONY

@@ -1,5 +1,6 @@
 """A Hugging Face folder: tokenizer.json or tokenizer.model, and what the files beside it name."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,10 @@ MAX_TOKENIZER_BYTES = 1 << 26
 MAX_TOKENIZER_VALUES = 1 << 21
 MAX_NAMES_BYTES = 1 << 22
 MAX_TEMPLATE_BYTES = 1 << 20
+
+# Files that people have in a vocabulary's place: that of a clone without Git LFS, and one of tiktoken.
+POINTER = b"version https://git-lfs"
+TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+=* [0-9]+\r?\n")
 
 # Where transformers saves it beside chat_template.jinja.
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
@@ -83,14 +88,18 @@ def _added_token(given: Mapping[str, Any], special: set[str]) -> AddedToken:
 
 
 def _read_sentencepiece(folder: Folder, config: Mapping[str, Any], roles: Mapping[str, str]) -> Vocabulary:
-    path, raw = folder.path / "tokenizer.model", folder.read("tokenizer.model", MAX_SENTENCEPIECE_BYTES)
+    path = folder.path / "tokenizer.model"
+    raw = _read_file(folder, path.name, MAX_SENTENCEPIECE_BYTES) or b""
+    if TIKTOKEN_LINE.match(raw):
+        way_out = "take the tokenizer.json that the model's folder for transformers has"
+        raise TokenizerError(f"{path}: is a vocabulary of tiktoken, not of sentencepiece; {way_out}")
     with errors_of(str(path)):
-        pieces = SentencePieceVocabulary(SentencePieceFile.parse(raw or b""), config, roles)
+        pieces = SentencePieceVocabulary(SentencePieceFile.parse(raw), config, roles)
         return Vocabulary(path, pieces.build_library(), pieces.roles, pieces.build_normalizer())
 
 
 def _read_json(folder: Folder) -> tokenizers.Tokenizer:
-    path, raw = folder.path / "tokenizer.json", folder.read("tokenizer.json", MAX_TOKENIZER_BYTES)
+    path, raw = folder.path / "tokenizer.json", _read_file(folder, "tokenizer.json", MAX_TOKENIZER_BYTES)
     if raw is None:
         raise TokenizerError(
             f"{path} does not exist, nor does a tokenizer.model; "
@@ -101,6 +110,15 @@ def _read_json(folder: Folder) -> tokenizers.Tokenizer:
         check_bounds(content)
         del content
         return tokenizers.Tokenizer.from_str(raw.decode("utf-8"))
+
+
+def _read_file(folder: Folder, name: str, max_bytes: int) -> bytes | None:
+    raw = folder.read(name, max_bytes)
+    if raw is not None and raw.startswith(POINTER):
+        raise TokenizerError(
+            f"{folder.path / name}: is a pointer of Git LFS: `git lfs pull` fetches the file itself"
+        )
+    return raw
 
 
 def _roles_in(config: Mapping[str, Any]) -> dict[str, str]:
