@@ -56,7 +56,7 @@ def check_flag(function: str, name: str, value: object) -> None:
 
 def first_outside(indices: torch.Tensor, count: int) -> int | None:
     """The first index that is not in [0, count), if there is one; what torch traces has no values to tell"""
-    if indices.is_meta or torch._C._len_torch_dispatch_stack():
+    if indices.is_meta or torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack():
         return None
     while torch._C._functorch.is_functorch_wrapped_tensor(indices):
         indices = torch._C._functorch.get_unwrapped(indices)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -530,3 +531,23 @@ def test_lookups_are_mapped_over_and_exported_as_torchs() -> None:
         torch.vmap(layer)(ids + 1)
     exported = torch.export.export(layer, (ids,)).module()
     assert torch.equal(exported(ids.flip(0)), layer(ids.flip(0)))
+
+
+COMPILED = {
+    "embedding": (lambda: nn.Embedding(5, 3), lambda: torch.tensor([[0, 4], [2, 2]])),
+    "linear": (lambda: nn.Linear(64, 32), lambda: random(3, 64)),
+    "rms_norm": (lambda: nn.RMSNorm(64), lambda: random(3, 64)),
+    "layer_norm": (lambda: nn.LayerNorm(64), lambda: random(3, 64)),
+    "gelu": (nn.GELU, lambda: random(3, 64)),
+    "softmax": (nn.Softmax, lambda: random(3, 64)),
+    "rope": (lambda: partial(nn.RoPE(64, 8), pos=torch.arange(3)), lambda: random(3, 2, 64)),
+    "mlp": (lambda: nn.MLPBlock(64, 128), lambda: random(3, 64)),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_torch_compiles_a_layer_whole(name: str) -> None:
+    make, inputs = COMPILED[name]
+    layer, x = make(), inputs()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), layer(x), rtol=1e-5, atol=1e-5)

@@ -115,6 +115,8 @@ class RBELinear(Module):
 
     def dense_weight(self) -> Tensor:
         """The decoded matrix [O, I], in float32, also where autocast would have products in another dtype."""
+        if not torch._C._is_any_autocast_enabled():
+            return self._decode()
         with torch._C._DisableAutocast():
             return self._decode()
 
@@ -129,7 +131,7 @@ class RBELinear(Module):
     def places(self) -> Tensor:
         """Where in its flattened block each coefficient stands: [N, K]"""
         rows, columns = self.rows.long(), self.columns.long()
-        has_values = rows.numel() > 0 and not rows.is_meta
+        has_values = rows.numel() > 0 and not rows.is_meta and not torch.compiler.is_dynamo_compiling()
         if has_values and max(int(rows.max()), int(columns.max())) >= self.block_size:
             raise ValueError(f"a coefficient stands outside its block of {self.block_size}²: damaged state")
         return rows * self.block_size + columns

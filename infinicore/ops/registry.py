@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 from torch._C import _get_tracing_state, _len_torch_dispatch_stack
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
 import infinicore
 
@@ -140,6 +141,8 @@ class Op(Generic[Result]):
 
 def is_watched() -> bool:
     """Whether torch traces what is computed, or carries derivatives along: a kernel it would not see"""
+    if is_dynamo_compiling():  # which cannot read what the next ones tell
+        return True
     is_traced = _get_tracing_state() is not None or _len_torch_dispatch_stack() > 0
     return is_traced or forward_ad._current_level >= 0
 
