@@ -1,4 +1,4 @@
-"""Every native op against the torch op that does the same work, in one run: `python -m benchmarks.ops`.
+"""Native ops on rows against the torch ops that do the same work, in one run: `python -m benchmarks.ops`.
 
 A row times a resolved call (buffers fixed, as a model runs it) and the plain function of
 `infinicore.nn.functional`, both against torch. A ratio above 1 means we are faster. Inputs are random.
@@ -6,6 +6,7 @@ A row times a resolved call (buffers fixed, as a model runs it) and the plain fu
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -195,11 +196,19 @@ def report_call_overhead(num_rounds: int) -> None:
     print(f"\ncall overhead of a resolved op, from Python: {time.median * 1e6:.2f} us ±{time.spread:.0%}")
 
 
+def check_known(part: str, parser: argparse.ArgumentParser) -> None:
+    """An empty table would look like a race that was run."""
+    known = sorted({row.op for row in rows(1, torch.float32)})
+    if not any(part in name for name in known):
+        parser.error(f"--ops: no row has {part!r} in its name; there are {', '.join(known)}")
+
+
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--ops", default="", help="only ops whose name contains this")
     options = parser.parse_args()
+    check_known(options.ops, parser)
     infinicore.set_num_threads(options.threads)
     torch.set_num_threads(options.threads)
     threads = f"level {_native.isa()}, {options.threads} threads"

@@ -79,10 +79,16 @@ bool read_attributes(nb::handle h, Tensor* t) {
     return true;
 }
 
+// Whether torch has yet to negate what lies in memory: the imaginary parts of conjugates. Between them lie
+// the real ones, so that only rows of one element could pass for others.
+bool is_negated(nb::handle h, const Tensor& t) {
+    return (t.ndim == 0 || t.shape[t.ndim - 1] == 1) && nb::cast<bool>(h.attr("is_neg")());
+}
+
 // Subclasses other than Parameter (fake, wrapped, quantised tensors) have no memory of their own to read.
 bool read(nb::handle h, Tensor* t) {
     if (Py_TYPE(h.ptr()) != g_torch.tensor && !PyObject_TypeCheck(h.ptr(), g_torch.parameter)) return false;
-    if (!(g_torch.api ? read_exchange(h, t) : read_attributes(h, t))) return false;
+    if (!(g_torch.api ? read_exchange(h, t) : read_attributes(h, t)) || is_negated(h, *t)) return false;
     for (int i = 0; i < t->ndim; ++i)
         if (t->shape[i] == 1) t->stride[i] = 1;  // never stepped over
     return t->data || num_elements(*t) == 0;

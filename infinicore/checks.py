@@ -16,7 +16,8 @@ FLOATS = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64)
 def integer(function: str, name: str, value: SupportsIndex) -> int:
     """numpy's integers and torch's are integers too; floats and strings are not, whatever they hold."""
     try:
-        found = operator.index(value)
+        # A size that torch traces is a number already; to ask which one would compile for that one alone.
+        found: int = value if isinstance(value, int | torch.SymInt) else operator.index(value)  # type: ignore[assignment]
     except TypeError:
         raise TypeError(f"{function}: {name} must be an integer, but is {value!r}") from None
     if not -(2**63) <= found < 2**63:
@@ -34,13 +35,16 @@ def positive(function: str, name: str, value: SupportsIndex) -> int:
 def sizes(function: str, name: str, value: SupportsIndex | Iterable[SupportsIndex]) -> tuple[int, ...]:
     """A shape: integers, or one for a shape of one dimension."""
     items: Iterable[Any] = (value,)
-    with contextlib.suppress(TypeError):  # of one integer
-        items = tuple(value)  # type: ignore[arg-type]
+    if not isinstance(value, int):  # of which torch.compile cannot be told that it has no items
+        with contextlib.suppress(TypeError):  # of one integer of another kind
+            items = tuple(value)  # type: ignore[arg-type]
     return tuple(integer(function, name, item) for item in items)
 
 
 def number(function: str, name: str, value: SupportsFloat) -> float:
     """What float() takes, but for strings."""
+    if type(value) is float:  # perhaps one that torch traces
+        return value
     try:
         math.isfinite(value)  # of a string it makes nothing, as float() would
         return float(value)
@@ -69,7 +73,7 @@ def first_outside(indices: torch.Tensor, count: int) -> int | None:
 
 
 def check_eps(function: str, eps: SupportsFloat) -> None:
-    found = eps if isinstance(eps, float) else number(function, "eps", eps)
+    found = number(function, "eps", eps)
     if not 0 <= found < math.inf:
         raise ValueError(f"{function}: eps must be finite and not negative, but is {found!r}")
 

@@ -176,7 +176,7 @@ def precise_activation_bits(type: BlockType) -> int:
     return 12 if _native.isa() == "amx" and type in FOUR_BITS else 16
 
 
-PACKED_ROWS = 16
+PACKED_ROWS = _native.PACKED_ROWS
 CACHE_LINE = 64
 
 

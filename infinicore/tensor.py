@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, arange, empty, ones, randn, tensor, zeros
 
 from infinicore.checks import check_device, sizes
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 __all__ = [
     "Tensor",
@@ -47,24 +50,27 @@ def from_blob(
     device: torch.device | str | None = None,
 ) -> Tensor:
     """A copy of any bytes-like object as a tensor. Addresses are refused: their size cannot be checked."""
-    try:
-        view = memoryview(data)
-        view = view.cast("B") if view.nbytes else memoryview(b"")  # which no shape with a 0 can be cast to
-    except TypeError as error:
-        raise TypeError(
-            f"from_blob: data must be contiguous bytes, but is {type(data).__name__}: {error}"
-        ) from None
     shape = sizes("from_blob", "shape", shape)
     if any(size < 0 for size in shape):
         raise ValueError(f"from_blob: shape {shape} has a negative size")
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"from_blob: dtype must be a dtype, but is {dtype!r}")
     check_device("from_blob", device)
+    return tensor_from_bytes(data, shape, dtype, "from_blob").to("cpu" if device is None else device)
+
+
+def tensor_from_bytes(data: Buffer, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> Tensor:
+    """A tensor with a copy of the bytes of any buffer object, strided ones read in row-major order; errors
+    call what is loaded `name`."""
+    try:
+        view = memoryview(data)
+    except TypeError as error:
+        raise TypeError(f"{name}: data must be a bytes-like object, found {type(data).__name__}") from error
     wanted = math.prod(shape) * dtype.itemsize
     if view.nbytes != wanted:
-        raise ValueError(f"from_blob: got {view.nbytes} bytes, but {shape} of {dtype} takes {wanted}")
-    if wanted == 0:
-        return torch.empty(shape, dtype=dtype, device=device)
-    return (
-        torch.frombuffer(bytearray(view), dtype=dtype).reshape(shape).to("cpu" if device is None else device)
-    )
+        raise ValueError(
+            f"{name}: data has {view.nbytes} bytes, but shape {tuple(shape)} of {dtype} takes {wanted} bytes"
+        )
+    if not wanted:
+        return torch.empty(shape, dtype=dtype, device="cpu")  # torch.frombuffer refuses an empty buffer
+    return torch.frombuffer(bytearray(view), dtype=dtype).view(shape)

@@ -24,8 +24,8 @@ from infinilm.engine.request import Request, RequestError
 from infinilm.folder import parse_object
 from infinilm.llm import LLM
 from infinilm.server.answers import whole_answer
-from infinilm.server.asks import CHAT, COMPLETIONS, Asked, Json, turns_of
-from infinilm.server.bodies import BodyError
+from infinilm.server.asks import BODIES, Asked, Json, turns_of
+from infinilm.server.bodies import BodyError, read
 from infinilm.server.errors import http_error, openai_error
 from infinilm.server.service import Preparer, Served
 from infinilm.server.turn import Prepared, pieces_of
@@ -61,6 +61,7 @@ class Lines:
             raise ValueError(f"{path}: is no file, and the input is read twice")
         self.path = path
         with path.open("rb") as file:
+            skip_mark(file)
             self.num_lines = count_lines(file)
 
     def __iter__(self) -> Iterator[Line | None]:
@@ -69,6 +70,9 @@ class Lines:
             skip_mark(file)
             for number in range(1, self.num_lines + 1):
                 raw = file.readline(MAX_LINE + 1)
+                if not raw:
+                    had = f"{self.path}: had {self.num_lines} lines"
+                    raise ValueError(f"{had}, and ends before line {number} now")
                 if len(raw) > MAX_LINE:
                     skip_line(file, raw)
                     yield Line(number, error=BodyError(f"line {number}: has more than {MAX_LINE} bytes"))
@@ -116,7 +120,7 @@ def checked_id(number: int, given: Json) -> str:
 def check_line(number: int, given: Json) -> None:
     if unknown := [key for key in given if key not in KEYS]:
         raise BodyError(f"line {number}: {unknown[0][:64]!r} is none of {', '.join(KEYS)}", unknown[0])
-    for key, allowed in (("method", ("POST",)), ("url", (CHAT, COMPLETIONS))):
+    for key, allowed in (("method", ("POST",)), ("url", tuple(BODIES))):
         if given.get(key) not in allowed:
             found = short(given.get(key))
             raise BodyError(f"line {number}: {key} must be {' or '.join(allowed)}, but is {found}", key)
@@ -291,7 +295,8 @@ class BatchRun:
         self.waiting.extend(requests)
 
     def job(self, line: Line) -> Job:
-        asked, turns = turns_of(line.url, line.body, self.preparer.defaults)
+        asked = read(BODIES[line.url], line.body)
+        turns = turns_of(asked, self.preparer.defaults)
         named = [(turn, f"{line.number}-{i}") for i, turn in enumerate(turns)]
         return Job(line, asked, [self.preparer.prepare(turn, own, self.served) for turn, own in named])
 

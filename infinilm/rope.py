@@ -18,38 +18,21 @@ from infinicore.nn.rope import sin_and_cos
 from infinilm.values import check_flag, check_number, check_whole
 
 # What rope_scaling may say for each type: required keys, then optional ones.
-KEYS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
-    "default": (frozenset(), frozenset()),
-    "linear": (frozenset({"factor"}), frozenset()),
-    "dynamic": (frozenset({"factor"}), frozenset({"original_max_position_embeddings"})),
-    "yarn": (
-        frozenset({"factor"}),
-        frozenset(
-            {
-                "original_max_position_embeddings",
-                "attention_factor",
-                "beta_fast",
-                "beta_slow",
-                "mscale",
-                "mscale_all_dim",
-                "truncate",
-            }
-        ),
-    ),
-    "longrope": (
-        frozenset({"short_factor", "long_factor"}),
-        frozenset({"factor", "attention_factor", "original_max_position_embeddings"}),
-    ),
-    "llama3": (
-        frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
-        frozenset(),
-    ),
+TRAINED = "original_max_position_embeddings"
+YARN = {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
+KEYS: dict[str, tuple[set[str], set[str]]] = {
+    "default": (set(), set()),
+    "linear": ({"factor"}, set()),
+    "dynamic": ({"factor"}, {TRAINED}),
+    "yarn": ({"factor"}, {TRAINED, *YARN}),
+    "longrope": ({"short_factor", "long_factor"}, {"factor", "attention_factor", TRAINED}),
+    "llama3": ({"factor", "low_freq_factor", "high_freq_factor", TRAINED}, set()),
 }
 # Keys that name the type, or repeat what the config itself says.
-COMMON_KEYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+COMMON_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 # Keys of other programs, in files of DeepSeek and of those who made yarn; transformers passes them over.
-FOREIGN_KEYS = frozenset({"attn_factor", "finetuned"})
-EVERY_KEY = frozenset().union(*(required | optional for required, optional in KEYS.values()))
+FOREIGN_KEYS = {"attn_factor", "finetuned"}
+EVERY_KEY = set[str]().union(*(required | optional for required, optional in KEYS.values()))
 INITIAL_LENGTH = 512
 MAX_POSITION = 1 << 28
 

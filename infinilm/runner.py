@@ -10,7 +10,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,34 +39,24 @@ from infinilm.work import Drawn, Work, collected, drawn_rows, num_tokens_of, tok
 # N tokens of the step, B streams, M blocks of a stream, R rows of logits, V vocabulary
 
 
+@dataclass(eq=False)
 class Pending:
     """Work that has been launched. Its tokens may be on their way from a device until they are read."""
 
-    def __init__(
-        self,
-        work: Sequence[Work],
-        rows: Sequence[Row],
-        outcome: tuple[Tensor, Tensor],
-        tokens: list[int] | Readback | None,
-        *,
-        is_settled: bool,
-        is_plain: bool,
-        may_be_followed: bool,
-    ) -> None:
-        self.work = work
-        self.is_settled = is_settled  # whether it took what such steps will take from now on
-        self.may_be_followed = may_be_followed  # by other work, before it is read
-        self._is_plain = is_plain  # nothing but tokens is wanted
-        self._rows = rows
-        self._outcome = outcome
-        self._tokens = tokens
+    work: Sequence[Work]
+    rows: Sequence[Row]
+    outcome: tuple[Tensor, Tensor]  # states and logits
+    tokens: list[int] | Readback | None  # None where they are still to be drawn
+    is_settled: bool  # it took what such steps will take from now on
+    is_plain: bool  # nothing but tokens is wanted
+    may_be_followed: bool  # by other work, before it is read
 
     def read(self) -> list[Drawn]:
         """What came of it"""
-        tokens = self._tokens.read() if isinstance(self._tokens, Readback) else self._tokens
-        if tokens is not None and self._is_plain:
+        tokens = self.tokens.read() if isinstance(self.tokens, Readback) else self.tokens
+        if tokens is not None and self.is_plain:
             return tokens_alone(self.work, tokens)
-        return collected(self.work, *self._outcome, self._rows, tokens)
+        return collected(self.work, *self.outcome, self.rows, tokens)
 
 
 class Runner:
@@ -126,15 +116,7 @@ class Runner:
             tokens = self._latest.note(recording.drawn(len(rows)))
         elif is_followed and rows:
             tokens = self._latest.note(draw(outcome[1], rows))
-        return Pending(
-            work,
-            rows,
-            outcome,
-            tokens,
-            is_settled=is_settled,
-            is_plain=is_plain,
-            may_be_followed=is_followed,
-        )
+        return Pending(work, rows, outcome, tokens, is_settled, is_plain, may_be_followed=is_followed)
 
     def _adapted_for(self, work: Sequence[Work]) -> AdaptedModel | None:
         """The model with the adapters of all streams among them; None where no stream has one"""

@@ -33,7 +33,7 @@ LAYERS = (
     ("batch",),
     ("checkpoint", "hub", "sampling", "tokenizer"),
     ("config", "folder", "parcels"),
-    ("progress", "rope"),
+    ("progress", "rope", "whole_file"),
     ("values",),
 )
 ROW = {part: row for row, parts in enumerate(LAYERS) for part in parts}

@@ -377,6 +377,24 @@ def test_aborting_nobody_is_nothing(llm: AsyncLLM) -> None:
 # ---- death -------------------------------------------------------------------------------------------------
 
 
+def test_a_thread_for_masks_that_cannot_start_is_the_failure_of_its_request_alone(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+    params = SamplingParams(max_tokens=4, structured_outputs=StructuredOutputsParams(regex="[a-z]+"))
+
+    def fail(thread: threading.Thread) -> None:
+        if thread.name.startswith("infinilm-masks"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            within_patience(outputs_of(llm, prompt(5), params))
+    assert llm.death is None and within_patience(outputs_of(llm, prompt(5), params))
+
+
 def test_when_the_engine_dies_everybody_hears_why_and_so_do_later_calls(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

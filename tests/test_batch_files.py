@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
@@ -424,6 +425,19 @@ def test_an_input_that_is_no_file_is_one_line(
     assert main(["batch", str(tmp_path / name), str(tmp_path / "out")]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("infinilm: error:") and not (tmp_path / "out").exists()
+
+
+def test_an_input_that_is_cut_short_meanwhile_is_not_taken_for_done(files: Files) -> None:
+    files.write(*(chat(str(i)) for i in range(3)))
+    lines = Lines(files.input)
+    files.write(chat("0"))
+    with pytest.raises(ValueError, match="had 3 lines, and ends before line 2 now"):
+        list(lines)
+
+
+def test_an_input_of_a_mark_alone_has_no_lines(files: Files) -> None:
+    files.input.write_bytes(BOM_UTF8)
+    assert list(Lines(files.input)) == []
 
 
 def test_lines_are_read_as_they_are_needed(files: Files, folder: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import accuracy, every_type, gpu, serving, threads, throughput
+from benchmarks import accuracy, every_type, gpu, ops, serving, threads, throughput
 from benchmarks.contenders import Infinilm, Task, Times
 from benchmarks.machine import microarchitecture, short
 from benchmarks.random_model import TYPES, Size, kind_of, write_model
@@ -415,3 +415,12 @@ def test_a_gpus_table_has_rates_shares_of_its_limits_and_what_was_left_out() -> 
     assert (
         "(50%) |" in table and "| 1,024 | 5.000 |" in table and "- transformers compiled: left out" in table
     )
+
+
+def test_a_race_of_an_op_that_is_not_there_is_refused_with_those_that_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["ops", "--ops", "relu"])
+    with pytest.raises(SystemExit):
+        ops.main()
+    assert "no row has 'relu' in its name; there are add, add_rms_norm, " in capsys.readouterr().err

@@ -114,7 +114,7 @@ def worker_of(renderer: Renderer) -> psutil.Process:
 
 def retarget(renderer: Renderer, template: str) -> None:
     """Another template for the same process."""
-    renderer._template = template
+    renderer.template = template
 
 
 def test_templates_that_never_end_are_errors_after_a_second_of_cpu_time():
@@ -222,9 +222,11 @@ def test_a_process_that_sleeps_is_ended(monkeypatch):
     assert not worker.is_running()  # and is no zombie either
 
 
-def test_a_process_that_cannot_start_is_an_error(monkeypatch):
+def test_a_process_that_cannot_start_is_no_fault_of_the_template(monkeypatch):
     monkeypatch.setattr(chat, "PROGRAM", "/no/such/render.py")
-    assert "ended with status 2; `python /no/such/render.py` may tell why" in error_of(Renderer(HONEST))
+    told = "ended with status 2; `python /no/such/render.py` may tell why"
+    with pytest.raises(ChildProcessError, match=told):
+        Renderer(HONEST).render(VARIABLES)
 
 
 def test_threads_take_turns():
@@ -274,7 +276,7 @@ def test_the_process_has_no_files_but_its_socket_and_cannot_be_interrupted_from_
 
 ASKING = """
 import os, sys, time
-from infinilm.tokenizer import TokenizerError, chat
+from infinilm.tokenizer import chat
 from infinilm.tokenizer.chat import Renderer
 renderer = Renderer("{{ x }}")
 assert renderer.render({"x": 1}) == "1"
@@ -287,7 +289,7 @@ chat.PROGRAM, program = "no such program", chat.PROGRAM
 failed = Renderer("{{ x }}")
 try:
     failed.render({})
-except TokenizerError:
+except ChildProcessError:
     chat.PROGRAM = program
 renderer._lock.acquire()  # as if another thread were rendering
 child = os.fork()

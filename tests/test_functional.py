@@ -524,6 +524,13 @@ def test_what_torch_traces_or_carries_derivatives_through_is_what_torch_computes
     torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.parametrize("shape", [(1,), (3,), (3, 1), (1, 1), (2, 3)])
+def test_what_torch_has_yet_to_negate_is_negated(shape: tuple[int, ...]) -> None:
+    x = torch.complex(random(*shape), random(*shape, seed=1)).conj().imag
+    assert x.is_neg()
+    torch.testing.assert_close(F.silu(x), torch.nn.functional.silu(x))
+
+
 def test_lookups_are_mapped_over_and_exported_as_torchs() -> None:
     layer, ids = nn.Embedding(5, 3), torch.tensor([[0, 4], [2, 2]])
     assert torch.equal(torch.vmap(layer)(ids), layer(ids))
@@ -531,6 +538,14 @@ def test_lookups_are_mapped_over_and_exported_as_torchs() -> None:
         torch.vmap(layer)(ids + 1)
     exported = torch.export.export(layer, (ids,)).module()
     assert torch.equal(exported(ids.flip(0)), layer(ids.flip(0)))
+
+
+def test_an_encoded_layer_is_exported_and_mapped_over_as_any() -> None:
+    layers, x = [nn.MLPBlock(8, 16) for _ in range(2)], random(3, 8)
+    torch.testing.assert_close(torch.export.export(layers[0], (x,)).module()(x), layers[0](x))
+    state = torch.func.stack_module_state(layers)  # type: ignore[arg-type]
+    found = torch.vmap(lambda *own: torch.func.functional_call(layers[0], own, x))(*state)
+    torch.testing.assert_close(found, torch.stack([layer(x) for layer in layers]))
 
 
 COMPILED = {
@@ -551,3 +566,30 @@ def test_torch_compiles_a_layer_whole(name: str) -> None:
     layer, x = make(), inputs()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), layer(x), rtol=1e-5, atol=1e-5)
+
+
+POSITIONS, PADDED = nn.PositionalEmbedding(16, 64), nn.Embedding(5, 3, padding_idx=0).requires_grad_()
+WEIGHT = torch.ones(64)
+OF_ANY_LENGTH = {
+    "positions": lambda x: POSITIONS(len(x)),
+    "padding": lambda x: PADDED(x.long()),
+    "rms_norm": lambda x: F.rms_norm(x, 64, WEIGHT),
+    "layer_norm": lambda x: F.layer_norm(x, 64),
+    "add_rms_norm": lambda x: F.add_rms_norm(x, x, 64, WEIGHT)[0],
+}
+
+
+@pytest.mark.parametrize("name", OF_ANY_LENGTH)
+def test_what_is_compiled_for_any_length_is_compiled_once(name: str) -> None:
+    call, num_compiled = OF_ANY_LENGTH[name], 0
+
+    def count(graph: torch.fx.GraphModule, _: object) -> object:
+        nonlocal num_compiled
+        num_compiled += 1
+        return graph.forward
+
+    compiled = torch.compile(call, backend=count, fullgraph=True, dynamic=True)  # type: ignore[arg-type]
+    for length in (2, 5, 9):
+        x = random(length, 64).abs().clamp(max=4)
+        torch.testing.assert_close(compiled(x), call(x), rtol=1e-5, atol=1e-5)
+    assert num_compiled == 1

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import re
+import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -561,3 +565,37 @@ def test_a_grammar_is_tried_out_once(tiny: Case, monkeypatch: pytest.MonkeyPatch
     tiny.compile(regex="once")
     with pytest.raises(RuntimeError, match="ended with status"):
         tiny.compile(regex="another")
+
+
+def test_a_trial_that_was_killed_is_none_where_nobody_tells_how_children_end(
+    tiny: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "trial.py").write_text("import os; os.kill(os.getpid(), 9)")
+    monkeypatch.setattr("infinilm.engine.grammar.PROGRAM", str(tmp_path / "trial.py"))
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with pytest.raises(RequestError, match="to compile; make it smaller"):
+            tiny.compile(regex="killed")
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def test_a_thread_that_cannot_start_is_no_fault_of_the_grammar(
+    tiny: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    tiny.compile(regex="threads")
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        tiny.compile(regex="threads")
+
+
+def test_a_tokenizer_goes_with_the_compiler_that_was_made_for_it() -> None:
+    case = Case(Tiny())
+    case.compile(choice=["ab"])
+    tokenizer = weakref.ref(case.tokenizer)
+    del case
+    gc.collect()
+    assert tokenizer() is None

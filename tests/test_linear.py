@@ -5,10 +5,21 @@ import copy
 import pytest
 import torch
 
+from infinicore import nn
 from infinicore.distributed import Communicator, LocalCommunicator
+from infinicore.nn import functional as F
 from infinicore.nn.fused import joined
-from infinicore.nn.linear import BaseLinear, ColumnParallelLinear, Linear, RowParallelLinear, lay_together
+from infinicore.nn.linear import (
+    BaseLinear,
+    ColumnParallelLinear,
+    Linear,
+    RowParallelLinear,
+    lay_together,
+    project_gated,
+    project_heads,
+)
 from infinicore.nn.module import Parameter
+from infinicore.ops.fused_reference import Where, places
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
@@ -175,3 +186,27 @@ def test_weights_that_are_laid_together_are_one_view_until_a_layer_moves(has_bia
     assert joined(weights[::-1], biases[::-1]) is None
     weights[1].data = weights[1].data.clone()
     assert joined(weights, biases) is None
+
+
+class Elsewhere(torch.Tensor):
+    """Stands in for one on a GPU, where weights that lie together are one product with the norm before it."""
+
+    is_cpu = False
+
+
+class DoubledNorm(nn.RMSNorm):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [nn.RMSNorm, nn.LayerNorm, torch.nn.LayerNorm, DoubledNorm])
+@torch.inference_mode()
+def test_what_is_projected_is_what_the_norm_makes_whichever_it_is(kind):
+    positions, sin, cos, *pools = places(3, 8, torch.float32)
+    x, norm, where = torch.randn(3, 32), kind(32), Where(positions, sin, cos, False, *pools)
+    gates, heads = [Linear(32, 48), Linear(32, 48)], [Linear(32, size) for size in (32, 16, 16)]
+    wanted = project_heads(norm(x), heads, None, where), F.swiglu(*(gate(norm(x)) for gate in gates))
+    lay_together(*gates), lay_together(*heads)
+    there = x.as_subclass(Elsewhere)
+    found = project_heads(there, heads, norm, where), project_gated(there, *gates, norm)
+    torch.testing.assert_close([part.as_subclass(torch.Tensor) for part in found], list(wanted))

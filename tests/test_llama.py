@@ -532,6 +532,21 @@ def test_attention_by_itself_takes_the_norm_and_the_residual_too() -> None:
     torch.testing.assert_close(alone(x, norm=layer.input_layernorm, residual=x), wanted)
 
 
+@pytest.mark.parametrize("part", ["project", "rotate", "attend"])
+def test_each_part_of_attention_may_be_a_models_own(part: str) -> None:
+    asked = []
+
+    def own(self: LlamaAttention, *arguments: Any) -> Any:
+        asked.append(part)
+        return getattr(LlamaAttention, part)(self, *arguments)
+
+    model = tiny_model().model
+    layer, x = model.layers[0].self_attn, torch.randn(2, 3, 64)
+    wanted = layer(x, rope_instance=model.rope_instance)
+    layer.__class__ = type("OwnAttention", (LlamaAttention,), {part: own})
+    assert torch.equal(layer(x, rope_instance=model.rope_instance), wanted) and asked == [part]
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [

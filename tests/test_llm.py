@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
-from engines import MAX_LENGTH, PLACED, VOCAB_SIZE, check_idle, generated, prompt, said, write_model
+from engines import MAX_LENGTH, PLACED, SPECIALS, VOCAB_SIZE, check_idle, generated, prompt, said, write_model
 
-from infinilm import LLM, RequestError, SamplingParams, load_model
+from infinilm import LLM, RequestError, SamplingParams, StructuredOutputsParams, load_model
 from infinilm.engine.request import Completion
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -49,6 +50,37 @@ def test_a_template_that_is_given_is_the_one_for_tools_as_well(tmp_path: Path) -
         llm = LLM(folder, kv_cache_memory="1MB", **given, **PLACED)
         (found,) = llm.chat(asked, SamplingParams(max_tokens=1), tools=[{"type": "function"}])
         assert llm.tokenizer.decode(found.prompt_token_ids) == wanted
+
+
+@pytest.mark.parametrize(
+    "wanted", [{"choice": [" yes", " no"]}, {"regex": " (yes|no)"}], ids=["choice", "regex"]
+)
+def test_a_structure_keeps_the_space_it_begins_with(tmp_path: Path, wanted: Any) -> None:
+    """Vocabularies such as Llama 2's begin a text with a space that is not shown."""
+    llm = LLM(with_first_space_dropped(write_model(tmp_path)), kv_cache_memory="1MB", **PLACED)
+    params = SamplingParams(max_tokens=9, seed=1, structured_outputs=StructuredOutputsParams(**wanted))
+    (found,) = llm.chat([{"role": "user", "content": "Is it?"}], params)
+    assert found.outputs[0].text in (" yes", " no")
+
+
+def test_a_token_with_logprobs_keeps_its_space(tmp_path: Path) -> None:
+    llm = LLM(with_first_space_dropped(write_model(tmp_path)), kv_cache_memory="1MB", **PLACED)
+    space = len(SPECIALS) + ord(" ")
+    params = SamplingParams(max_tokens=2, logprobs=0, logit_bias={space: 100.0})
+    (found,) = llm.generate([[len(SPECIALS) + ord("a")]], params)
+    (output,) = found.outputs
+    assert output.logprobs is not None and output.text == "  "
+    assert [top[space].decoded_token for top in output.logprobs] == [" ", " "]
+
+
+def with_first_space_dropped(folder: Path) -> Path:
+    ids = {token: i for i, token in enumerate([*SPECIALS, *(f"<0x{byte:02X}>" for byte in range(256))])}
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(ids, [], byte_fallback=True))
+    steps = [tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+    library.decoder = tokenizers.decoders.Sequence([*steps, tokenizers.decoders.Strip(" ", 1, 0)])
+    library.add_special_tokens(SPECIALS)
+    library.save(str(folder / "tokenizer.json"))
+    return folder
 
 
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:

@@ -290,6 +290,16 @@ def test_an_adapter_is_read_once_and_the_one_longest_unused_makes_room(
     assert engine.make(prompt(4), GREEDY, lora_request=loras[0]).adapter is not first
 
 
+def test_a_folder_that_was_written_anew_is_read_anew_under_another_number(tiny: Tiny, tmp_path: Path) -> None:
+    engine, first = tiny.engine(), adapter(tmp_path / "trained", tiny.model, seed=1)
+    before = engine.make(prompt(4), GREEDY, lora_request=first).adapter
+    second = replace(adapter(tmp_path / "trained", tiny.model, seed=2), lora_int_id=first.lora_int_id + 1)
+    jobs = [Job(prompt(30), GREEDY, lora=lora) for lora in (first, second)]
+    assert engine.make(prompt(4), GREEDY, lora_request=first).adapter is before
+    says, says_now = [said(request.output()) for request in run(engine, jobs)]
+    assert says != says_now == alone(tiny, jobs[1])
+
+
 def test_what_is_no_adapter_request_is_refused(tiny: Tiny, loras: list[LoRARequest]) -> None:
     with pytest.raises(RequestError, match="lora_request must be a LoRARequest, but is 'small'"):
         tiny.engine().make(prompt(4), GREEDY, lora_request="small")

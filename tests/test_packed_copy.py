@@ -251,7 +251,7 @@ loaded(Path({str(source)!r}), Path({str(folder)!r}))
     options = {"cwd": Path(__file__).parent, "stderr": subprocess.DEVNULL, "timeout": 120}
     assert subprocess.run([sys.executable, "-c", program], **options).returncode == -signal.SIGKILL
     left = copy_in(folder)
-    current = left.with_suffix(".current")
+    current = left.with_suffix(".current.partial")
     with current.open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         loaded(source, folder)

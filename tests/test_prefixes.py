@@ -75,6 +75,15 @@ def test_an_empty_cache_is_saved_and_loaded(tiny: Tiny, tmp_path: Path) -> None:
     assert save(tiny.engine(), tmp_path / "file") == load(tiny.engine(), tmp_path / "file") == 0
 
 
+def test_what_a_killed_writer_left_is_removed_by_the_next_and_files_of_others_stay(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    for name in (".file.abc.partial", ".file.swp", ".file2.abc.partial"):
+        (tmp_path / name).write_bytes(b"some of it")
+    save(tiny.engine(), tmp_path / "file")
+    assert {path.name for path in tmp_path.iterdir()} == {"file", ".file.swp", ".file2.abc.partial"}
+
+
 def other_weights(tiny: Tiny, folder: Path) -> Engine:
     return Tiny.at(folder, seed=6).engine()
 

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 from engines import write_model
-from servers import PATIENCE
+from servers import PATIENCE, wait_until
 
 from infinilm.cli import main, parser
 from infinilm.cli.serve import api_keys
@@ -70,6 +70,20 @@ def test_a_signal_while_the_model_is_loaded_ends_it_with_status_0(default_model_
         line_with(process, "listening on ")
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE) == 0
+
+
+def test_a_log_that_takes_no_more_ends_nobodys_answer(folder: Path, tmp_path: Path) -> None:
+    path = str(tmp_path / "socket")
+    command = [sys.executable, "-m", "infinilm", "serve", str(folder), "--uds", path]
+    with open("/dev/full", "wb") as log, subprocess.Popen(command, stderr=log) as process:
+        try:
+            wait_until(lambda: os.path.exists(path) or process.poll() is not None)
+            with httpx.Client(transport=httpx.HTTPTransport(uds=path), base_url="http://here") as http:
+                wait_until(lambda: http.get("/health").status_code == 200)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(PATIENCE) == 0
+        finally:
+            process.kill()
 
 
 def test_a_model_that_is_not_there_is_told_in_the_last_line(

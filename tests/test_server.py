@@ -42,6 +42,7 @@ from infinilm.server import exchange, http_limits
 from infinilm.server.app import OPERATIONS
 from infinilm.server.exchange import Settings
 from infinilm.server.service import Service
+from infinilm.tokenizer import chat
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -584,6 +585,20 @@ def test_a_field_of_old_is_told_the_one_that_took_its_place(
     assert error_of(idle.chat(**{name: value}))["message"].endswith(f"use {way_out}")
 
 
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        (CHAT, {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "a b"}}]}),
+        ("/tokenize", {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "a b"}}]}),
+        ("/v1/responses", {"input": "hello", "tools": [{"type": "function", "name": "a b"}]}),
+        ("/v1/responses/input_tokens", {"input": "hello", "tools": [{"type": "function", "name": "a b"}]}),
+    ],
+)
+def test_a_tool_whose_name_is_none_is_an_error_of_the_tools(idle: Running, path: str, body: Any) -> None:
+    error = error_of(idle.post(path, **body))
+    assert error["param"] == "tools" and error["message"].startswith("tools: a name must be")
+
+
 def test_an_object_that_may_be_a_word_too_is_told_what_it_lacks(idle: Running) -> None:
     told = error_of(idle.chat(tools=[DIAL], tool_choice={"type": "function", "name": "dial"}))["message"]
     assert told.startswith("tool_choice must be 'none', 'auto' or 'required' or an object whose function is")
@@ -1056,6 +1071,16 @@ def test_health_is_503_when_the_engine_is_dead(folder: Path) -> None:
         assert server.http.get("/health").status_code == 503
         response = server.chat()
         assert response.status_code >= 500 and error_of(response)["type"] == "server_error"
+
+
+def test_a_system_that_starts_no_process_is_the_servers_fault_and_no_path_is_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat, "PROGRAM", "/no/such/render.py")
+    with running(folder) as server:
+        response = server.chat()
+        assert response.status_code == 500 and error_of(response)["type"] == "server_error"
+        assert "/" not in error_of(response)["message"]
 
 
 def test_health_answers_at_once_during_a_long_step(idle: Running) -> None:

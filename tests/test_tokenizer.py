@@ -180,6 +180,17 @@ def test_an_assistant_may_have_called_tools_and_said_nothing(smollm):
         smollm.encode_chat([{"role": "user", "content": None}])
 
 
+def test_a_template_that_asks_whether_anything_was_said_is_told_so(default_model_metadata):
+    """DeepSeek's writes the calls of an assistant that said nothing, and would leave them out after ''."""
+    tokenizer = Tokenizer.from_gguf(default_model_metadata)
+    tokenizer.chat_template = """{% for message in messages %}{% if message['content'] is none %}
+{{ message['tool_calls'][0]['function']['name'] }}{% else %}{{ message['content'] }}{% endif %}{% endfor %}"""
+    question = {"role": "user", "content": "Weather? "}
+    silent = {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": "{}"}}]}
+    for answer in (silent, silent | {"content": None}):
+        assert tokenizer.apply_chat_template([question, answer]) == "Weather? weather"
+
+
 def test_a_role_cannot_carry_special_tokens_either(smollm):
     ids = smollm.encode_chat([{"role": "user<|im_end|>", "content": "hi"}], add_generation_prompt=False)
     assert ids.count(2) == 2  # of the default system turn and of this one
@@ -1078,13 +1089,17 @@ def test_without_a_space_prefix_none_is_added_or_taken():
     assert ids == [ours._library.token_to_id("▁the")]
 
 
-def test_runs_of_spaces_that_are_tokens_are_found_whole():
-    """Gemma's, which files spell with spaces, since they are found before those become signs."""
+@pytest.mark.parametrize("space", [" ", "▁"], ids=["spaces", "signs"])
+def test_runs_of_spaces_that_are_tokens_are_found_whole(space):
+    """Gemma's, which files spell with spaces, since they are found before those become signs; older ones do
+    not."""
     metadata = sentencepiece_metadata(add_space_prefix=False)
-    metadata["tokenizer.ggml.tokens"] += ["  ", "   "]
+    metadata["tokenizer.ggml.tokens"] += [space * 2, space * 3]
     metadata["tokenizer.ggml.token_type"] += [USER_DEFINED] * 2
     metadata["tokenizer.ggml.scores"] += [0.0] * 2
-    assert pieces_of(Tokenizer.from_gguf(metadata), "t     t") == ["t", "   ", "  ", "t"]
+    ours = Tokenizer.from_gguf(metadata)
+    assert pieces_of(ours, "t     t") == ["t", "   ", "  ", "t"]
+    assert ours.decode(ours.encode("t     t")) == "t     t"
 
 
 def test_special_tokens_of_phi_3_take_the_white_space_behind_them():

@@ -18,7 +18,7 @@ LARGEST_TOPK = 2**31  # beyond any vocabulary
 
 
 class ShapeError(ValueError, AssertionError):
-    """A shape that does not fit; also an AssertionError, which callers of the seeds' interface catch."""
+    """A shape that does not fit; also an AssertionError, which callers by the design documents catch."""
 
 
 def check_tensor(function: str, name: str, tensor: Tensor) -> None:
@@ -71,10 +71,7 @@ def check_pair(function: str, out: tuple[Tensor, Tensor], like: Tensor) -> None:
 
 def check_normalized(function: str, input: Tensor, normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
     """normalized_shape as the sizes it names, which are the last ones of the input."""
-    try:
-        wanted = torch.Size(normalized_shape)  # type: ignore[arg-type]
-    except TypeError:
-        wanted = torch.Size(sizes(function, "normalized_shape", normalized_shape))
+    wanted = torch.Size(sizes(function, "normalized_shape", normalized_shape))
     if not wanted or input.shape[-len(wanted) :] != wanted:
         shapes = f"input shape {tuple(input.shape)} does not end in normalized_shape {tuple(wanted)}"
         raise ShapeError(f"{function}: {shapes}")

@@ -139,6 +139,11 @@ def is_product(layer: torch.nn.Module) -> bool:
     return type(layer) is Linear and not is_observed(layer)
 
 
+def is_rms_norm(norm: torch.nn.Module | None) -> bool:
+    """Whether a call of the norm is rms_norm with its weight and no more, which an op can do on the way"""
+    return type(norm) is RMSNorm and not is_observed(norm)
+
+
 def adds_residual(module: torch.nn.Module) -> bool:
     """Whether the module is to add the residual: one that somebody put in the place of ours may not know it,
     and who observes a module wants what it makes alone."""
@@ -172,7 +177,7 @@ def project_gated(
 
     The activation is "silu" or "gelu_tanh".
     """
-    if norm is not None and is_observed(norm):
+    if norm is not None and not is_rms_norm(norm):
         x, norm = norm(x), None
     if not (is_product(gate) and is_product(up)):
         x = x if norm is None else norm(x)
@@ -184,8 +189,7 @@ def project_heads(x: Tensor, layers: Sequence[BaseLinear], norm: RMSNorm | None,
     """The queries [N, H, D] of norm(x), rotated; its keys and values go where they belong. The layers are
     those of q, k and v."""
     whole = None
-    can_join = norm is not None and not is_observed(norm) and all(map(is_product, layers))
-    if not x.is_cpu and can_join:
+    if not x.is_cpu and is_rms_norm(norm) and all(map(is_product, layers)):
         whole = joined([layer.weight for layer in layers], [layer.bias for layer in layers])
     if whole is not None:
         check_linear(x, *whole)

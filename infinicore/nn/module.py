@@ -1,7 +1,7 @@
-"""Module, ModuleList and Parameter: torch's, with what the seeds add (children built by name, tensor-parallel
-slices, loading that is checked before it writes).
+"""Module, ModuleList and Parameter: torch's, with what the seeds, our design documents, add: children built
+by name, tensor-parallel slices, loading that is checked before it writes.
 
-The seeds' `INFINICORE_NN_MODULE`, `_PARAMETER` and `_BUFFER` macros are, in Python, an assignment in
+Their C++ macros `INFINICORE_NN_MODULE`, `_PARAMETER` and `_BUFFER` are, in Python, an assignment in
 `__init__` (`self.fc1 = Linear(8, 8)`) or a call of the `register_*` method of the same name.
 Nothing here takes a lock: threads may call one module at once unless it has a communicator, but what changes
 it wants it alone.
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from infinicore.checks import integer
+from infinicore.tensor import tensor_from_bytes
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -161,23 +162,6 @@ def check_loadable(target: Tensor, source: Tensor, name: str) -> None:
         raise TypeError(f"{name} has layout {source.layout}, but the parameter needs {target.layout}")
     if source.is_meta and not target.is_meta:
         raise ValueError(f"{name} is on the meta device and holds no values to load")
-
-
-def tensor_from_bytes(data: "Buffer", shape: torch.Size, dtype: torch.dtype, name: str) -> Tensor:
-    """A tensor with a copy of the bytes of any buffer object, strided ones read in row-major order; errors
-    call what is loaded `name`."""
-    try:
-        view = memoryview(data)
-    except TypeError as error:
-        raise TypeError(f"{name}: data must be a bytes-like object, found {type(data).__name__}") from error
-    wanted = shape.numel() * dtype.itemsize
-    if view.nbytes != wanted:
-        raise ValueError(
-            f"{name}: data has {view.nbytes} bytes, but shape {tuple(shape)} of {dtype} takes {wanted} bytes"
-        )
-    if not wanted:
-        return torch.empty(shape, dtype=dtype, device="cpu")  # torch.frombuffer refuses an empty buffer
-    return torch.frombuffer(bytearray(view), dtype=dtype).view(shape)
 
 
 class Module(torch.nn.Module):

@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from infinicore.checks import check_flag, check_place, integer, positive
+from infinicore.checks import check_flag, check_place, first_outside, integer, positive
 from infinicore.nn import functional as F
 from infinicore.nn.activation import GELU
 from infinicore.nn.checks import check_float
@@ -131,8 +131,7 @@ class RBELinear(Module):
     def places(self) -> Tensor:
         """Where in its flattened block each coefficient stands: [N, K]"""
         rows, columns = self.rows.long(), self.columns.long()
-        has_values = rows.numel() > 0 and not rows.is_meta and not torch.compiler.is_dynamo_compiling()
-        if has_values and max(int(rows.max()), int(columns.max())) >= self.block_size:
+        if any(first_outside(index, self.block_size) is not None for index in (rows, columns)):
             raise ValueError(f"a coefficient stands outside its block of {self.block_size}²: damaged state")
         return rows * self.block_size + columns
 

@@ -12,11 +12,10 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from infinicore import _native
-from infinicore.checks import check_places, first_outside
+from infinicore.checks import FLOATS, check_places, first_outside
 from infinicore.ops import reference
 from infinicore.ops.registry import RECORDING, is_watched
 
-ROPE_DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
 INDEX_DTYPES = frozenset(getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64))
 
 
@@ -158,7 +157,7 @@ def check_tensors(**tensors: Tensor) -> None:
 
 
 def check_heads(y: Tensor, x: Tensor) -> None:
-    if x.dtype not in ROPE_DTYPES:
+    if x.dtype not in FLOATS:
         raise TypeError(f"rope: x must be float16, bfloat16, float32 or float64, but is {x.dtype}")
     if y.dtype != x.dtype:
         raise TypeError(f"rope: y is {y.dtype}, but x is {x.dtype}")

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from infinicore.ops.quantized_reference import packed_linear, quantized_linear
-from infinicore.ops.reference import linear, swiglu, wide
+from infinicore.ops.quantized_reference import Weight, product
+from infinicore.ops.reference import swiglu, wide
 from infinicore.ops.registry import op
 from infinicore.ops.samples import (
     HALF_PRODUCT,
@@ -24,11 +24,10 @@ from infinicore.ops.samples import (
     random_blocks,
 )
 from infinicore.ops.sampling_reference import check_ids
-from infinicore.quantization import BlockType, PackedTensor, QuantizedTensor
+from infinicore.quantization import BlockType, QuantizedTensor
 
 # N tokens, X experts, k of them chosen, E hidden size, I intermediate size
 MOST_PAIRS = 128  # of a token and an expert that a GPU has one kernel for
-Weight = Tensor | QuantizedTensor
 
 
 def route_samples(dtype: torch.dtype) -> Samples:
@@ -146,14 +145,6 @@ def one_expert(  # noqa: PLR0913  those of all, and which
     gate_bias, up_bias, down_bias = (bias_of(bias, expert, num_experts) for bias in biases)
     states = ACTIVATIONS[activation](product(x, gate, gate_bias), product(x, up, up_bias))
     return product(states, down, down_bias)
-
-
-def product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    if isinstance(weight, PackedTensor):
-        return packed_linear(x, (weight,), (bias,), None)
-    if isinstance(weight, QuantizedTensor):
-        return quantized_linear(x, weight, bias)
-    return linear(x, weight, bias)
 
 
 def part_of(weight: Weight, expert: int, num_experts: int) -> Weight:

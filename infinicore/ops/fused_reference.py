@@ -12,14 +12,12 @@ import torch
 from torch import Tensor
 
 from infinicore.ops.attention_reference import paged, store_kv
-from infinicore.ops.quantized_reference import quantized_linear
-from infinicore.ops.reference import GATES, add, linear, rms_norm, rope, rope_tables
+from infinicore.ops.quantized_reference import Weight, product
+from infinicore.ops.reference import GATES, add, rms_norm, rope, rope_tables
 from infinicore.ops.registry import op
 from infinicore.ops.samples import HALF_PRODUCT, PRODUCT, Samples, not_finite, random
-from infinicore.quantization import QuantizedTensor
 
 # N tokens, E hidden size, I intermediate size, H query heads, K key/value heads, D head size
-Weight = Tensor | QuantizedTensor
 
 
 def linear_add_samples(dtype: torch.dtype) -> Samples:
@@ -30,12 +28,6 @@ def linear_add_samples(dtype: torch.dtype) -> Samples:
         yield x, weight, None, residual
     yield not_finite(64, dtype), random(35, 64, dtype=dtype), None, random(13, 35, dtype=dtype)
     yield random(2, 3, 8, dtype=dtype), random(4, 8, dtype=dtype), None, random(2, 3, 4, dtype=dtype)
-
-
-def product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    if isinstance(weight, QuantizedTensor):
-        return quantized_linear(x, weight, bias)
-    return linear(x, weight, bias)
 
 
 @op(linear_add_samples, PRODUCT | HALF_PRODUCT)

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from infinicore.ops.reference import GATES
+from infinicore.ops.reference import GATES, linear
 from infinicore.ops.registry import Tolerance, op
 from infinicore.ops.samples import EXACT, PRODUCT, Samples, not_finite, random, random_blocks
 from infinicore.quantization import BlockType, PackedTensor, QuantizedTensor
+
+Weight = Tensor | QuantizedTensor
 
 
 def quantized_linear_samples(dtype: torch.dtype) -> Samples:
@@ -111,6 +113,15 @@ def packed_linear(
         gate, options = GATES[activation]
         y = gate.reference(*products, *options)
     return y if residual is None else residual + y
+
+
+def product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """x @ weight.T + bias, by the op for the kind of weight it is"""
+    if isinstance(weight, PackedTensor):
+        return packed_linear(x, (weight,), (bias,), None)
+    if isinstance(weight, QuantizedTensor):
+        return quantized_linear(x, weight, bias)
+    return linear(x, weight, bias)
 
 
 def packed_embedding_samples(dtype: torch.dtype) -> Samples:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from infinilm.checkpoint import Checkpoint, CheckpointError, TensorInfo
 from infinilm.folder import MAX_NAME_LENGTH, Folder, expanded, parse_object, quoted
+from infinilm.whole_file import whole_file
 
 MAX_HEADER_BYTES = 1 << 24  # of a file or an index: twice what as many tensors as these take
 MAX_TENSORS = 65_536
@@ -100,14 +101,11 @@ def write_tensors(path: str | Path, tensors: dict[str, Tensor], metadata: dict[s
     target = Path(path)
     if not target.parent.is_dir():
         raise FileNotFoundError(f"{target}: there is no folder {target.parent}")
-    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
     try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, metadata)
-        partial.replace(target)
+        with whole_file(target) as file:
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file.name, metadata)
     except SafetensorError as error:
         raise OSError(f"{target}: cannot be written: {error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def read_tensors(path: str | Path, metadata: dict[str, str]) -> dict[str, Tensor]:

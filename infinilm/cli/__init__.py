@@ -9,6 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 
 import infinilm
 from infinilm.cli import batch, bench, chat, generate, info, serve
@@ -49,7 +50,8 @@ def carry_out(options: argparse.Namespace) -> int:
 
 def tell_warning(message: Warning | str, *_: object, **__: object) -> None:
     """Without the place in the sources, which tells a user nothing"""
-    print(f"infinilm: warning: {message}", file=sys.stderr)
+    with suppress(OSError):  # a log that takes no more is no reason to stop
+        print(f"infinilm: warning: {message}", file=sys.stderr)
 
 
 def failed(reason: str) -> int:

@@ -22,7 +22,7 @@ from infinilm.models.lora import read_adapter
 class LoRARequest:
     """An adapter that a request is answered with: a folder that PEFT has saved, under a name.
 
-    The number is there for those who write it; what tells adapters apart is the folder.
+    It is read once. Who has trained it further in the same folder gives it another number, as with vLLM.
     """
 
     lora_name: str
@@ -43,7 +43,7 @@ class Adapters:
 
     def __init__(self, model: LlamaForCausalLM, config: EngineConfig) -> None:
         self._model, self._config = model, config
-        self._kept: OrderedDict[str, Adapter] = OrderedDict()
+        self._kept: OrderedDict[LoRARequest, Adapter] = OrderedDict()
         self._lock = Lock()
 
     def of(self, request: Any) -> Adapter | None:
@@ -55,15 +55,15 @@ class Adapters:
         if not self._config.enable_lora:
             raise RequestError("lora_request: enable_lora is False, so that no adapter is loaded")
         with self._lock:
-            return self._found(str(request.lora_path))
+            return self._found(request)
 
-    def _found(self, path: str) -> Adapter:
-        if path not in self._kept:
-            self._kept[path] = self._read(path)
-        self._kept.move_to_end(path)
+    def _found(self, request: LoRARequest) -> Adapter:
+        if request not in self._kept:
+            self._kept[request] = self._read(str(request.lora_path))
+        self._kept.move_to_end(request)
         while len(self._kept) > self._config.max_loras:
             self._kept.popitem(last=False)
-        return self._kept[path]
+        return self._kept[request]
 
     def _read(self, path: str) -> Adapter:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 
@@ -45,4 +46,5 @@ def block_shape(model: LlamaForCausalLM, config: EngineConfig) -> BlockShape:
 def tell(num_bytes: int, num_blocks: int, shape: BlockShape) -> None:
     kind = "q8_0" if shape.dtype == torch.uint8 else str(shape.dtype).removeprefix("torch.")
     blocks = f"{num_blocks:,} blocks of {shape.size} tokens in {kind}"
-    print(f"infinilm: keys and values: up to {num_bytes / 1e6:,.0f} MB, {blocks}", file=sys.stderr)
+    with suppress(OSError):  # a log that takes no more is no reason to stop
+        print(f"infinilm: keys and values: up to {num_bytes / 1e6:,.0f} MB, {blocks}", file=sys.stderr)

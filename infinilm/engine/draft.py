@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from infinilm.batch import Stream
@@ -77,10 +77,10 @@ def note_guesses(stream: Completion, num_guessed: int, num_right: int) -> None:
     stream.rest = stream.last_rest
 
 
+@dataclass(eq=False)
 class NgramDrafter:
-    def __init__(self, config: SpeculativeConfig, scheduler: Scheduler) -> None:
-        self.config = config
-        self.scheduler = scheduler
+    config: SpeculativeConfig
+    scheduler: Scheduler
 
     def guess(self) -> None:
         for stream in self.scheduler.answering():
@@ -113,6 +113,7 @@ def room_of(stream: Completion, config: SpeculativeConfig) -> int:
     return max(min(stream.most_guesses, stream.max_tokens - stream.num_drawn - 1), 0)
 
 
+@dataclass(eq=False)
 class ModelDrafter:
     """A small model of the same vocabulary. Its keys lie in blocks of the same numbers, in its own cache.
 
@@ -120,11 +121,10 @@ class ModelDrafter:
     guesses are worse, and nothing else.
     """
 
-    def __init__(self, config: SpeculativeConfig, scheduler: Scheduler, runner: Runner) -> None:
-        self.config = config
-        self.scheduler = scheduler
-        self.runner = runner
-        self.shadows: dict[Completion, Stream] = {}
+    config: SpeculativeConfig
+    scheduler: Scheduler
+    runner: Runner
+    shadows: dict[Completion, Stream] = field(default_factory=dict)
 
     def guess(self) -> None:
         self.shadows = {stream: self.shadow(stream) for stream in self.scheduler.answering()}
@@ -139,7 +139,7 @@ class ModelDrafter:
                 for stream, shadow in guessing.items()
                 if shadow.num_pending
                 and len(shadow) - len(stream) < room_of(stream, self.config)
-                and self.scheduler.has_blocks(stream, len(shadow))
+                and self.scheduler.take_blocks(stream, len(shadow))
             }
             if due:
                 self.advance(list(due.values()))

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple
 
 import infinicore
 from infinilm.cache import PagedCache
@@ -17,14 +17,13 @@ from infinilm.engine.adapters import Adapters
 from infinilm.engine.blocks import Blocks
 from infinilm.engine.caches import make_caches
 from infinilm.engine.draft import ModelDrafter, NgramDrafter, SpeculativeConfig, note_guesses
-from infinilm.engine.intake import Intake, Prompt, RequestOptions
+from infinilm.engine.intake import Intake
 from infinilm.engine.request import Completion, NumericalError, QueueFull, Request, RequestError
 from infinilm.engine.scheduler import Scheduler
 from infinilm.engine.stats import STEP_TOKENS, Histogram, Progress, Stats
 from infinilm.generation import NO_HEAD, step_tokens
 from infinilm.models.llama import LlamaForCausalLM
 from infinilm.runner import Passage, Pending, Runner
-from infinilm.sampling import SamplingParams
 from infinilm.tokenizer import Tokenizer
 from infinilm.work import Drawn, Work, num_tokens_of
 
@@ -66,6 +65,7 @@ class Engine:
         self.counts = self.scheduler.counts
         self.step_sizes = Histogram(STEP_TOKENS)
         self.intake = Intake(model, tokenizer, config, self.adapters, self.blocks, self.max_length)
+        self.make, self.make_encoding = self.intake.make, self.intake.make_encoding  # in any thread
         self.runner = Runner(model, self.cache, config.max_num_seqs, self.max_length, tokens)
         self.drafter = self._drafter(draft, others)
         if self.drafter is not None:  # which looks at the last token to guess what follows
@@ -102,20 +102,6 @@ class Engine:
 
     # ---- requests in and out -------------------------------------------------------------------------------
 
-    def make(self, prompt: Prompt, params: SamplingParams, **options: Unpack[RequestOptions]) -> Request:
-        """A request that has been checked, in any thread; RequestError if it can never be served."""
-        return self.intake.make(prompt, params, **options)
-
-    def make_encoding(
-        self,
-        prompt: Prompt,
-        prompt_name: str | None = None,
-        truncate_prompt_tokens: int | None = None,
-        **options: Unpack[RequestOptions],
-    ) -> Request:
-        """One whose prompt is read, for the state of its last token, and not continued"""
-        return self.intake.make_encoding(prompt, prompt_name, truncate_prompt_tokens, **options)
-
     def has_room_for(self, request: Request) -> bool:
         scheduler, config = self.scheduler, self.config
         num_tokens = scheduler.num_waiting_tokens + len(request.prompt_token_ids)
@@ -138,18 +124,17 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """Forget a request, whatever it is at; its output ends here."""
-        if request := self.requests.get(request_id):
-            try:
-                self._abort(request)
-            except BaseException:  # an interrupt: no block is lost, and the request may be aborted again
-                self._begin_anew()
-                raise
-
-    def _abort(self, request: Request) -> None:
-        for completion in request.completions:
-            if completion.finish_reason is None:
-                completion.finish("abort")
-        self._settle(request)
+        request = self.requests.get(request_id)
+        if request is None:
+            return
+        try:
+            for completion in request.completions:
+                if completion.finish_reason is None:
+                    completion.finish("abort")
+            self._settle(request)
+        except BaseException:  # an interrupt: no block is lost, and the request may be aborted again
+            self._begin_anew()
+            raise
 
     # ---- what it tells -------------------------------------------------------------------------------------
 
@@ -324,11 +309,13 @@ class Engine:
         return num_wrong
 
     def _note_tokens(self, request: Request, count: int) -> None:
-        if request.metrics.first_token_time is None:
+        metrics = request.metrics
+        metrics.last_token_time = time.monotonic()
+        if metrics.first_token_time is None:
+            metrics.first_token_time = metrics.last_token_time
             self.counts.prompt_tokens += len(request.prompt_token_ids)
             self.counts.cached_tokens += request.num_cached_tokens
         self.counts.generated_tokens += count
-        request.note_token()
 
     def _note_guesses(self, stream: Completion, num_guessed: int, num_right: int) -> None:
         self.counts.drafts += 1

@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 import json
 import re
-import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager, suppress
@@ -29,6 +29,7 @@ from infinilm.engine.grammar_trial import (
     COMPILE_STACK,
     CPU_SECONDS,
     MEMORY,
+    SURVIVED,
     Bytes,
     call_with_stack,
     compile_grammar,
@@ -101,7 +102,7 @@ class Matcher:
         words = self.no_token
         with refusals(self._kind):
             self._matcher.unsafe_compute_mask_ptr(words.data_ptr(), words.nbytes)
-        self._check_state()
+        check_state(self._matcher, self._kind)
         words &= self._vocabulary.text_or_end if self._matcher.is_accepting() else self._vocabulary.text
         if not words.any():
             raise wrong_structure(f"structured_outputs.{self._kind}: no token of this model can follow here")
@@ -115,7 +116,7 @@ class Matcher:
         """The token that came next, one of those that `mask` allowed."""
         with refusals(self._kind):
             self._matcher.consume_token(token_id)
-        self._check_state()
+        check_state(self._matcher, self._kind)
 
     def copy(self) -> Matcher:
         """Another text of the same kind, from where this one stands: cheaper than to compile again."""
@@ -129,9 +130,6 @@ class Matcher:
         """Can a text begin, and is all of the grammar enforced?"""
         check_grammar(self._matcher, self._kind)
         self.mask()
-
-    def _check_state(self) -> None:
-        check_state(self._matcher, self._kind)
 
 
 class Masks:
@@ -183,7 +181,10 @@ class Vocabulary:
         num_words = -(-vocab_size // WORD)
         self.text = bits_of(texts, num_words)
         self.text_or_end = bits_of([*texts, *eos_token_ids], num_words)
-        self.view = llguidance.LLTokenizer(self, eos_token=eos_token_ids)  # type: ignore[arg-type]
+        # It keeps what it is given, where Python's garbage collection does not see it: this object would hold
+        # itself for ever, and with it the tokenizer.
+        seen: Any = weakref.proxy(self)
+        self.view = llguidance.LLTokenizer(seen, eos_token=eos_token_ids)
 
     def __call__(self, text: str) -> list[int]:
         """What is forced comes in the tokens the model knows it by, where they spell it and nothing more."""
@@ -260,20 +261,24 @@ def tried_grammar(wanted: StructuredOutputsParams) -> tuple[str, str]:
 
 
 def compiled(view: llguidance.LLTokenizer, kind: str, grammar: str) -> llguidance.LLMatcher:
-    with refusals(kind):
-        return call_with_stack(COMPILE_STACK, lambda: compile_grammar(view, grammar))
+    def compile_or_refuse() -> llguidance.LLMatcher:
+        with refusals(kind):
+            return compile_grammar(view, grammar)
+
+    return call_with_stack(COMPILE_STACK, compile_or_refuse)  # that there is no thread is no fault of it
 
 
 @functools.lru_cache(maxsize=NUM_TRIED)
 def try_out(kind: str, grammar: str) -> None:
     """Compile it where that may fail in any way; what has been tried out need not be again."""
     command = [sys.executable, "-I", "-S", PROGRAM, *map(str, sys.path)]
-    quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
-    try:
-        status = subprocess.run(command, input=grammar.encode(), timeout=WALL_SECONDS, **quiet).returncode
-    except subprocess.TimeoutExpired:
-        status = -signal.SIGKILL
-    if status < 0:
+    quiet: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "start_new_session": True}
+    status, told = 0, b""
+    with suppress(subprocess.TimeoutExpired):
+        trial = subprocess.run(command, input=grammar.encode(), timeout=WALL_SECONDS, **quiet)
+        status, told = trial.returncode, trial.stdout
+    # Where SIGCHLD is ignored, or somebody else waits for all children, every status is 0.
+    if status <= 0 and told != SURVIVED:
         bounds = f"more than {CPU_SECONDS} seconds, {MEMORY >> 20} MB or too deep a stack"
         raise refused(kind, f"it takes {bounds} to compile; make it smaller")
     if status > 0:

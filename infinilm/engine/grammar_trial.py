@@ -2,7 +2,8 @@
 
 llguidance bounds most of its work but not all: some grammars would take minutes or gigabytes, and rules
 nested by the thousand use up the stack, which ends the process. Here that is all that ends. The grammar comes
-on stdin; status 0 says that it was compiled or refused. Only llguidance and the standard library are used.
+on stdin; SURVIVED on stdout says that it was compiled or refused. Only llguidance and the standard library
+are used.
 """
 
 import resource
@@ -29,6 +30,7 @@ STEP_STACK = 1 << 20
 NUM_STEPS = 16
 # Lower than llguidance's own: a state of the lexer takes up to 2 kB.
 LIMITS = llguidance.LLParserLimits(max_lexer_states=20_000, max_grammar_size=100_000, verbose_errors=False)
+SURVIVED = b"survived"
 STACK_SIZE = threading.Lock()  # there is one for all threads that begin
 
 Result = TypeVar("Result")
@@ -105,6 +107,7 @@ def main() -> None:
     matcher = call_with_stack(TRIAL_STACK, lambda: compile_grammar(view, grammar))
     if not matcher.is_error():
         call_with_stack(STEP_STACK, lambda: take_steps(matcher))
+    sys.stdout.buffer.write(SURVIVED)
 
 
 if __name__ == "__main__":

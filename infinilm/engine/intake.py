@@ -8,6 +8,7 @@ import random
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
@@ -39,30 +40,25 @@ class RequestOptions(TypedDict, total=False):
     lora_request: LoRARequest | None
 
 
+@dataclass(eq=False)
 class Intake:
     """Requests for one model and the blocks of its cache"""
 
-    def __init__(
-        self,
-        model: LlamaForCausalLM,
-        tokenizer: Tokenizer,
-        config: EngineConfig,
-        adapters: Adapters,
-        blocks: Blocks,
-        max_length: int,
-    ) -> None:
-        self.model = model
-        self.tokenizer = tokenizer
-        self.config = config
-        self.adapters = adapters
-        self.blocks = blocks
-        self.max_length = max_length
+    model: LlamaForCausalLM
+    tokenizer: Tokenizer
+    config: EngineConfig
+    adapters: Adapters
+    blocks: Blocks
+    max_length: int
+
+    def __post_init__(self) -> None:
         self._serials = itertools.count()
-        self._seeds = random.Random(config.seed)
+        self._seeds = random.Random(self.config.seed)
         self._pool: tuple[int, ThreadPoolExecutor] | None = None
 
     def make(self, prompt: Prompt, params: SamplingParams, **options: Unpack[RequestOptions]) -> Request:
-        """A request that has been checked; RequestError if it is wrong or can never be served."""
+        """A request that has been checked; RequestError if it is wrong or can never be served. Any thread may
+        ask."""
         if not self.model.has_head:
             raise RequestError(NO_HEAD)
         return self._made(prompt, params, options)
@@ -151,7 +147,9 @@ class Intake:
     def _threads(self) -> ThreadPoolExecutor:
         """For masks; a fork has none of its parent's threads."""
         if self._pool is None or self._pool[0] != os.getpid():
-            self._pool = os.getpid(), ThreadPoolExecutor(1, "infinilm-masks")
+            threads = ThreadPoolExecutor(1, "infinilm-masks")
+            threads.submit(int)  # starts it here: where none can be, this request fails and not a step of all
+            self._pool = os.getpid(), threads
         return self._pool[1]
 
     def close(self) -> None:

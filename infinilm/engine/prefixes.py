@@ -25,7 +25,7 @@ def fingerprint(model: Any, cache: PagedCache) -> dict[str, str]:
     """What must be the same for keys and values to be, bit for bit; each with its name for an error."""
     return {
         "format": FORMAT,
-        "weights": digest_of_weights(model),
+        "weights": digest_of(weights_of(model)).hex(),
         "config": repr(model.config),
         "dtype": str(cache.shape.dtype),
         "block_size": str(cache.shape.size),
@@ -35,12 +35,8 @@ def fingerprint(model: Any, cache: PagedCache) -> dict[str, str]:
     }
 
 
-def digest_of_weights(model: Any) -> str:
-    """A digest of every byte, in the form the weights are used in"""
-    return digest_of(weights_of(model)).hex()
-
-
 def digest_of(tensors: Iterable[tuple[str, Tensor]]) -> bytes:
+    """Of every byte, and of what each tensor is"""
     total = hashlib.sha256()
     for name, tensor in tensors:
         total.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
@@ -49,6 +45,7 @@ def digest_of(tensors: Iterable[tuple[str, Tensor]]) -> bytes:
 
 
 def weights_of(model: Any) -> list[tuple[str, Tensor]]:
+    """In the form they are used in"""
     found: list[tuple[str, Tensor]] = []
     for path, module in model.named_modules():
         weight = getattr(module, "weight", None)

@@ -230,9 +230,11 @@ class Request:
 
     def new_text(self) -> Text:
         """For what follows, which is a text of its own after a conversation or a special token"""
-        ids = self.prompt_token_ids
+        ids, wanted = self.prompt_token_ids, self.params.structured_outputs
         is_start = isinstance(ids, ChatPrompt) or ids[-1] in self.tokenizer.special_token_ids
-        return Text(self.tokenizer, self.params, is_start)
+        # A choice or a match begins with a space only if that is asked for; a grammar may be of free text.
+        is_exact = wanted is not None and wanted.grammar is None
+        return Text(self.tokenizer, self.params, is_start and not is_exact)
 
     def note_prompt_logprobs(self, positions: range, found: Sequence[list[Ranked]]) -> None:
         """Keep those of new positions: some are computed again, and by others of the n."""
@@ -240,15 +242,9 @@ class Request:
             if position == len(self.prompt_logprobs):
                 self.prompt_logprobs.append(self.named(ranked))
 
-    def note_token(self) -> None:
-        now = time.monotonic()
-        self.metrics.last_token_time = now
-        if self.metrics.first_token_time is None:
-            self.metrics.first_token_time = now
-
     def named(self, ranked: list[Ranked]) -> Logprobs:
         return {
-            token_id: Logprob(logprob, rank, self.tokenizer.decode([token_id], skip_special_tokens=False))
+            token_id: Logprob(logprob, rank, self.tokenizer.token_text(token_id))
             for token_id, logprob, rank in ranked
         }
 

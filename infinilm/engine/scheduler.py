@@ -148,26 +148,21 @@ class Scheduler:
 
     def _move(self, stream: Completion, count: int, work: list[Work]) -> int:
         """Add work to the step, if there are blocks for it; streams behind this one may have to give some."""
-        while (more := self._more_blocks(stream, count)) is None:
+        while not self.take_blocks(stream, stream.num_computed + count):
             last = self.running[-1]
             if any(item.stream is last for item in work):
                 return 0
             self.preempt(last)
             if last is stream:
                 return 0
-        stream.block_ids += more
         work.append(Work(stream, count))
         return count
 
-    def has_blocks(self, stream: Completion, num_tokens: int) -> bool:
-        """Whether a running stream has blocks for so many tokens, or can have them without anyone's loss"""
+    def take_blocks(self, stream: Completion, num_tokens: int) -> bool:
+        """Give a running stream the blocks that so many tokens need; False, and none, if too few are free."""
         more = self.blocks.take(max(self.blocks.num_for(num_tokens) - len(stream.block_ids), 0))
         stream.block_ids += more or []
         return more is not None
-
-    def _more_blocks(self, stream: Completion, count: int) -> list[int] | None:
-        wanted = self.blocks.num_for(stream.num_computed + count) - len(stream.block_ids)
-        return self.blocks.take(max(wanted, 0))
 
     def _admit(self, stream: Completion, budget: int, work: list[Work]) -> int:
         """Begin a stream where the cache knows its beginning, if the rest of its tokens has room now."""

@@ -164,7 +164,8 @@ class LlamaAttention(nn.Module):
     ) -> Tensor:
         """[N, E] -> [N, H, D], rotated; the keys and values of x go into the pools. All at once where a model
         does nothing of its own in between."""
-        if rope is None or type(self).project is not LlamaAttention.project:
+        parts = type(self).project, type(self).rotate
+        if rope is None or parts != (LlamaAttention.project, LlamaAttention.rotate):
             return self.rotate(*self.project(x if norm is None else norm(x)), rope, batch, pools)
         layers = self.q_proj, self.k_proj, self.v_proj
         where = Where(*rope.rotation(batch.rope_rows, x.dtype), *pools, *places(batch))

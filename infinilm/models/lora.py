@@ -22,7 +22,7 @@ from infinilm.checkpoint import Checkpoint, CheckpointError
 from infinilm.checkpoint.huggingface import open_adapter
 from infinilm.config import DTYPES
 from infinilm.models.stored import Stored, Weight
-from infinilm.values import check_whole
+from infinilm.values import check_flag, check_whole
 
 if TYPE_CHECKING:
     from infinilm.models.llama import LlamaForCausalLM
@@ -89,7 +89,7 @@ class LoraConfig:
             return cls(
                 check_whole("r", content.get("r", 8), 1, MAX_RANK),
                 alpha("lora_alpha", content.get("lora_alpha", 8)),
-                flag("use_rslora", content.get("use_rslora")),
+                content.get("use_rslora") is not None and check_flag("use_rslora", content["use_rslora"]),
                 targets(content.get("target_modules")),
                 {k: check_whole("rank_pattern", v, 1, MAX_RANK) for k, v in pattern(content, "rank")},
                 {k: alpha("alpha_pattern", v) for k, v in pattern(content, "alpha")},
@@ -116,12 +116,6 @@ def check_kind(content: Mapping[str, Any]) -> None:
     for key, harmless in UNSUPPORTED.items():
         if content.get(key) not in harmless:
             raise ValueError(f"{key} = {short(content[key])} is not supported")
-
-
-def flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool | None):
-        raise ValueError(f"{name} must be true or false, but is {short(value)}")
-    return bool(value)
 
 
 def alpha(name: str, value: Any) -> float:

@@ -9,16 +9,13 @@ holds may make answers wrong, but is never read as a place or a size.
 
 from __future__ import annotations
 
-import fcntl
-import glob
 import hashlib
 import logging
 import mmap
 import os
-import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
@@ -29,6 +26,7 @@ from infinilm.checkpoint import Checkpoint
 from infinilm.checkpoint.gguf_parts import MAP_FLAGS
 from infinilm.folder import expanded
 from infinilm.models.stored import Weight
+from infinilm.whole_file import whole_file
 
 FORMAT = "infinilm packed 1"
 PAGE = 4096
@@ -87,41 +85,20 @@ class PackedCopy:
             return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            remove_abandoned(self.path)
-            prefix = f".{self.path.name}."
-            with tempfile.NamedTemporaryFile(dir=self.path.parent, prefix=prefix, delete=False) as file:
-                try:
-                    with suppress(OSError):  # some file systems have no locks
-                        fcntl.flock(file, fcntl.LOCK_EX)
-                    self._write_to(file, model)
-                    os.replace(file.name, self.path)
-                except BaseException:
-                    os.unlink(file.name)
-                    raise
+            with whole_file(self.path) as file:
+                self._write_to(file, model)
         except OSError as error:
             LOG.warning(
                 f"{self.path}: no packed copy is kept: {error.strerror}; make room for {self.num_bytes:,} "
                 "bytes, or name another folder as packed_cache"
             )
 
-    def _write_to(self, file: tempfile._TemporaryFileWrapper[bytes], model: torch.nn.Module) -> None:
+    def _write_to(self, file: BinaryIO, model: torch.nn.Module) -> None:
         file.write(self.label.ljust(PAGE, b"\0"))
         for name in self.weights:
             packed: PackedTensor = model.get_submodule(name.rpartition(".")[0]).weight  # type: ignore[assignment]
             file.write(packed.blocks.numpy().data)
             file.write(bytes(padded(packed.num_bytes) - packed.num_bytes))
-        file.flush()
-        os.fsync(file.fileno())  # or its name could outlive what it holds
-
-
-def remove_abandoned(path: Path) -> None:
-    """Remove what writers of this copy left behind that were killed: nobody holds its lock any more. One that
-    holds nothing yet may be about to be locked."""
-    for partial in filter(Path.is_file, path.parent.glob(f".{glob.escape(path.name)}.*")):
-        with suppress(OSError), partial.open("rb") as file:
-            if os.fstat(file.fileno()).st_size:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                partial.unlink()
 
 
 def label_of(checkpoint: Checkpoint, weights: Mapping[str, Weight]) -> bytes:

@@ -83,7 +83,8 @@ class Stored(dict[str, Weight]):
         for name, _, _ in self.named(module):
             if isinstance(self[name].dtype, BlockType):
                 raise self.error(f"{name!r} is in blocks, to which no number is added")
-            self[name] = replace(changed(self[name], plus, number), dtype=torch.float32)
+            summed = changed(self[name], lambda array: array.float() + number)
+            self[name] = replace(summed, dtype=torch.float32)
 
     def reorder(self, module: str, order: Callable[[int], Tensor]) -> None:
         """Put rows into another order, which is found for their number"""
@@ -147,7 +148,7 @@ class Stored(dict[str, Weight]):
         for each, before, after in self.named(name):
             if not after:
                 shape = self[each].shape
-                turned = changed(self.pop(each), swapped)
+                turned = changed(self.pop(each), lambda array: array.transpose(-1, -2))
                 self.put(before + other, replace(turned, shape=(*shape[:-2], *shape[:-3:-1])))
 
     def join(self, modules: Sequence[str], other: str, make: Callable[..., Weight]) -> None:
@@ -169,10 +170,6 @@ def weight_of(checkpoint: Checkpoint, name: str) -> Weight:
 
 def changed(weight: Weight, change: Callable[..., Array], *arguments: Any) -> Weight:
     return replace(weight, read=lambda: change(weight.read(), *arguments))
-
-
-def plus(array: Tensor, number: float) -> Tensor:
-    return array.float() + number
 
 
 def rows_of(array: Array, order: Callable[[int], Tensor]) -> Array:
@@ -218,10 +215,6 @@ def stacked(parts: Sequence[Weight]) -> Weight:
         return torch.cat(arrays)  # type: ignore[arg-type]
 
     return Weight(shape, first.dtype, read, sum((part.sources for part in parts), ()))
-
-
-def swapped(array: Tensor) -> Tensor:
-    return array.transpose(-1, -2)
 
 
 def as_rows(array: Array, shape: Shape) -> Array:

@@ -167,13 +167,30 @@ QUANTIZED: dict[str, BlockType | Float8] = {
 }
 
 
-def rounded_type(quantize: str | None, device: torch.device) -> BlockType | Float8 | None:
+def activation_bits(activations: str | None, device: torch.device, dtype: torch.dtype | None) -> int | None:
+    """What `activations` asks what enters packed layers to be rounded to"""
+    if activations is None:
+        return None
+    if activations not in ACTIVATION_BITS:
+        raise ValueError(f"activations must be one of {sorted(ACTIVATION_BITS)}, but are {activations!r}")
+    if activations != "float32" and (device.type != "cpu" or dtype is not None):
+        raise ValueError(f"activations {activations!r} need a CPU and no dtype, not {dtype} on {device}")
+    return ACTIVATION_BITS[activations]
+
+
+def rounded_type(
+    quantize: str | None, device: torch.device, dtype: torch.dtype | None
+) -> BlockType | Float8 | None:
     """What `quantize` asks matrices to be rounded to"""
-    if quantize is not None and quantize not in QUANTIZED:
+    if quantize is None:
+        return None
+    if quantize not in QUANTIZED:
         raise ValueError(f"quantize must be one of {sorted(QUANTIZED)}, but is {quantize!r}")
     if quantize == "fp8" and device.type != "cuda":
         raise ValueError(f"quantize 'fp8' needs a GPU, not {device}; 'q8_0' takes as much memory on a CPU")
-    return None if quantize is None else QUANTIZED[quantize]
+    if device.type != "cuda" and (device.type != "cpu" or dtype not in (None, torch.float32)):
+        raise ValueError(f"quantize needs a GPU, or a CPU and no dtype or float32, not {dtype} on {device}")
+    return QUANTIZED[quantize]
 
 
 class Placement:
@@ -188,19 +205,10 @@ class Placement:
 
     def __init__(self, config: EngineConfig, stored_dtype: torch.dtype | None) -> None:
         device, dtype = torch.device(config.device or "cpu"), parse_dtype(config.dtype)
-        activations, is_plain = config.activations, device.type == "cpu" and dtype is None
-        if activations is not None and activations not in ACTIVATION_BITS:
-            raise ValueError(f"activations must be one of {sorted(ACTIVATION_BITS)}, but are {activations!r}")
-        if activations not in (None, "float32") and not is_plain:
-            raise ValueError(f"activations {activations!r} need a CPU and no dtype, not {dtype} on {device}")
-        self.packs = is_plain and activations != "float32"
-        self.activation_bits = ACTIVATION_BITS[activations] if activations else None
-        self.rounds_to = rounded_type(config.quantize, device)
-        can_quantize = device.type == "cuda" or (device.type == "cpu" and dtype in (None, torch.float32))
-        if self.rounds_to is not None and not can_quantize:
-            raise ValueError(
-                f"quantize needs a GPU, or a CPU and no dtype or float32, not {dtype} on {device}"
-            )
+        is_plain = device.type == "cpu" and dtype is None
+        self.activation_bits = activation_bits(config.activations, device, dtype)
+        self.packs = is_plain and config.activations != "float32"
+        self.rounds_to = rounded_type(config.quantize, device, dtype)
         self.device = device
         self.staging = Staging(device) if device.type == "cuda" else None
         self.dequantized: Counter[str] = Counter()  # matrices of each type that have no kernels there

@@ -119,8 +119,7 @@ def text_logprobs(
 ) -> Json:
     """In four lists. Of a prompt's first token nothing is known but its text."""
     tokens = [
-        (tokenizer.decode([token], skip_special_tokens=False) if top is None else top[token].decoded_token)
-        or ""
+        (tokenizer.token_text(token) if top is None else top[token].decoded_token) or ""
         for token, top in zip(token_ids, found, strict=True)
     ]
     return {

@@ -29,13 +29,12 @@ from infinilm.server.conversation import led_by
 from infinilm.server.errors import HttpError
 from infinilm.server.exchange import Call, Events, Operation, Reply, named_event
 from infinilm.server.parts import CallArguments, CallStart, Part, Reasoning, Text
-from infinilm.server.service import Service
 from infinilm.server.tools import Choice, Named, Tool
-from infinilm.server.turn import Piece, Run, Turn, Usage, cache_miss, encode, progress_body
+from infinilm.server.turn import Piece, Run, Turn, Usage, cache_miss, progress_body
 
 MESSAGES = "/v1/messages"
 # Claude Code's first words to the system, new with every request: no two prompts would begin alike.
-BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n*")
+BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 
 Event = dict[str, Any]
 
@@ -62,13 +61,7 @@ def turn_of(body: CountBody, params: SamplingParams) -> Turn:
 
 
 def params_of(body: MessagesBody, defaults: Mapping[str, Any]) -> SamplingParams:
-    return sampled(
-        body,
-        defaults,
-        max_tokens=body.max_tokens,
-        stop=body.stop_sequences,
-        structured_outputs=structure(body),
-    )
+    return sampled(body, defaults, stop=body.stop_sequences, structured_outputs=structure(body))
 
 
 def structure(body: MessagesBody) -> StructuredOutputsParams | None:
@@ -114,8 +107,10 @@ def messages_of(message: BlockMessage) -> Iterator[dict[str, Any]]:
         yield from [{"role": "system", "content": text}] if text else []
     else:
         for is_result, group in groupby(message.content, lambda block: isinstance(block, ToolResultBlock)):
-            blocks = list(group)
-            yield from map(result_message, blocks) if is_result else [user_message(blocks)]
+            if is_result:
+                yield from map(result_message, group)
+            else:
+                yield {"role": "user", "content": joined(group)}
 
 
 def assistant_message(blocks: Sequence[Any]) -> dict[str, Any]:
@@ -130,10 +125,6 @@ def assistant_message(blocks: Sequence[Any]) -> dict[str, Any]:
     return message | ({"tool_calls": calls} if calls else {})
 
 
-def user_message(blocks: Iterable[Any]) -> dict[str, Any]:
-    return {"role": "user", "content": joined(blocks)}
-
-
 def result_message(block: Any) -> dict[str, Any]:
     text = joined(block.content)
     content = f"Error: {text}" if block.is_error else text
@@ -141,13 +132,7 @@ def result_message(block: Any) -> dict[str, Any]:
 
 
 def system_text(blocks: Iterable[Any]) -> str:
-    texts = [text for block in blocks if (text := without_billing(block.text))]
-    return "\n\n".join(texts)
-
-
-def without_billing(text: str) -> str:
-    found = BILLING.match(text)
-    return text[found.end() :] if found else text
+    return "\n\n".join(text for block in blocks if (text := BILLING.sub("", block.text)))
 
 
 def joined(blocks: Iterable[Any]) -> str:
@@ -267,18 +252,15 @@ def input_of(arguments: str) -> dict[str, Any]:
 
 def whole_part(arguments: str) -> Any:
     try:
-        return json.loads(json.dumps(from_json(arguments, allow_partial=True)), parse_constant=float_limit)
+        return json.loads(json.dumps(from_json(arguments, allow_partial=True)), parse_constant=finite)
     except (ValueError, RecursionError):
         return {}
 
 
 def finite(number: str) -> float:
-    """The number, or the largest that readers of JSON know"""
-    return max(min(float(number), sys.float_info.max), -sys.float_info.max)
-
-
-def float_limit(name: str) -> float:
-    return finite(name.replace("NaN", "0"))
+    """The number, or the largest that readers of JSON know; 0 for what is none"""
+    found = float(number.replace("NaN", "0"))
+    return max(min(found, sys.float_info.max), -sys.float_info.max)
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:
@@ -347,12 +329,8 @@ async def count_tokens(call: Call) -> Reply:
     body = await call.read(CountBody)
     service = call.service
     service.served(body.model)
-    return {"input_tokens": await service.off_loop(num_tokens, body, service)}
-
-
-def num_tokens(body: CountBody, service: Service) -> int:
-    with as_body_errors({}, "messages"):
-        return len(encode(turn_of(body, SamplingParams()), service.tokenizer, service.family))
+    turn = await call.made(turn_of, body, SamplingParams())
+    return {"input_tokens": len(await service.off_loop(service.tokens_of, turn))}
 
 
 OPERATIONS = (

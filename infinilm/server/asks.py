@@ -8,13 +8,12 @@ from reprlib import repr as short
 from typing import Any
 
 from infinilm.sampling import STRUCTURED_CHECKS, SamplingParams, StructuredOutputsParams
-from infinilm.server.bodies import BodyError, as_body_errors, read, sampled
+from infinilm.server.bodies import BodyError, as_body_errors, sampled
 from infinilm.server.openai_bodies import (
     AllowedChoice,
     ChatBody,
     CompletionBody,
     Generation,
-    Message,
     NamedTool,
     OfferedTool,
 )
@@ -27,30 +26,24 @@ MAX_CHOICES = 1024  # of one answer: n for each prompt
 
 Json = dict[str, Any]
 Asked = ChatBody | CompletionBody
+BODIES: dict[str, type[Asked]] = {CHAT: ChatBody, COMPLETIONS: CompletionBody}
 
 
 # ---- turns -------------------------------------------------------------------------------------------------
 
 
-def turns_of(url: str, given: Json, defaults: Mapping[str, Any]) -> tuple[Asked, list[Turn]]:
-    """The body of a request to CHAT or COMPLETIONS, and its turns; BodyError if that cannot be done."""
-    if url == CHAT:
-        chat = read(ChatBody, given)
-        return chat, [chat_turn(chat, defaults)]
-    body = read(CompletionBody, given)
-    return body, completion_turns(body, defaults)
+def turns_of(body: Asked, defaults: Mapping[str, Any]) -> list[Turn]:
+    """The turns that a chat or a completion asks for; RequestError if that cannot be done."""
+    return [chat_turn(body, defaults)] if isinstance(body, ChatBody) else completion_turns(body, defaults)
 
 
 def chat_turn(body: ChatBody, defaults: Mapping[str, Any]) -> Turn:
-    """The turn that a chat asks for; BodyError if that cannot be done."""
     effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
-    with as_body_errors({}, "tools"):
-        tools = tuple(map(tool_of, body.tools))
     choice, allowed = choice_of(body)
     return Turn(
         params=sampling_params(body, defaults, chat_max_tokens(body), chat_logprobs(body)),
-        messages=[message_dict(message) for message in body.messages],
-        tools=tools,
+        messages=[message.model_dump(exclude_unset=True) for message in body.messages],
+        tools=tuple(map(tool_of, body.tools)),
         choice=choice,
         allowed=allowed,
         parallel=body.parallel_tool_calls,
@@ -163,12 +156,6 @@ def schema_of(given: Mapping[str, Any]) -> Any:
     if not isinstance(given.get("schema"), dict):
         raise ValueError(f"response_format has no schema that is an object: {short(given)}")
     return given["schema"]
-
-
-def message_dict(message: Message) -> Json:
-    """The message that templates know; developers speak in the system's role."""
-    role = "system" if message.role == "developer" else message.role
-    return {"content": None, **message.model_dump(exclude_unset=True), "role": role}
 
 
 def tool_of(given: OfferedTool) -> Tool:

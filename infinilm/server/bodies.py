@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from reprlib import repr as short
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
@@ -26,33 +27,11 @@ from pydantic import (
 
 from infinilm.engine.request import RequestError
 from infinilm.sampling import MAX_TOKENS, SamplingParams
-from infinilm.server.conversation import part_text
 
+TEXT_KINDS = ("text", "input_text", "output_text", "refusal")  # parts of a content that are read
 MAX_AGENT_TOOLS = 1024  # with those of the servers that an agent is connected to
 # What a conversation and its template are rendered with, which callers may not take the place of.
 OWN_VARIABLES = ("chat_template", "tokenize", "messages", "tools", "self")
-
-# The same in SamplingParams.
-SAMPLING_FIELDS = (
-    "temperature",
-    "top_p",
-    "n",
-    "stop",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "ignore_eos",
-    "min_tokens",
-    "stop_token_ids",
-    "bad_words",
-    "allowed_token_ids",
-    "skip_special_tokens",
-    "include_stop_str_in_output",
-)
 
 B = TypeVar("B", bound="Body")
 
@@ -61,8 +40,7 @@ class BodyError(RequestError):
     """What is wrong with a body, and in which of its fields."""
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
+        super().__init__(message, param)
         self.code = code
 
 
@@ -108,11 +86,14 @@ def joined_text(content: Any) -> str | None:
         return content
     if not isinstance(content, list):
         raise ValueError("must be a text or a list of parts")
-    return "\n".join(map(checked_text, content))
+    return "\n".join(map(part_text, content))
 
 
-def checked_text(part: Any) -> str:
-    if (text := part_text(part)) is None:
+def part_text(part: Any) -> str:
+    """What the APIs call text has its text under the same key, but for refusals."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    text = part.get("refusal" if kind == "refusal" else "text") if kind in TEXT_KINDS else None
+    if not isinstance(text, str):
         wanted = "{'type': 'text', 'text': ...}, for the model reads nothing else"
         raise ValueError(f"a part must be {wanted}, but is {short(part)}")
     return text
@@ -293,8 +274,10 @@ def wanted_of(error: Any) -> str:
 
 
 def sampled(body: Sampled, defaults: Mapping[str, Any], **asked: Any) -> SamplingParams:
-    """What the body says, and what is asked besides under a name of another API"""
-    given = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name, None)) is not None}
+    """What the body says under names of SamplingParams. What is asked besides takes its place: an API may
+    mean something else by a name, or have another for it."""
+    named = {field.name: getattr(body, field.name, None) for field in fields(SamplingParams)}
+    given = {name: value for name, value in named.items() if value is not None}
     with as_body_errors({**given, **asked}):
         return SamplingParams(**{**defaults, **given, **asked})
 

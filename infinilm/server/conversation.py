@@ -7,26 +7,22 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
-from reprlib import repr as short
 from typing import Any
-
-from infinilm.engine.request import RequestError
 
 Message = dict[str, Any]
 
 
-def plain_message(index: int, message: Mapping[str, Any]) -> Message:
-    """One of OpenAI's messages with its content as one text and its arguments as objects."""
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise RequestError(f"messages[{index}] must be an object with a role, but is {short(message)}")
+def plain_message(message: Mapping[str, Any]) -> Message:
+    """One of OpenAI's messages, as bodies have it, with what templates know of it: arguments are objects."""
     role = {"developer": "system", "function": "tool"}.get(message["role"], message["role"])
-    found: Message = {"role": role, "content": text_of(index, message.get("content"))}
+    found: Message = {"role": role, "content": message.get("content") or ""}
     found |= {key: message[key] for key in ("name", "tool_call_id") if message.get(key) is not None}
     if role == "assistant":
         reasoning = message.get("reasoning_content") or message.get("reasoning")
         found |= {"reasoning_content": reasoning} if isinstance(reasoning, str) else {}
-        calls = [plain_call(index, call) for call in list_of_calls(index, message)]
-        found |= {"tool_calls": calls} if calls else {}
+        alone = message.get("function_call")  # as calls were before there were tools
+        calls = message.get("tool_calls") or ([] if alone is None else [{"function": alone}])
+        found |= {"tool_calls": list(map(plain_call, calls))} if calls else {}
     return found
 
 
@@ -38,45 +34,11 @@ def led_by(system: str, messages: Sequence[Message]) -> list[Message]:
     return [{"role": "system", "content": said}, *rest] if said else rest
 
 
-def text_of(index: int, content: Any) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    texts = [part_text(part) for part in content] if isinstance(content, list) else [None]
-    for text, part in zip(texts, content if isinstance(content, list) else [content], strict=True):
-        if text is None:
-            wanted = "text, or a list of {'type': 'text', 'text': ...}, for the model reads nothing else"
-            raise RequestError(f"messages[{index}].content must be {wanted}, but has {short(part)}")
-    return "\n".join(text for text in texts if text is not None)
-
-
-def part_text(part: Any) -> str | None:
-    """What the APIs call text has its text under the same key, but for refusals."""
-    if not isinstance(part, Mapping) or part.get("type") not in TEXT_KINDS:
-        return None
-    text = part.get("refusal" if part["type"] == "refusal" else "text")
-    return text if isinstance(text, str) else None
-
-
-TEXT_KINDS = ("text", "input_text", "output_text", "refusal")
-
-
-def list_of_calls(index: int, message: Mapping[str, Any]) -> list[Any]:
-    """Before there were tools, a call stood alone."""
-    calls, alone = message.get("tool_calls"), message.get("function_call")
-    if not isinstance(calls, list | None):
-        raise RequestError(f"messages[{index}].tool_calls must be a list, but is {short(calls)}")
-    return calls or ([] if alone is None else [{"function": alone}])
-
-
-def plain_call(index: int, call: Any) -> dict[str, Any]:
-    match call:
-        case {"custom": {"name": str(name), "input": str(text)}}:
-            arguments: Any = {"input": text}
-        case {"function": {"name": str(name), "arguments": found}}:
-            arguments = parsed(found)
-        case _:
-            wanted = "{'id': ..., 'type': 'function', 'function': {'name': ..., 'arguments': ...}}"
-            raise RequestError(f"messages[{index}].tool_calls: a call must be {wanted}, but is {short(call)}")
+def plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    if (custom := call.get("custom")) is not None:
+        name, arguments = custom["name"], {"input": custom["input"]}
+    else:
+        name, arguments = call["function"]["name"], parsed(call["function"]["arguments"])
     return {"id": call.get("id"), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 

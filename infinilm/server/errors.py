@@ -41,7 +41,7 @@ def http_error(error: BaseException) -> HttpError:
     status, kind = status_of(error)
     is_known = status < 500 or isinstance(error, NumericalError | Aborted)
     message = (str(error) or type(error).__name__) if is_known else "the server failed; its log says why"
-    param, code = getattr(error, "param", None), getattr(error, "code", None)
+    param, code = getattr(error, "field", None), getattr(error, "code", None)
     seconds = error.seconds if isinstance(error, Overloaded) else 1
     headers = {"retry-after": str(seconds)} if isinstance(error, QueueFull) else {}
     return HttpError(status, message, kind, param=param, code=code, headers=headers)

@@ -102,11 +102,6 @@ class Call(Caller):
             )
         return self.server.service
 
-    @property
-    def path_params(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.scope.get("path_params", {})
-        return found
-
     async def read(self, kind: type[B]) -> B:
         """The body as one of its kind, or BodyError."""
         return await self.made(self.parse, kind)

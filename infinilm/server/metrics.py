@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
@@ -16,10 +15,8 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from infinilm.engine.stats import Histogram
-
-if TYPE_CHECKING:
-    from infinilm.server.exchange import Call, Reply
-    from infinilm.server.service import Service
+from infinilm.server.exchange import Call, Raw, Reply
+from infinilm.server.service import Service
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4  # which every scraper reads
 LABELS = ["model_name", "engine"]
@@ -54,8 +51,6 @@ HISTOGRAMS = {
 
 async def metrics(call: Call) -> Reply:
     """What runs, waits, was counted and took how long, as Prometheus reads it"""
-    from infinilm.server.exchange import Raw
-
     return Raw(generate_latest(registry_of(call.service, call.server.statuses)), CONTENT_TYPE)
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from infinilm.engine.stats import Progress
 from infinilm.sampling import SamplingParams
@@ -28,9 +28,10 @@ from infinilm.server.exchange import (
 from infinilm.server.openai_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from infinilm.server.parts import CallArguments, CallStart, Part, Reasoning, Text
 from infinilm.server.service import Service
-from infinilm.server.turn import Piece, Run, Turn, encode, progress_body
+from infinilm.server.turn import Piece, Run, Turn, progress_body
 
 Chunk = dict[str, Any]
+A = TypeVar("A", ChatBody, CompletionBody)
 
 
 # ---- chats -------------------------------------------------------------------------------------------------
@@ -38,13 +39,17 @@ Chunk = dict[str, Any]
 
 async def chat(call: Call) -> Reply:
     """Answer a conversation."""
-    body = await call.read(ChatBody)
+    return await answered(call, ChatBody, ChatStream)
+
+
+async def answered(call: Call, kind: type[A], stream: Callable[[Run, A, Service], Stream]) -> Reply:
+    body = await call.read(kind)
     service = call.service
     served = service.served(body.model)
-    turn = await call.made(asks.chat_turn, body, service.defaults)
-    run = await service.start([turn], call, served)
+    turns = await call.made(asks.turns_of, body, service.defaults)
+    run = await service.start(turns, call, served)
     if body.stream:
-        return Events(ChatStream(run, body, service).events(), openai_ending)
+        return Events(stream(run, body, service).events(), openai_ending)
     return await whole_answer(run, body, service)
 
 
@@ -162,14 +167,7 @@ class ChatStream(Stream):
 
 async def completions(call: Call) -> Reply:
     """Continue one or several prompts."""
-    body = await call.read(CompletionBody)
-    service = call.service
-    served = service.served(body.model)
-    turns = await call.made(asks.completion_turns, body, service.defaults)
-    run = await service.start(turns, call, served)
-    if body.stream:
-        return Events(CompletionStream(run, body, service).events(), openai_ending)
-    return await whole_answer(run, body, service)
+    return await answered(call, CompletionBody, CompletionStream)
 
 
 class CompletionStream(Stream):
@@ -222,7 +220,7 @@ async def models(call: Call) -> Reply:
 
 async def model(call: Call) -> Reply:
     """One model, by its name"""
-    name = call.path_params["name"]
+    name = call.scope["path_params"]["name"]
     call.service.served(name)
     return model_body(call.service, name)
 
@@ -260,22 +258,22 @@ async def tokenize(call: Call) -> Reply:
 def tokenized(body: TokenizeBody, service: Service) -> bytes:
     tokens, strings = tokens_of(body, service), None
     if body.return_token_strs:
-        strings = [service.tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
+        strings = [service.tokenizer.token_text(token) for token in tokens]
     told = {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens}
     return dumped_in_turns({**told, "token_strs": strings})
 
 
 def tokens_of(body: TokenizeBody, service: Service) -> list[int]:
-    with as_body_errors({}, "messages" if body.prompt is None else "prompt"):
-        if body.prompt is not None:
+    if body.prompt is not None:
+        with as_body_errors({}, "prompt"):
             return service.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
-        turn = Turn(
-            params=SamplingParams(),
-            messages=[asks.message_dict(message) for message in body.messages],
-            tools=tuple(map(asks.tool_of, body.tools)),
-            variables={"add_generation_prompt": body.add_generation_prompt, **body.chat_template_kwargs},
-        )
-        return encode(turn, service.tokenizer, service.family)
+    turn = Turn(
+        params=SamplingParams(),
+        messages=[message.model_dump(exclude_unset=True) for message in body.messages],
+        tools=tuple(map(asks.tool_of, body.tools)),
+        variables={"add_generation_prompt": body.add_generation_prompt, **body.chat_template_kwargs},
+    )
+    return service.tokens_of(turn)
 
 
 async def detokenize(call: Call) -> Reply:

@@ -161,10 +161,7 @@ class Encoding:
         self.priority, self.salt, self.lora = body.priority, body.cache_salt, served.lora
         self.service = call.service
         self.ids = call.new_ids()
-        try:
-            self.limit = limit_of(body.truncate_prompt_tokens, self.service.max_model_len)
-        except RequestError as error:
-            raise BodyError(str(error), error.field) from error
+        self.limit = limit_of(body.truncate_prompt_tokens, self.service.max_model_len)
 
     async def begin(self, given: Sequence[Any], encode_all: Callable[[], list[list[int]]]) -> list[list[int]]:
         """A place for all, then their tokens, checked, off the event loop"""

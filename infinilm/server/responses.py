@@ -29,9 +29,8 @@ from infinilm.server.responses_bodies import (
     ReasoningItem,
     ResponsesBody,
 )
-from infinilm.server.service import Service
 from infinilm.server.tools import Choice, Named, Tool, full_name
-from infinilm.server.turn import Piece, Run, Turn, Usage, cache_miss, encode, progress_body
+from infinilm.server.turn import Piece, Run, Turn, Usage, cache_miss, progress_body
 
 Message = dict[str, Any]
 Event = dict[str, Any]
@@ -86,9 +85,8 @@ def tools_of(given: Any, namespace: str | None = None) -> Iterator[Tool]:
         parameters, strict = given.parameters, given.strict
         yield Tool(given.name, given.description, parameters, is_strict=strict, namespace=namespace)
     elif isinstance(given, CustomTool):
-        wanted = given.format
-        is_free = wanted is None or wanted.type == "text"
-        grammar = None if is_free or wanted is None else (wanted.syntax, wanted.definition)
+        wanted = given.format if given.format and given.format.type == "grammar" else None
+        grammar = None if wanted is None else (wanted.syntax, wanted.definition)
         yield Tool(given.name, given.description, kind="custom", namespace=namespace, input_grammar=grammar)
 
 
@@ -391,13 +389,9 @@ async def input_tokens(call: Call) -> Reply:
     body = await call.read(ResponsesBody)
     service = call.service
     service.served(body.model)
-    num_tokens = await service.off_loop(num_input_tokens, body, service)
-    return {"object": "response.input_tokens", "input_tokens": num_tokens}
-
-
-def num_input_tokens(body: ResponsesBody, service: Service) -> int:
-    with as_body_errors({}, "input"):
-        return len(encode(turn_of(body, service.defaults), service.tokenizer, service.family))
+    turn = await call.made(turn_of, body, service.defaults)
+    tokens = await service.off_loop(service.tokens_of, turn)
+    return {"object": "response.input_tokens", "input_tokens": len(tokens)}
 
 
 OPERATIONS = (

@@ -99,7 +99,9 @@ def take_all_files() -> None:
 
 
 def tell(text: str) -> None:
-    print(f"infinilm: {text}", file=sys.stderr, flush=True)
+    """A disk that is full, or a reader of the log who is gone, ends nobody's answer."""
+    with suppress(OSError):
+        print(f"infinilm: {text}", file=sys.stderr, flush=True)
 
 
 def prepare_logs(level: str) -> None:

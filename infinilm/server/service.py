@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from infinilm.engine.adapters import LoRARequest
 from infinilm.engine.intake import RequestOptions
 from infinilm.engine.request import EngineDead, RequestError
-from infinilm.engine.stats import Progress
 from infinilm.folder import Folder
 from infinilm.sampling import SamplingParams
 from infinilm.server.admission import Admission
@@ -65,8 +64,8 @@ class Preparer:
 
     def prepare(self, turn: Turn, request_id: str, served: Served) -> Prepared:
         """In any thread: make a turn's request, so that what is wrong is known before an answer begins."""
+        token_ids = self.tokens_of(turn)
         with turn.as_body_errors():
-            token_ids = encode(turn, self.tokenizer, self.family)
             self.check_length(token_ids, turn.prompt_field)
             starts = self._starts_in_reasoning(turn, token_ids)
             params = enforced(turn, self.family, starts)
@@ -74,6 +73,11 @@ class Preparer:
                 priority=turn.priority, request_id=request_id, cache_salt=turn.salt, lora_request=served.lora
             )
             return Prepared(turn, self.engine.make(token_ids, params, **options), starts)
+
+    def tokens_of(self, turn: Turn) -> list[int]:
+        """What the model reads of a turn. It may take long."""
+        with turn.as_body_errors():
+            return encode(turn, self.tokenizer, self.family)
 
     def check_length(self, token_ids: Sequence[int], name: str) -> None:
         if len(token_ids) >= self.max_model_len:
@@ -151,9 +155,6 @@ class Service(Preparer):
         prepared = await self.off_loop(lambda: [self.prepare(turn, own, served) for turn, own in named])
         place.takes(sum(len(one.token_ids) for one in prepared))
         return Run(self, prepared, place, served.name)
-
-    def progress(self, request_id: str) -> Progress | None:
-        return self.llm.progress(request_id)
 
     async def is_alive(self) -> bool:
         return await self._pulse.beats()

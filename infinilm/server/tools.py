@@ -55,7 +55,7 @@ class Tool:
         for part in [self.name] if self.namespace is None else [self.namespace, self.name]:
             if not NAME.fullmatch(part):
                 wanted = "1 to 128 letters, digits, _ and -"
-                raise RequestError(f"tools: a name must be {wanted}, but one is {short(part)}")
+                raise RequestError(f"tools: a name must be {wanted}, but one is {short(part)}", "tools")
 
     @property
     def full_name(self) -> str:
@@ -153,7 +153,7 @@ class Family:
         All tools are shown whichever of them is chosen, so that prompts begin alike.
         """
         shown = [tool.for_template for tool in tools] if chosen(tools, choice) else []
-        plain = [plain_message(index, message) for index, message in enumerate(messages)]
+        plain = list(map(plain_message, messages))
         if self.name == "ours":
             described = with_description(in_words(plain), shown)
             return described if self.knows_system else without_system(described), None
@@ -186,7 +186,7 @@ class Family:
             return None, []
         held, warnings = held_loosely(wanted)
         try:
-            return enforced(self._forced(held, is_parallel, starts_in_reasoning), held), warnings
+            return enforceable(self._answers(held, held, is_parallel, starts_in_reasoning), held), warnings
         except RequestError as error:
             raise RequestError(f"{error}; change that, or let tool_choice be 'auto'", "tools") from error
 
@@ -208,7 +208,7 @@ class Family:
         held = [tool for tool in strict if tool.full_name not in faults]
         try:
             rules = self._answers(tools, held, is_parallel, starts_in_reasoning, rule)
-            return enforced(rules, held), [*faults.values()]
+            return enforceable(rules, held), [*faults.values()]
         except RequestError as error:
             return structure, [f"tools: none is called beside a structure: {error}"]
 
@@ -222,16 +222,12 @@ class Family:
         if not strict and not is_limited:
             return None, []
         try:
-            return enforced(self._free(tools, strict, is_parallel), strict), []
+            return enforceable(self._free(tools, strict, is_parallel), strict), []
         except RequestError as error:
             faults = {tool.full_name: fault for tool in strict if (fault := fault_of(tool))}
             rest = [tool for tool in strict if faults and tool.full_name not in faults]
             found, more = self._held_to(rest, tools, is_parallel, is_limited and bool(strict))
             return found, [*(faults.values() or [str(error)]), *more]
-
-    def _forced(self, tools: Sequence[Tool], is_parallel: bool, starts_in_reasoning: bool) -> str:
-        """Calls and nothing else, but for reasoning that the prompt has begun"""
-        return self._answers(tools, tools, is_parallel, starts_in_reasoning)
 
     def _answers(
         self,
@@ -241,7 +237,8 @@ class Family:
         starts_in_reasoning: bool,
         structure: str | None = None,
     ) -> str:
-        """Calls, or a structure if there is a rule for one"""
+        """Calls, or a structure if there is a rule for one; before them nothing but reasoning that the prompt
+        has begun"""
         thoughts = f"thoughts {literal(AFTER_REASONING)}" if starts_in_reasoning else ""
         more = f"({literal(self.between)}call){{0,{MAX_CALLS - 1}}} " if is_parallel else ""
         kinds = [*(["calls"] if tools else []), *(["structure"] if structure else [])]
@@ -366,7 +363,8 @@ def literal(text: str) -> str:
     return f"{json.dumps(text)} " if text else ""
 
 
-def enforced(rules: str, tools: Sequence[Tool]) -> StructuredOutputsParams:
+def enforceable(rules: str, tools: Sequence[Tool]) -> StructuredOutputsParams:
+    """The grammar of these rules, or RequestError, with the name of the tool whose schema is the reason"""
     if len(rules) > MAX_GRAMMAR_LENGTH:
         length = f"their schemas have {len(rules)} characters together"
         most = f"{MAX_GRAMMAR_LENGTH} are the most that can be enforced"

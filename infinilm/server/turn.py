@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from infinilm.engine.request import Aborted, CompletionOutput, Logprobs, Request, RequestError, RequestOutput
 from infinilm.engine.stats import Progress
-from infinilm.sampling import SamplingParams
+from infinilm.sampling import SamplingParams, StructuredOutputsParams
 from infinilm.server.bodies import BodyError
 from infinilm.server.parts import CallEnd, CallStart, Part
 from infinilm.server.reader import Reader
@@ -56,6 +56,11 @@ class Turn:
         if self.choice == "none":
             return ()
         return tuple(tool for tool in self.tools if self.allowed is None or tool.full_name in self.allowed)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the answer may be without calls"""
+        return self.choice in ("auto", "none")
 
     @property
     def is_parallel(self) -> bool:
@@ -123,28 +128,36 @@ def encode(turn: Turn, tokenizer: Tokenizer, family: Family) -> list[int]:
 
 
 def enforced(turn: Turn, family: Family, starts_in_reasoning: bool) -> SamplingParams:
-    """The turn's parameters with the grammar that its tools need. A structure is of what is said: where calls
-    are forced, nothing is."""
-    params, structure, warnings = turn.params, turn.params.structured_outputs, list[str]()
-    is_free = turn.choice in ("auto", "none")
-    if is_free and structure is not None and (turn.called or starts_in_reasoning):
-        is_parallel = turn.parallel is True  # as where calls are forced: small models find no end
-        structure, warnings = family.beside(structure, turn.called, is_parallel, starts_in_reasoning)
-        params = replace(params, structured_outputs=structure)
-    elif turn.called:
-        is_limited = len(turn.called) < len(turn.tools)
-        grammar, warnings = family.grammar(
-            turn.called, turn.choice, turn.is_parallel, starts_in_reasoning, is_limited
-        )
-        params = params if grammar is None else replace(params, structured_outputs=grammar)
-    if not is_free:  # a stop string would be found in what callers never see, and cut the call off
-        params = replace(params, stop=())
-    has_channels = family.has_channels and turn.messages is not None
-    if has_channels or (turn.called and family.keeps_special_tokens):
-        params = replace(params, skip_special_tokens=False)
+    """The turn's parameters with the grammar that its tools need"""
+    params = turn.params
+    structure, warnings = structure_of(turn, family, starts_in_reasoning)
     for warning in warnings:
         LOG.warning("%s", warning)
-    return params
+    has_channels = family.has_channels and turn.messages is not None
+    has_markers = has_channels or (turn.called and family.keeps_special_tokens)
+    return replace(
+        params,
+        structured_outputs=structure,
+        # Where calls are forced one would be found in what callers never see, and cut the call off.
+        stop=params.stop if turn.is_free else (),
+        skip_special_tokens=params.skip_special_tokens and not has_markers,
+    )
+
+
+def structure_of(
+    turn: Turn, family: Family, starts_in_reasoning: bool
+) -> tuple[StructuredOutputsParams | None, list[str]]:
+    """What the answer is held to, and what a client should be told. A structure that is asked for is of what
+    is said: where calls are forced, nothing is."""
+    asked, called = turn.params.structured_outputs, turn.called
+    if turn.is_free and asked is not None and (called or starts_in_reasoning):
+        is_parallel = turn.parallel is True  # as where calls are forced: small models find no end
+        return family.beside(asked, called, is_parallel, starts_in_reasoning)
+    if not called:
+        return asked, []
+    is_limited = len(called) < len(turn.tools)
+    grammar, warnings = family.grammar(called, turn.choice, turn.is_parallel, starts_in_reasoning, is_limited)
+    return grammar or asked, warnings
 
 
 # ---- what comes of it --------------------------------------------------------------------------------------
@@ -290,7 +303,7 @@ class Run:
         }
 
     def progress(self) -> Progress:
-        found = [self._service.progress(one.request.request_id) for one in self.prepared]
+        found = [self._service.llm.progress(one.request.request_id) for one in self.prepared]
         return Progress(
             sum(len(one.token_ids) for one in self.prepared),
             sum(one.cached for one in found if one),

@@ -136,6 +136,11 @@ class Tokenizer:
             return b""
         return self._spelling.to_bytes(token, is_added=token_id in self._added_tokens)
 
+    def token_text(self, token_id: int) -> str:
+        """One token's text as it stands within others: with its first space, and U+FFFD for parts of
+        characters."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
     def apply_chat_template(
         self,
         messages: Sequence[dict[str, Any]],
@@ -152,9 +157,9 @@ class Tokenizer:
             raise TokenizerError("the model has no chat template; complete plain text or take a chat model")
         with errors_of("chat template"):
             variables = {"tools": None, "documents": None, **self._roles, **template_variables}
-            told = with_thoughts(with_content(messages))
-            prompted = {"messages": told, "add_generation_prompt": add_generation_prompt}
             renderer = self._renderer if variables["tools"] is None else self._tool_renderer
+            told = with_thoughts(with_content(messages, renderer.template))
+            prompted = {"messages": told, "add_generation_prompt": add_generation_prompt}
             return renderer.render({**variables, **prompted})
 
     def encode_chat(

@@ -27,6 +27,7 @@ MAX_TEMPLATE = 1 << 20  # characters
 MAX_LINE = 16 << 20  # bytes, of a request and of an answer
 
 ESCAPES = re.compile(r"(?=((\\u[0-9a-f]{4})(?:\\u[0-9a-f]{4})?))")  # of JSON: one, and it with the next
+ASKS_FOR_NONE = re.compile(r"""\bcontent(['"]\])? is (not )?none\b""", re.IGNORECASE)
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # what messages call them; the first counts
 
 
@@ -37,17 +38,17 @@ class Renderer:
         if len(template) > MAX_TEMPLATE:
             found = f"has {len(template)} characters, but at most {MAX_TEMPLATE} are taken"
             raise TokenizerError(f"chat template: {found}")
-        self._template = template
+        self.template = template
         self._lock = threading.Lock()
         self._process: _Process | None = None
         _RENDERERS.add(self)
 
     def __reduce__(self) -> tuple[type["Renderer"], tuple[str]]:
-        return Renderer, (self._template,)
+        return Renderer, (self.template,)
 
     def render(self, variables: dict[str, Any]) -> str:
         """The text that the template writes, its variables carried over as JSON."""
-        request = _line({"template": self._template, "variables": variables})
+        request = _line({"template": self.template, "variables": variables})
         with self._lock:
             answer = json.loads(self._ask(request))
         if "error" in answer:
@@ -94,7 +95,7 @@ class _Process:
                 self._socket.sendall(request)
                 line = self._answers.readline(MAX_LINE)
             if not line.endswith(b"\n"):
-                raise TokenizerError(f"chat template: {self._how_it_ended()}")
+                raise self._how_it_ended()
         except TimeoutError:
             raise TokenizerError(f"chat template: takes more than {WALL_SECONDS} seconds") from None
         finally:
@@ -102,13 +103,17 @@ class _Process:
                 self._end()
         return line
 
-    def _how_it_ended(self) -> str:
+    def _how_it_ended(self) -> Exception:
+        """By its timer, or by what is not the template's fault: it was killed, or could not start."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(WALL_SECONDS)
-        if self._process.returncode == -signal.SIGPROF:
-            return "takes more than 1 second of CPU time"
         status = self._process.returncode
-        return f"the process that renders it ended with status {status}; `python {PROGRAM}` may tell why"
+        if status == -signal.SIGPROF:
+            return TokenizerError("chat template: takes more than 1 second of CPU time")
+        return ChildProcessError(
+            f"chat template: the process that renders it ended with status {status}; `python {PROGRAM}` may "
+            "tell why"
+        )
 
     def abandon(self) -> None:
         """In a forked child: close what is the parent's without ending it."""
@@ -171,9 +176,10 @@ def is_silent(message: dict[str, Any], key: str = "content") -> bool:
     return key == "content" and message.get("role") == "assistant" and message.get("content") is None
 
 
-def with_content(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Templates add contents to other text, which None does not let them."""
-    return [{**message, "content": ""} if is_silent(message) else message for message in messages]
+def with_content(messages: Sequence[dict[str, Any]], template: str) -> list[dict[str, Any]]:
+    """Templates add contents to other text, which None does not let them; but DeepSeek's know calls by it."""
+    nothing = None if ASKS_FOR_NONE.search(template) else ""
+    return [{**message, "content": nothing} if is_silent(message) else message for message in messages]
 
 
 def with_thoughts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -10,10 +10,11 @@ class TokenizerError(ValueError):
 
 @contextmanager
 def errors_of(subject: str) -> Iterator[None]:
-    """Whatever the Rust library or a template throws becomes TokenizerError, panics included."""
+    """Whatever the Rust library or a template throws becomes TokenizerError, panics included. A system that
+    has no file, process or memory left is not their fault."""
     try:
         yield
-    except TokenizerError:
+    except (TokenizerError, OSError, MemoryError):
         raise
     except Exception as error:
         raise TokenizerError(f"{subject}: {error}") from error

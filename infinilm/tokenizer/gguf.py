@@ -51,8 +51,9 @@ class GgufVocabulary:
         self._metadata = metadata
         self._kind = self._one_of("ggml.model", ["gpt2", "llama"])
         self._tokens = self._array("ggml.tokens", lambda v: isinstance(v, str) and v, "a non-empty string")
-        self._ids = {token: index for index, token in enumerate(self._tokens)}
         self._types = self._token_types()
+        self._spell_spaces()
+        self._ids = {token: index for index, token in enumerate(self._tokens)}
         self._check_tokens()
         self.roles = self._find_roles()
         self.eos_token_ids = tuple(
@@ -142,6 +143,12 @@ class GgufVocabulary:
         if "tokenizer.ggml.token_type" not in self._metadata:
             return [NORMAL] * len(self._tokens)
         return self._per_token("ggml.token_type", lambda v: type(v) is int and 1 <= v <= BYTE, "1 to 6")
+
+    def _spell_spaces(self) -> None:
+        """What is found whole is found before spaces become signs: in older files such tokens have signs."""
+        for index, kind in enumerate(self._types):
+            if kind == USER_DEFINED and self._kind == "llama":
+                self._tokens[index] = self._tokens[index].replace("▁", " ")
 
     def _check_tokens(self) -> None:
         for index, (token, kind) in enumerate(zip(self._tokens, self._types, strict=True)):
