@@ -282,6 +282,10 @@ class AsyncLLM:
         """Take over saved prefixes, as far as there is room; ValueError if they are of another model."""
         return await self.run(partial(self.engine.load_prefixes, path))
 
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all prefixes, as after a change of the weights; False, and none, while there are requests."""
+        return await self.run(self.engine.reset_prefix_cache)
+
     @property
     def death(self) -> BaseException | None:
         """Why the engine has stopped; None while it lives"""

@@ -205,6 +205,12 @@ class LLM:
         with self._lock:
             return engine.load_prefixes(path)
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget all prefixes, as after a change of the weights; False, and none, while there are requests."""
+        engine = self.engine
+        with self._lock:
+            return engine.reset_prefix_cache()
+
     def _finish(self, requests: list[Request], use_tqdm: bool) -> None:
         is_shown = use_tqdm and len(requests) > 1
         bar = progress("prompts", len(requests), is_shown)

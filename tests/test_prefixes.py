@@ -75,6 +75,24 @@ def test_an_empty_cache_is_saved_and_loaded(tiny: Tiny, tmp_path: Path) -> None:
     assert save(tiny.engine(), tmp_path / "file") == load(tiny.engine(), tmp_path / "file") == 0
 
 
+def test_prefixes_of_weights_that_were_changed_are_forgotten_by_a_reset(tmp_path: Path) -> None:
+    tiny = Tiny.at(tmp_path)
+    engine = tiny.engine()
+    before = answer(engine, prompt(70))
+    with torch.no_grad():
+        engine.model.model.norm.weight.mul_(0.5)
+        engine.model.model.layers[0].input_layernorm.weight.mul_(3)
+    request = engine.make(prompt(5), PARAMS)
+    engine.enqueue(request)
+    assert not engine.reset_prefix_cache()  # which it will use
+    engine.abort(request.request_id)
+    assert engine.reset_prefix_cache()
+    found = answer(engine, prompt(70))
+    wanted = answer(tiny.engine(), prompt(70))  # of the same model, with a cache of its own
+    assert found.num_cached_tokens == 0
+    assert said(found) == said(wanted) != said(before)
+
+
 def test_what_a_killed_writer_left_is_removed_by_the_next_and_files_of_others_stay(
     tiny: Tiny, tmp_path: Path
 ) -> None:

@@ -41,7 +41,7 @@ from infinilm.server.tools import (
 )
 from infinilm.server.turn import Reading, Turn, encode, enforced
 from infinilm.tokenizer import Tokenizer
-from infinilm.tokenizer.chat import Renderer, with_thoughts
+from infinilm.tokenizer.chat import Renderer, with_content, with_thoughts
 
 FAMILIES = {
     "llama3": LLAMA3,
@@ -746,7 +746,8 @@ def rendered(
     family: Family, messages: list[dict[str, Any]], tools: list[Tool], choice: Choice = "auto"
 ) -> str:
     found, shown = family.conversation(messages, tools, choice)
-    return renderer(family.name).render({"messages": found, "tools": shown})
+    told = with_content(found, TEMPLATES[family.name])
+    return renderer(family.name).render({"messages": told, "tools": shown})
 
 
 @cache
@@ -770,6 +771,15 @@ def test_hermes_has_calls_as_objects_and_results_in_their_role():
     assert "<|im_start|>system\nBe brief.<|im_end|>" in text and "Weather\nand time?" in text
     assert '<think>Two calls.</think><tool_call>\n{"name": "get_weather", "arguments": {"place"' in text
     assert '{"name": "clock", "arguments": {}}' in text and "<|im_start|>tool\nsunny<|im_end|>" in text
+
+
+@pytest.mark.parametrize("content", [None, ""])
+def test_calls_without_a_word_beside_them_have_no_content_as_deepseeks_template_wants_it(content):
+    message = {"role": "assistant", "content": content, "tool_calls": [function_call("a", "clock", "{}")]}
+    ((told,), _) = HERMES.conversation([message], [CLOCK])
+    template = "{% if messages[0]['content'] is none %}a call{% endif %}"
+    assert with_content([told], template)[0]["content"] is None
+    assert with_content([told], "{{ messages }}")[0]["content"] == ""
 
 
 def test_llamas_calls_come_one_by_one_each_with_its_result():

@@ -167,6 +167,13 @@ class Engine:
         """Take over saved prefixes, as far as there is room; ValueError if they are of another model."""
         return prefixes.load(path, self.model, self.cache, self.blocks)
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget all prefixes, as after a change of the weights; False, and none, while there are requests."""
+        if self.requests:
+            return False
+        self.blocks.forget(list(self.blocks.contents))
+        return True
+
     # ---- a step --------------------------------------------------------------------------------------------
 
     def step(self) -> list[Request]:

@@ -22,7 +22,8 @@ def plain_message(message: Mapping[str, Any]) -> Message:
         found |= {"reasoning_content": reasoning} if isinstance(reasoning, str) else {}
         alone = message.get("function_call")  # as calls were before there were tools
         calls = message.get("tool_calls") or ([] if alone is None else [{"function": alone}])
-        found |= {"tool_calls": list(map(plain_call, calls))} if calls else {}
+        if calls:  # without a word beside them there is no content, which DeepSeek's template looks at
+            found |= {"tool_calls": list(map(plain_call, calls)), "content": found["content"] or None}
     return found
 
 
