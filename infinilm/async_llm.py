@@ -283,7 +283,7 @@ class AsyncLLM:
         return await self.run(partial(self.engine.load_prefixes, path))
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget all prefixes, as after a change of the weights; False, and none, while there are requests."""
+        """Forget all prefixes, as after a change of weights; False, and none, while there are requests."""
         return await self.run(self.engine.reset_prefix_cache)
 
     @property

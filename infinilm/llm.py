@@ -206,7 +206,7 @@ class LLM:
             return engine.load_prefixes(path)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all prefixes, as after a change of the weights; False, and none, while there are requests."""
+        """Forget all prefixes, as after a change of weights; False, and none, while there are requests."""
         engine = self.engine
         with self._lock:
             return engine.reset_prefix_cache()

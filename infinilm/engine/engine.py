@@ -168,7 +168,7 @@ class Engine:
         return prefixes.load(path, self.model, self.cache, self.blocks)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all prefixes, as after a change of the weights; False, and none, while there are requests."""
+        """Forget all prefixes, as after a change of weights; False, and none, while there are requests."""
         if self.requests:
             return False
         self.blocks.forget(list(self.blocks.contents))
