@@ -182,7 +182,7 @@ def test_a_machines_name_is_short() -> None:
 # ---- models ----
 
 
-QUICK_TYPES = ("MXFP4", "Q4_K_M", "BF16")  # made in ways of their own; what is tiny below is in Q4_0
+QUICK_TYPES = ("Q4_K_M", "BF16")  # made in ways of their own; what is tiny below is in Q4_0
 OTHER_TYPES = [pytest.param(name, marks=pytest.mark.slow) for name in TYPES if name not in QUICK_TYPES]
 
 

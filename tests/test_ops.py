@@ -289,8 +289,11 @@ def test_an_op_refuses_an_output_of_another_shape_also_by_its_reference() -> Non
 
 def test_a_call_bound_without_an_output_keeps_the_one_it_makes() -> None:
     x = torch.randn(300, 100)
-    for call in [ops.silu.resolve(x, out=None) for _ in range(20)]:
+    calls = [ops.silu.resolve(x, out=None) for _ in range(20)]
+    others = [torch.full_like(x, 7) for _ in range(20)]  # which would get the memory of outputs that are gone
+    for call in calls:
         call()
+    assert all(bool((other == 7).all()) for other in others)
 
 
 def test_a_resolved_call_refuses_tensors_of_another_layout() -> None:
