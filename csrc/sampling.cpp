@@ -1,5 +1,5 @@
-// random_sample: with w[i] = exp((logits[i] - max) / temperature), put the tokens in falling order of w
-// (equal weights: lower id first), keep the first topk (0: all), of these the fewest whose weight reaches
+// random_sample: with w[i] = exp((logits[i] - max) / temperature), put the tokens in falling order of logits
+// (equal ones: lower id first), keep the first topk (0: all), of these the fewest whose weight reaches
 // topp of theirs, and take the first kept token at which the running weight passes random_val of the kept
 // weight. temperature 0 takes the first token of the order. O(vocabulary): only the buckets that are walked
 // get sorted.
@@ -56,14 +56,18 @@ struct FallingOrder {
     }
 };
 
+// In falling order of the logits: where the temperature is high, rounding leaves many weights equal.
+template <class T>
 struct FallingWeights {
     const float* weights;
+    const T* logits;
     int32_t* order;
     int64_t num_sorted = 0;
     int next_bucket = 0;
     int64_t bucket_end[kNumBuckets];
 
-    FallingWeights(const float* weights, int32_t* order, int64_t n) : weights(weights), order(order) {
+    FallingWeights(const float* weights, const T* logits, int32_t* order, int64_t n)
+        : weights(weights), logits(logits), order(order) {
         int64_t fill[kNumBuckets] = {};
         for (int64_t i = 0; i < n; ++i) ++fill[bucket(weights[i])];
         for (int64_t b = 0, total = 0; b < kNumBuckets; ++b) {
@@ -88,7 +92,7 @@ struct FallingWeights {
     double weight(int64_t rank) { return weights[token(rank)]; }
 
     void sort_next_bucket() {
-        const FallingOrder<float> falling{weights};
+        const FallingOrder<T> falling{logits};
         int32_t* items = order + num_sorted;
         const int64_t n = bucket_end[next_bucket] - num_sorted;
         falling.make_heap(items, n);
@@ -155,7 +159,8 @@ void fill_weights(float* weights, const T* logits, int64_t n, float top, const D
         n, weights, logits);
 }
 
-int64_t draw(FallingWeights& falling, int64_t n, const Draw& how) {
+template <class T>
+int64_t draw(FallingWeights<T>& falling, int64_t n, const Draw& how) {
     int64_t num_kept = how.topk > 0 && how.topk < n ? how.topk : n;
     double kept = 0;
     if (num_kept == n)
@@ -186,7 +191,7 @@ int64_t draw_token(const T* logits, int64_t n, const Draw& how, int64_t* token) 
     if (how.is_greedy()) return kOk;
     auto* weights = static_cast<float*>(scratch(Scratch::own, n * (sizeof(float) + sizeof(int32_t))));
     fill_weights(weights, logits, n, top, how);
-    FallingWeights falling(weights, reinterpret_cast<int32_t*>(weights + n), n);
+    FallingWeights falling(weights, logits, reinterpret_cast<int32_t*>(weights + n), n);
     *token = draw(falling, n, how);
     return kOk;
 }

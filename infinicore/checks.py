@@ -60,7 +60,7 @@ def check_flag(function: str, name: str, value: object) -> None:
 
 def first_outside(indices: torch.Tensor, count: int) -> int | None:
     """The first index that is not in [0, count), if there is one; what torch traces has no values to tell"""
-    if indices.is_meta or torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack():
+    if indices.is_meta or torch.compiler.is_dynamo_compiling() or is_traced():
         return None
     while torch._C._functorch.is_functorch_wrapped_tensor(indices):
         indices = torch._C._functorch.get_unwrapped(indices)
@@ -70,6 +70,13 @@ def first_outside(indices: torch.Tensor, count: int) -> int | None:
         return None
     outside: int = next(index for index in indices.flatten().tolist() if not 0 <= index < count)
     return outside
+
+
+def is_traced() -> bool:
+    """Whether torch makes a graph of what is computed; what only counts or logs it leaves the values"""
+    kinds = torch._C._TorchDispatchModeKey
+    modes = map(torch._C._get_dispatch_mode, (kinds.FAKE, kinds.FUNCTIONAL, kinds.PROXY))
+    return any(mode is not None for mode in modes)
 
 
 def check_eps(function: str, eps: SupportsFloat) -> None:
@@ -105,7 +112,7 @@ def check_places(function: str, name: str, tensor: torch.Tensor) -> None:
 def check_usable(device: torch.device | str | None) -> None:
     """Whether tensors can be made there; None is the CPU."""
     try:
-        torch.zeros(1, device=device).item()
+        torch.zeros(1, device="cpu" if device is None else device).item()
     except (RuntimeError, AssertionError, TypeError, ValueError, ImportError) as error:
         reason = str(error).splitlines()[0].split(". ")[0]  # what follows may be a list of all that torch has
         raise ValueError(

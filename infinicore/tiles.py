@@ -62,6 +62,7 @@ class RowTensor(QuantizedTensor):
         return replace(self, blocks=planes[0], shape=(num_rows, self.shape[1]))
 
     def part(self, begin: int, end: int) -> QuantizedTensor:
+        self._check_part(begin, end)
         step = self.row_step
         if begin % step or (end % step and end < self.shape[0]):
             return self.rows(torch.arange(begin, end, device=self.device))

@@ -47,7 +47,7 @@ class AdaptedLinear(torch.nn.Module):
         found = [pair for pair in pairs if pair is not None]
         self.a, self.b = (torch.cat(parts) for parts in zip(*found, strict=True))
         ranks = [0 if pair is None else len(pair[0]) for pair in pairs]
-        self.ends = torch.tensor(ranks).cumsum(0)  # on the host, whatever the device
+        self.ends = torch.tensor(ranks, device="cpu").cumsum(0)  # on the host, whatever the device
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         y = self.layer(x, residual)

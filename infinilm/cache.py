@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -162,10 +163,11 @@ class DynamicCache:
         """Where new tokens go, so many of each stream; rope rows are their places."""
         starts = self.lengths(len(counts), layer_idx)
         lengths = [start + count for start, count in zip(starts, counts, strict=True)]
-        slots = torch.cat([torch.arange(start, end) for start, end in zip(starts, lengths, strict=True)])
+        arange = partial(torch.arange, device="cpu")
+        slots = torch.cat([arange(start, end) for start, end in zip(starts, lengths, strict=True)])
         num_blocks = -(-max(lengths) // self.block_size)
-        tables = torch.arange(num_blocks * len(counts)).view(num_blocks, len(counts)).T.contiguous()
-        streams = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+        tables = arange(num_blocks * len(counts)).view(num_blocks, len(counts)).T.contiguous()
+        streams = arange(len(counts)).repeat_interleave(torch.tensor(counts, device="cpu"))
         ids = slots if token_ids is None else token_ids
         return Batch(ids, slots, streams, slots, tables, lengths).to(torch.device(device))
 

@@ -118,6 +118,7 @@ def adjusted(logits: Tensor, streams: Sequence[Stream]) -> Tensor:
             for s in streams
         ],
         dtype=torch.float32,
+        device="cpu",
     )
     masks = allowed_tokens(streams, logits.shape[1])
     there = [sent(t, logits.device) for t in (history, ends, penalties, masks)]
@@ -128,8 +129,9 @@ def biased(logits: Tensor, streams: Sequence[Stream]) -> Tensor:
     biases = [(row, *bias) for row, stream in enumerate(streams) for bias in stream.params.logit_bias]
     if biases:
         *places, values = zip(*biases, strict=True)
-        rows, ids = (sent(torch.tensor(t), logits.device) for t in places)
-        logits[rows, ids] += sent(torch.tensor(values, dtype=logits.dtype), logits.device)
+        rows, ids = (sent(torch.tensor(t, device="cpu"), logits.device) for t in places)
+        added = torch.tensor(values, dtype=logits.dtype, device="cpu")
+        logits[rows, ids] += sent(added, logits.device)
     return logits
 
 
@@ -140,12 +142,13 @@ def histories(streams: Sequence[Stream]) -> tuple[Tensor, Tensor]:
         start = len(tokens)
         tokens.extend(stream.token_ids)
         ends.append((start + stream.num_prompt, len(tokens)))
-    return torch.frombuffer(tokens, dtype=torch.int64), torch.tensor(ends)
+    return torch.frombuffer(tokens, dtype=torch.int64), torch.tensor(ends, device="cpu")
 
 
 def allowed_tokens(streams: Sequence[Stream], vocab_size: int) -> Tensor:
     """A bit for each token that may come next [R, W]"""
-    masks = torch.full((len(streams), -(-vocab_size // WORD)), ALL_ALLOWED, dtype=torch.int32)
+    shape = len(streams), -(-vocab_size // WORD)
+    masks = torch.full(shape, ALL_ALLOWED, dtype=torch.int32, device="cpu")
     for mask, stream in zip(masks, streams, strict=True):
         if stream.params.allowed_token_ids:
             mask.copy_(bits_of(stream.params.allowed_token_ids, len(mask)))

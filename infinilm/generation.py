@@ -89,7 +89,7 @@ class GenerationMixin:
             generated.append([pad if token is None else token for token in tokens])
             if callback is not None and callback(tokens):
                 break
-        return torch.cat([rows, torch.tensor(generated).T], dim=1).to(self.device)
+        return torch.cat([rows, torch.tensor(generated, device="cpu").T], dim=1).to(self.device)
 
     def steps(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, stop_ids: Sequence[int] = ()
@@ -200,7 +200,8 @@ def as_prompts(
         raise ValueError("attention_mask is for input_ids in a tensor; lists of ids have no padding")
     prompts = as_lists(input_ids)
     length = max(map(len, prompts))
-    return torch.tensor([[pad_id] * (length - len(prompt)) + prompt for prompt in prompts]), prompts
+    rows = [[pad_id] * (length - len(prompt)) + prompt for prompt in prompts]
+    return torch.tensor(rows, device="cpu"), prompts
 
 
 def as_rows(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, list[list[int]]]:
@@ -219,7 +220,7 @@ def as_rows(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, l
 
 def as_mask(attention_mask: Tensor) -> Tensor:
     try:
-        return torch.as_tensor(attention_mask).cpu()
+        return torch.as_tensor(attention_mask, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         found = short(attention_mask)
         raise TypeError(f"attention_mask must be a tensor, but is {found}: {error}") from None

@@ -19,7 +19,8 @@ class Latest:
         if self.is_sent:
             self.memory = torch.zeros(8 * num_rows + most_bytes, dtype=torch.uint8, device=device)
             self.on_device = self.memory[: 8 * num_rows].view(torch.int64)
-            self._hosts = [torch.empty(num_rows, dtype=torch.int64, pin_memory=True) for _ in range(2)]
+            host = torch.empty(2, num_rows, dtype=torch.int64, device="cpu", pin_memory=True)
+            self._hosts = list(host)
 
     def note(self, tokens: Tensor | list[int]) -> list[int] | Readback:
         if isinstance(tokens, list) or not self.is_sent:
@@ -44,7 +45,7 @@ class Latest:
 
     def known(self, token_ids: Tensor) -> Tensor:
         """The ids, with a token of the last step in the place of each -1 - row"""
-        latest = self.on_device if self.is_sent else torch.tensor(self.tokens).clamp(min=0)
+        latest = self.on_device if self.is_sent else torch.tensor(self.tokens, device="cpu").clamp(min=0)
         return torch.where(token_ids < 0, latest[(-1 - token_ids).clamp(min=0)], token_ids)
 
 

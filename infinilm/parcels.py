@@ -21,7 +21,7 @@ class Parcel:
     """
 
     def __init__(self, kinds: Kinds, is_sent: bool) -> None:
-        self.memory = torch.zeros(num_bytes(kinds), dtype=torch.uint8, pin_memory=is_sent)
+        self.memory = torch.zeros(num_bytes(kinds), dtype=torch.uint8, device="cpu", pin_memory=is_sent)
         whole, at = memoryview(self.memory.numpy()), 0  # type: ignore[arg-type]
         self.arrays: list[Any] = []  # memoryviews, of ints or floats
         for (kind, _), size in zip(kinds, sizes_of(kinds), strict=True):

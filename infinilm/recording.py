@@ -174,7 +174,7 @@ class Recording:
             token_ids, sources = self._read.token_ids, self._read.sources
             token_ids.copy_(self._reachable()[sources])
             first = self._latest.num_rows
-            torch.arange(first, first + len(sources), out=sources)
+            torch.arange(first, first + len(sources), out=sources, device=sources.device)
 
     def outcome(self, num_rows: int) -> tuple[Tensor, Tensor]:
         """The states and logits of so many rows, of those that it has"""

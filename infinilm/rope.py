@@ -112,12 +112,13 @@ class LlamaRoPE(nn.RoPE):
 
     def reaching(self, num_positions: int, like: Tensor) -> LlamaRoPE:
         """This one, or one for positions below num_positions, with the dtype and device of `like`."""
-        has_place = self.sin_table.device == like.device and self.sin_table.dtype == like.dtype
+        has_place = self.sin_cache.device == like.device and self.sin_cache.dtype == like.dtype
         if has_place and num_positions <= self.num_positions:
             return self
         num_rows = max(INITIAL_LENGTH, 1 << (num_positions - 1).bit_length())
         lengths = [1] if self.rope_parameters.scaling["rope_type"] != "longrope" else [1, MAX_POSITION]
-        return self._of([(length, torch.arange(num_rows)) for length in lengths], num_rows, like)
+        positions = torch.arange(num_rows, device="cpu")
+        return self._of([(length, positions) for length in lengths], num_rows, like)
 
     def placed(self, slots: Tensor, spans: Tensor) -> tuple[LlamaRoPE, Tensor]:
         """What rotates tokens at these slots [N], and the row of each: span is the length of the sequence
@@ -129,7 +130,7 @@ class LlamaRoPE(nn.RoPE):
             return self, slots + (spans > parameters.original_max_position) * self.num_positions
         lengths, counts = (t.tolist() for t in torch.unique_consecutive(spans, return_counts=True))
         parts = list(zip(lengths, torch.split(slots, counts), strict=True))
-        return self._of(parts, 0, self.sin_table), torch.arange(len(slots), device=slots.device)
+        return self._of(parts, 0, self.sin_cache), torch.arange(len(slots), device=slots.device)
 
     def _of(self, parts: list[tuple[int, Tensor]], num_positions: int, like: Tensor) -> LlamaRoPE:
         """With rows for the positions of each part, at the frequencies of its length"""

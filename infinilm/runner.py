@@ -147,7 +147,7 @@ class Runner:
             tensor(token_ids), rope_rows, tensor(streams), tensor(slots), tables, lengths, tensor(logit_rows)
         )
         if adapted is not None:
-            places = torch.tensor([adapted.place_of(item.stream) for item in work])
+            places = torch.tensor([adapted.place_of(item.stream) for item in work], device="cpu")
             batch = replace(batch, adapters=places[batch.streams])
         batch = batch.to(self.device)
         if self.is_ahead and min(token_ids) < 0:
@@ -254,4 +254,6 @@ def flattened(work: Sequence[Work]) -> tuple[array[int], ...]:
 
 def tensor(numbers: array[int] | memoryview[int]) -> Tensor:
     """A view of plain memory"""
-    return torch.frombuffer(numbers, dtype=torch.int64) if numbers else torch.empty(0, dtype=torch.int64)
+    if not numbers:
+        return torch.empty(0, dtype=torch.int64, device="cpu")  # torch.frombuffer refuses an empty buffer
+    return torch.frombuffer(numbers, dtype=torch.int64)

@@ -26,7 +26,7 @@ class Tables:
     """The blocks of each stream, in a row of its own that it keeps as long as it has them [B, M]"""
 
     def __init__(self, num_rows: int, num_blocks: int, device: torch.device) -> None:
-        self._tables = torch.zeros(num_rows, num_blocks, dtype=torch.int32)
+        self._tables = torch.zeros(num_rows, num_blocks, dtype=torch.int32, device="cpu")
         self.on_device = self._tables.to(device)  # the same memory on a CPU
         self._numbers = self._tables.numpy()
         self._held: list[tuple[list[int], int]] = [([], 0)] * num_rows  # the blocks that each row shows

@@ -56,6 +56,11 @@ HOMES = {
     "gguf": "nowhere",
     "llama_cpp": "nowhere",
 }
+# What makes tensors on torch's default device unless it is told of another
+MAKERS = re.compile(
+    r"torch\.(arange|as_tensor|asarray|empty|empty_permuted|empty_strided|eye|full|linspace|logspace|ones|rand"
+    r"|randint|randn|randperm|scalar_tensor|tensor|zeros)"
+)
 UNSAFE_LOADS = {"torch.load", "torch.jit.load", "torch.serialization.load"}
 UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 
@@ -155,6 +160,19 @@ def unsafe_names(path: Path) -> set[str]:
     used = {ast.unparse(node) for node in loads} | imports(path)
     arguments = {node.arg for node in nodes(path) if isinstance(node, ast.keyword) and node.arg}
     return used & UNSAFE_LOADS | libraries(path) & UNSAFE_MODULES | arguments & {"allow_pickle"}
+
+
+def test_the_engine_says_of_every_tensor_where_it_is_made() -> None:
+    """Callers may have set a default device, which is for their own tensors and for layers"""
+    assert {name_of(path): found for path in sources_of("infinilm") if (found := unplaced(path))} == {}
+
+
+def unplaced(path: Path) -> list[int]:
+    """The lines that leave to torch where a tensor lies that is no parameter of a layer"""
+    calls = [node for node in nodes(path) if isinstance(node, ast.Call)]
+    held = [call.args[0] for call in calls if ast.unparse(call.func) == "nn.Parameter"]
+    made = [call for call in calls if MAKERS.fullmatch(ast.unparse(call.func)) and call not in held]
+    return [call.lineno for call in made if "device" not in {word.arg for word in call.keywords}]
 
 
 def shared_symbols(objects: Path, level: str) -> list[str]:

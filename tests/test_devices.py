@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import resource
 from pathlib import Path
+from typing import Any
 
+import gguf_files
 import pytest
 import torch
-from engines import Tiny
+from engines import DEVICE, Tiny, said
+from loras import adapter
 
 import infinicore
-from infinilm import EngineConfig
+from infinilm import LLM, AsyncLLM, DynamicCache, EngineConfig, SamplingParams, StructuredOutputsParams
 from infinilm.engine import memory
 from infinilm.engine.memory import SHARES, free_bytes, share_of, told_of_memory
+from infinilm.models.llama import LlamaForCausalLM
 from infinilm.startup import chosen_device
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -114,3 +119,99 @@ def test_an_engine_that_is_to_be_deterministic_says_so_to_all_kernels(
     assert infinicore.deterministic
     with pytest.raises(ValueError, match="deterministic"):
         tiny.engine(deterministic="yes")
+
+
+# ---- torch's default device, which is for what callers make themselves -------------------------------------
+
+ELSEWHERE = torch.device("meta")  # where nothing can be computed
+TEXTS = ["abc" * 12, "de"]
+ASKED: dict[str, dict[str, Any]] = {
+    "draws": {"n": 2, "top_p": 0.9, "top_k": 40},
+    "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.2},
+    "biases": {"logit_bias": {40: 3.0}, "bad_words": ["x", "yz"], "min_tokens": 4},
+    "some tokens": {"allowed_token_ids": range(20, 120)},
+    "logprobs": {"logprobs": 3, "prompt_logprobs": 2},
+    "a structure": {"structured_outputs": StructuredOutputsParams(regex="[a-f]{3,8}")},
+}
+
+
+def made(folder: Path, **options: Any) -> LLM:
+    return LLM(folder, kv_cache_memory="4MB", max_model_len=256, device=DEVICE, **options)
+
+
+def answers(llm: LLM, **params: Any) -> list[Any]:
+    drawn = SamplingParams(**{"seed": 3, "max_tokens": 8, **params})
+    return [said(output) for output in llm.generate(TEXTS, drawn)]
+
+
+@pytest.mark.parametrize("params", ASKED.values(), ids=ASKED)
+def test_requests_do_not_depend_on_the_default_device(params: dict[str, Any], folder: Path, llm: LLM) -> None:
+    wanted = answers(llm, **params)
+    with ELSEWHERE:
+        assert answers(made(folder), **params) == wanted
+
+
+@pytest.mark.parametrize("guesser", ["ngram", "model"])
+def test_guesses_do_not_depend_on_the_default_device(guesser: str, folder: Path, llm: LLM) -> None:
+    wanted = answers(llm, temperature=0.0, max_tokens=40)
+    how = {"method": "ngram"} if guesser == "ngram" else {"model": str(folder)}
+    with ELSEWHERE:
+        guessing = made(folder, speculative_config={**how, "num_speculative_tokens": 3})
+        assert answers(guessing, temperature=0.0, max_tokens=40) == wanted
+
+
+def test_adapters_do_not_depend_on_the_default_device(folder: Path, llm: LLM, tmp_path: Path) -> None:
+    poet = adapter(tmp_path / "poet", llm.engine.model)
+    params = SamplingParams(temperature=0.0, max_tokens=8)
+    wanted = [said(output) for output in llm.generate(TEXTS, params, lora_request=[poet, None])]
+    with ELSEWHERE:
+        found = made(folder).generate(TEXTS, params, lora_request=[poet, None])
+    assert [said(output) for output in found] == wanted
+
+
+def test_prefixes_are_kept_and_found_whatever_the_default_device_is(folder: Path, tmp_path: Path) -> None:
+    with ELSEWHERE:
+        before, after = made(folder), made(folder)
+        answers(before)
+        assert 0 < before.save_prefixes(tmp_path / "kept") == after.load_prefixes(tmp_path / "kept")
+        (output, _) = after.generate(TEXTS, SamplingParams(max_tokens=1))
+    assert output.num_cached_tokens == 32
+
+
+def test_embeddings_do_not_depend_on_the_default_device(folder: Path, llm: LLM) -> None:
+    wanted = [output.outputs.embedding for output in llm.embed(TEXTS)]
+    with ELSEWHERE:
+        assert [output.outputs.embedding for output in made(folder).embed(TEXTS)] == wanted
+
+
+def test_coroutines_do_not_depend_on_the_default_device(folder: Path, llm: LLM) -> None:
+    async def last_output() -> Any:
+        engine = AsyncLLM(folder, kv_cache_memory="4MB", device=DEVICE)
+        (*_, output) = [
+            each async for each in engine.generate(TEXTS[0], SamplingParams(seed=3, max_tokens=8))
+        ]
+        engine.shutdown()
+        return said(output)
+
+    wanted, _ = answers(llm)
+    with ELSEWHERE:
+        assert asyncio.run(last_output()) == wanted
+
+
+def logits_and_tokens(path: Path) -> list[Any]:
+    """By a model without an engine: of a prompt, of the token after it, and what it generates"""
+    model, cache = LlamaForCausalLM.from_pretrained(path), DynamicCache()
+    ids = torch.tensor([[1, 5, 6], [7, 8, 9]], device="cpu")
+    logits = [model(ids, past_key_values=cache), model(ids[:, :1], past_key_values=cache)]
+    masked = model.generate(ids, max_new_tokens=4, attention_mask=[[0, 1, 1], [1, 1, 1]])
+    return [t.tolist() for t in (*logits, masked, model.generate([[5, 6], [7]], max_new_tokens=4))]
+
+
+@pytest.mark.parametrize("is_gguf", [False, True])
+def test_a_model_does_not_depend_on_the_default_device(is_gguf: bool, folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf" if is_gguf else folder
+    if is_gguf:
+        path.write_bytes(gguf_files.whole_file().encode())
+    wanted = logits_and_tokens(path)
+    with ELSEWHERE:
+        assert logits_and_tokens(path) == wanted

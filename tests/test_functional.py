@@ -228,6 +228,17 @@ def test_extreme_temperatures_stay_finite(level: str) -> None:
     assert 0 <= draw(logits, u=0.999, temperature=1e30) < 1000
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_cuts_keep_the_largest_logits_where_the_temperature_leaves_all_weights_equal(
+    dtype: torch.dtype, level: str
+) -> None:
+    logits = torch.arange(40).roll(15).to(dtype)  # 39 stands at 14, and 38 and 37 before it
+    assert {draw(logits, u=i / 50, topk=3, temperature=1e30) for i in range(50)} == {12, 13, 14}
+    assert {draw(logits, u=i / 50, topp=0.05, temperature=1e30) for i in range(50)} == {13, 14}
+    for greedy in ({"u": 0.0}, {"topp": 0.0}, {"topk": 1}):
+        assert draw(logits, temperature=1e30, **greedy) == 14  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("size", [1, 8193, 10000, 151936])
 def test_sampled_tokens_lie_inside_odd_vocabularies(size: int) -> None:
     logits = random(size)
@@ -529,6 +540,16 @@ def test_what_torch_has_yet_to_negate_is_negated(shape: tuple[int, ...]) -> None
     x = torch.complex(random(*shape), random(*shape, seed=1)).conj().imag
     assert x.is_neg()
     torch.testing.assert_close(F.silu(x), torch.nn.functional.silu(x))
+
+
+def test_places_that_there_are_not_are_refused_while_torch_only_counts() -> None:
+    rope, encoded = nn.RoPE(4, 8), nn.RBELinear(8, 8, block_size=8, num_coefficients=4)
+    encoded.columns.fill_(9)
+    with FlopCounterMode(display=False):
+        with pytest.raises(IndexError, match=r"rope: position -1 is outside \[0, 8\)"):
+            rope(random(1, 1, 4), torch.tensor([-1]))
+        with pytest.raises(ValueError, match="outside its block"):
+            encoded(random(1, 8))
 
 
 def test_lookups_are_mapped_over_and_exported_as_torchs() -> None:

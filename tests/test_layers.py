@@ -168,7 +168,7 @@ def test_sizes_may_be_integers_of_numpy_and_torch() -> None:
     layer = nn.Linear(np.int64(8), torch.tensor(4))  # type: ignore[arg-type]
     assert repr(layer) == "Linear(in_features=8, out_features=4, bias=True)"
     assert nn.RMSNorm(np.int32(4)).normalized_shape == (4,)  # type: ignore[arg-type]
-    assert nn.RoPE(np.int64(8), np.int64(4)).sin_table.shape == (4, 4)  # type: ignore[arg-type]
+    assert nn.RoPE(np.int64(8), np.int64(4)).sin_cache.shape == (4, 4)  # type: ignore[arg-type]
     assert nn.RBELinear(8, 4, block_size=np.int8(16), num_coefficients=9).dense_weight().shape == (4, 8)  # type: ignore[arg-type]
 
 

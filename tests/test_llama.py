@@ -23,6 +23,7 @@ from infinicore import nn
 from infinicore.quantization import SCALE_BYTES, BlockType, QuantizedTensor, quantize
 from infinilm import DynamicCache
 from infinilm.checkpoint import CheckpointError
+from infinilm.models.gemma2 import Gemma2MLP
 from infinilm.models.llama import (
     AutoLlamaModel,
     LlamaAttention,
@@ -574,6 +575,14 @@ def test_mlp_of_a_seven_billion_model_has_the_right_number_of_weights() -> None:
     with torch.device("meta"):
         mlp = LlamaMLP(LlamaConfig())
     assert sum(p.numel() for p in mlp.parameters()) == 135_266_304
+
+
+@pytest.mark.parametrize("mlp_class", [LlamaMLP, Gemma2MLP])
+def test_the_activation_that_an_mlp_shows_is_the_one_of_its_gate(mlp_class: type[LlamaMLP]) -> None:
+    mlp = mlp_class(LlamaConfig(hidden_size=32, intermediate_size=48, num_attention_heads=4))
+    x = torch.randn(5, 32)
+    wanted = mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x))
+    torch.testing.assert_close(mlp(x), wanted)
 
 
 def test_mlp_of_no_tensor_is_refused_by_name() -> None:

@@ -284,7 +284,8 @@ def test_an_adapter_is_read_once_and_the_one_longest_unused_makes_room(
 ) -> None:
     engine = tiny.engine(max_loras=1)
     first = engine.make(prompt(4), GREEDY, lora_request=loras[0]).adapter
-    assert engine.make(prompt(4), GREEDY, lora_request=loras[0]).adapter is first
+    for same in (loras[0], replace(loras[0], lora_path=str(loras[0].lora_path), lora_name="another")):
+        assert engine.make(prompt(4), GREEDY, lora_request=same).adapter is first
     both = [Job(prompt(30), GREEDY, lora=lora) for lora in loras]
     assert [said(request.output()) for request in run(engine, both)] == [alone(tiny, job) for job in both]
     assert engine.make(prompt(4), GREEDY, lora_request=loras[0]).adapter is not first

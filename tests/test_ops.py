@@ -106,6 +106,15 @@ def test_strided_inputs_give_the_bits_of_contiguous_ones(op: Op, level: str) -> 
         assert_same_bits(op(*strided), op(*args))
 
 
+@pytest.mark.parametrize("op", OPS.values(), ids=case_id)
+def test_results_lie_where_the_inputs_do_whatever_the_default_device_is(op: Op) -> None:
+    for args, wanted in samples(op.name, torch.float32):
+        with torch.device("meta"):
+            made, computed = op.reference(*args), op(*args)
+        assert_close(op, made, wanted)
+        assert_close(op, computed, wanted)
+
+
 @pytest.mark.parametrize("op", NATIVE_OPS, ids=case_id)
 def test_one_and_two_threads_give_the_same_bits(op: Op, level: str, keep_threads: None) -> None:
     infinicore.set_num_threads(1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,14 +11,13 @@ from typing import Any
 import pytest
 import torch
 from engines import Tiny, finish, prompt, said
-from safetensors import SafetensorError
 from safetensors.torch import load_file, safe_open, save_file
 from torch import Tensor
 
 from infinilm import RequestOutput, SamplingParams
-from infinilm.checkpoint import huggingface
 from infinilm.engine import prefixes
 from infinilm.engine.engine import Engine
+from infinilm.whole_file import remove_abandoned
 
 PARAMS = SamplingParams(temperature=1.0, seed=3, max_tokens=6, logprobs=2, ignore_eos=True)
 
@@ -236,12 +237,27 @@ def test_prefixes_for_a_folder_that_is_not_there_are_an_error_that_names_it(
 def test_prefixes_that_cannot_be_written_are_an_error_of_the_system(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
-        raise SafetensorError("No space left on device (os error 28)")
+    def fail(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(huggingface, "save_file", fail)
+    monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match=f"^{tmp_path / 'file'}: cannot be written: No space left"):
         save(tiny.engine(), tmp_path / "file")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_written_is_on_the_disk_and_kept_from_others_until_it_has_its_name(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+
+    def look(number: int) -> None:
+        remove_abandoned(tmp_path / "file")  # as another writer would
+        found.append(([path.suffix for path in tmp_path.iterdir()], os.fstat(number).st_size))
+
+    monkeypatch.setattr(os, "fsync", look)
+    save(tiny.engine(), tmp_path / "file")
+    assert found == [([".partial"], (tmp_path / "file").stat().st_size)]
 
 
 def test_a_file_that_is_none_of_ours_is_refused(tiny: Tiny, tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ import torch
 
 from infinicore import _native
 from infinicore.block_formats import QUANTIZERS
+from infinicore.float8 import to_float8
 from infinicore.quantization import BlockType, QuantizedTensor, quantize
+from infinicore.tiles import tile
 
 BLOCK_TYPES = pytest.mark.parametrize("block_type", list(BlockType), ids=lambda block_type: block_type.name)
 QUANTIZABLE = pytest.mark.parametrize("block_type", [BlockType.Q8_0, BlockType.Q4_0], ids=["Q8_0", "Q4_0"])
@@ -140,7 +142,7 @@ def test_what_is_no_tensor_or_no_type_is_refused_with_what_is_wanted(tensor, typ
 
 def test_rows_that_a_matrix_does_not_have_are_no_part_of_it():
     matrix = quantize(torch.ones(20, 32), BlockType.Q8_0)
-    for held in (matrix, matrix.pack()):
+    for held in (matrix, matrix.pack(), tile(matrix), to_float8(torch.ones(20, 32))):
         for begin, end in ((16, 32), (-4, 20), (8, 4)):
             with pytest.raises(IndexError, match=f"from {begin} to {end} are not among the 20"):
                 held.part(begin, end)

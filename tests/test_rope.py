@@ -268,8 +268,8 @@ def test_the_module_rotates_new_in_place_or_into_out() -> None:
 def test_the_module_saves_no_tables_and_defaults_to_gpt_j() -> None:
     rope = nn.RoPE(8, 32)
     assert rope.state_dict() == {} and rope.algo is RopeAlgo.GPT_J
-    assert {name for name, _ in rope.named_buffers()} == {"sin_table", "cos_table"}
-    assert rope.sin_table.shape == (32, 4)
+    assert {name for name, _ in rope.named_buffers()} == {"sin_cache", "cos_cache"}
+    assert rope.sin_cache.shape == (32, 4)
 
 
 def test_the_module_serves_half_precision() -> None:
@@ -282,19 +282,19 @@ def test_the_module_serves_half_precision() -> None:
 
 
 def test_the_module_loses_nothing_by_being_half_precision_for_a_while() -> None:
-    rope, sin = nn.RoPE(8, 32), nn.RoPE(8, 32).sin_table
-    assert torch.equal(rope.bfloat16().sin_table, sin.bfloat16())
-    assert torch.equal(rope.float().sin_table, sin)
-    assert torch.equal(rope.to("meta").to_empty(device="cpu").sin_table, sin)
+    rope, sin = nn.RoPE(8, 32), nn.RoPE(8, 32).sin_cache
+    assert torch.equal(rope.bfloat16().sin_cache, sin.bfloat16())
+    assert torch.equal(rope.float().sin_cache, sin)
+    assert torch.equal(rope.to("meta").to_empty(device="cpu").sin_cache, sin)
     made_in_half = nn.RoPE(8, 32, dtype=torch.float16)
-    assert made_in_half.sin_table.dtype == torch.float16 and torch.equal(made_in_half.float().sin_table, sin)
+    assert made_in_half.sin_cache.dtype == torch.float16 and torch.equal(made_in_half.float().sin_cache, sin)
 
 
 def test_the_module_is_made_on_the_meta_device_and_under_a_default_one() -> None:
     with torch.device("meta"):
         rope = nn.RoPE(8, 32)
-    assert rope.sin_table.is_meta and nn.RoPE(8, 32, device="meta").cos_table.is_meta
-    assert torch.equal(rope.to_empty(device="cpu").cos_table, nn.RoPE(8, 32).cos_table)
+    assert rope.sin_cache.is_meta and nn.RoPE(8, 32, device="meta").cos_cache.is_meta
+    assert torch.equal(rope.to_empty(device="cpu").cos_cache, nn.RoPE(8, 32).cos_cache)
 
 
 def test_tables_do_not_depend_on_torchs_threads_or_on_how_long_they_are(keep_threads: None) -> None:
@@ -302,8 +302,8 @@ def test_tables_do_not_depend_on_torchs_threads_or_on_how_long_they_are(keep_thr
     longer = nn.RoPE(64, 4096)
     torch.set_num_threads(3)
     shorter = nn.RoPE(64, 2048)
-    assert torch.equal(shorter.sin_table, longer.sin_table[:2048])
-    assert torch.equal(shorter.cos_table, longer.cos_table[:2048])
+    assert torch.equal(shorter.sin_cache, longer.sin_cache[:2048])
+    assert torch.equal(shorter.cos_cache, longer.cos_cache[:2048])
 
 
 @pytest.mark.parametrize("dtype", DATA_TYPES)

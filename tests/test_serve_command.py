@@ -5,14 +5,16 @@ from __future__ import annotations
 import errno
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 import pytest
@@ -22,6 +24,7 @@ from servers import PATIENCE, wait_until
 from infinilm.cli import main, parser
 from infinilm.cli.serve import api_keys
 from infinilm.hub import served_name
+from infinilm.server.log import MISSING, Log
 from infinilm.server.sockets import inet_socket
 
 pytestmark = pytest.mark.usefixtures("logs_as_before")
@@ -72,10 +75,25 @@ def test_a_signal_while_the_model_is_loaded_ends_it_with_status_0(default_model_
         assert process.wait(PATIENCE) == 0
 
 
-def test_a_log_that_takes_no_more_ends_nobodys_answer(folder: Path, tmp_path: Path) -> None:
+@contextmanager
+def unread_pipe() -> Iterator[IO[bytes]]:
+    """One that has no room left"""
+    reader, writer = os.pipe()
+    with os.fdopen(reader, "rb"), os.fdopen(writer, "wb", 0) as log:
+        os.set_blocking(writer, False)
+        while log.write(bytes(select.PIPE_BUF)):
+            pass
+        os.set_blocking(writer, True)
+        yield log
+
+
+@pytest.mark.parametrize("open_log", [partial(open, "/dev/full", "wb"), unread_pipe], ids=["disk", "pipe"])
+def test_a_log_that_takes_no_more_ends_nobodys_answer(
+    open_log: Callable[[], AbstractContextManager[IO[bytes]]], folder: Path, tmp_path: Path
+) -> None:
     path = str(tmp_path / "socket")
     command = [sys.executable, "-m", "infinilm", "serve", str(folder), "--uds", path]
-    with open("/dev/full", "wb") as log, subprocess.Popen(command, stderr=log) as process:
+    with open_log() as log, subprocess.Popen(command, stderr=log) as process:
         try:
             wait_until(lambda: os.path.exists(path) or process.poll() is not None)
             with httpx.Client(transport=httpx.HTTPTransport(uds=path), base_url="http://here") as http:
@@ -84,6 +102,18 @@ def test_a_log_that_takes_no_more_ends_nobodys_answer(folder: Path, tmp_path: Pa
             assert process.wait(PATIENCE) == 0
         finally:
             process.kill()
+
+
+def test_a_log_that_is_read_again_says_that_lines_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infinilm.server.log.READER_SECONDS", 0.01)
+    reader, writer = os.pipe()
+    with os.fdopen(reader, "rb", 0) as pipe, os.fdopen(writer, "w") as stream:
+        log = Log(stream)
+        log.write("lost\n" * 100_000)
+        log.write("lost too\n")
+        pipe.read(1 << 20)
+        log.write("here\n")
+        assert pipe.read(1 << 20).decode() == MISSING + "here\n"
 
 
 def test_a_model_that_is_not_there_is_told_in_the_last_line(
@@ -196,6 +226,17 @@ def test_options_have_twins_in_the_environment_which_they_win_over(monkeypatch: 
     found = parser().parse_args(["serve", "--max-queue", "9"])
     assert (found.port, found.max_queue, found.served_model_name) == (1, 9, ["a", "b"])
     assert (found.model, found.request_timeout) == ("m", 3.5)
+
+
+@pytest.mark.parametrize(
+    "arguments", ["--lora a=1 b=2", "--lora a=1 --lora b=2", "--lora a=1 --lora-modules b=2"]
+)
+def test_adapters_stand_after_one_option_or_each_after_its_own(
+    arguments: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INFINILM_LORA", "c=3 d=4")
+    assert parser().parse_args(["serve", *arguments.split()]).lora == ["a=1", "b=2"]
+    assert parser().parse_args(["serve"]).lora == ["c=3", "d=4"]
 
 
 def test_a_model_is_named_in_its_place_or_by_an_option(

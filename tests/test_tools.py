@@ -517,12 +517,13 @@ def test_channels_are_told_apart_without_tools():
     assert parts_of(HARMONY, CHANNELS["an answer"][0], []) == CHANNELS["an answer"][1]
 
 
+@pytest.mark.parametrize("family", [HARMONY, family_of(MAGISTRAL)], ids=["channels", "Magistral"])
 @pytest.mark.parametrize("tools", [(), (CLOCK,)], ids=["no tools", "a tool"])
-def test_the_text_keeps_the_special_tokens_that_tell_channels_apart(tools):
+def test_the_text_keeps_the_special_tokens_that_tell_thoughts_from_answers(family, tools):
     turn = Turn(params=SamplingParams(), messages=QUESTION, tools=tools)
-    assert not enforced(turn, HARMONY, starts_in_reasoning=False).skip_special_tokens
+    assert not enforced(turn, family, starts_in_reasoning=False).skip_special_tokens
     completion = Turn(params=SamplingParams(), prompt="Once")
-    assert enforced(completion, HARMONY, starts_in_reasoning=False).skip_special_tokens
+    assert enforced(completion, family, starts_in_reasoning=False).skip_special_tokens
 
 
 def test_without_reasoning_in_the_template_its_tags_are_text():

@@ -31,8 +31,8 @@ class RoPE(Module):
     """
 
     Algo: ClassVar[type[RopeAlgo]] = RopeAlgo
-    sin_table: Tensor
-    cos_table: Tensor
+    sin_cache: Tensor
+    cos_cache: Tensor
 
     def __init__(
         self,
@@ -55,8 +55,8 @@ class RoPE(Module):
         if not isinstance(algo, RopeAlgo):
             raise TypeError(f"RoPE: algo must be a RopeAlgo, but is {algo!r}")
         self.algo = algo
-        self.register_buffer("sin_table", None, persistent=False)
-        self.register_buffer("cos_table", None, persistent=False)
+        self.register_buffer("sin_cache", None, persistent=False)
+        self.register_buffer("cos_cache", None, persistent=False)
         device = torch.get_default_device() if device is None else torch.device(device)
         self.set_tables(*self.tables(), dtype or torch.get_default_dtype(), device)
 
@@ -70,16 +70,16 @@ class RoPE(Module):
     def set_tables(self, sin: Tensor, cos: Tensor, dtype: torch.dtype, device: torch.device) -> None:
         """Rotate by these tables, which are float32 on the CPU, with the buffers in this dtype and place."""
         self._exact = sin, cos
-        self.sin_table, self.cos_table = sin.to(device, dtype), cos.to(device, dtype)
+        self.sin_cache, self.cos_cache = sin.to(device, dtype), cos.to(device, dtype)
         self._rounded: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
 
     def tables_as(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The buffers, or tables in another dtype that x has, rounded when it is first seen."""
-        if dtype == self.sin_table.dtype:
-            return self.sin_table, self.cos_table
+        if dtype == self.sin_cache.dtype:
+            return self.sin_cache, self.cos_cache
         if dtype not in self._rounded:
             sin, cos = self._exact
-            device = self.sin_table.device
+            device = self.sin_cache.device
             self._rounded[dtype] = sin.to(device, dtype), cos.to(device, dtype)
         return self._rounded[dtype]
 
@@ -90,7 +90,7 @@ class RoPE(Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """torch converts the buffers as they are; here their new dtype and device are filled anew."""
         super()._apply(fn, recurse)
-        self.set_tables(*self._exact, self.sin_table.dtype, self.sin_table.device)
+        self.set_tables(*self._exact, self.sin_cache.dtype, self.sin_cache.device)
         return self
 
     def forward(self, x: Tensor, pos: Tensor, in_place: bool = False, *, out: Tensor | None = None) -> Tensor:

@@ -63,7 +63,7 @@ def rounded_activations(x: Tensor, bits: int, span: int) -> Tensor:
     spans = x.detach().reshape(*x.shape[:-1], x.shape[-1] // span, span)
     largest = spans.abs().amax(-1, keepdim=True)
     # Divided as kernels divide: a number over a tensor would be a product with its reciprocal.
-    inverse = torch.tensor(127.0 * parts, dtype=x.dtype) / largest
+    inverse = torch.tensor(127.0 * parts, dtype=x.dtype, device="cpu") / largest
     rounded = (spans * torch.where(largest >= SMALLEST_ACTIVATION, inverse, 0)).round()
     if bits == 16:
         rounded = rounded + (rounded.remainder(256) == 128)

@@ -24,6 +24,7 @@ def random_sample_samples(dtype: torch.dtype) -> Samples:
         ):
             yield logits, random_val, topp, topk, temperature
     yield torch.zeros(8, dtype=dtype), 0.5, 0.5, 0, 1.0  # exact ties: four kept, the third taken
+    yield logits, 0.7, 1.0, 5, 1e12  # by weights alone, these five would be the first of all
     yield torch.zeros(1, dtype=dtype), 0.9, 0.1, 1, 1.0
     yield torch.tensor([-torch.inf, 1.0, -torch.inf], dtype=dtype), 0.99, 1.0, 0, 1.0
 
@@ -32,7 +33,7 @@ def random_sample_samples(dtype: torch.dtype) -> Samples:
 def random_sample(logits: Tensor, random_val: float, topp: float, topk: int, temperature: float) -> Tensor:
     """The token drawn by random_val from softmax(logits / temperature) cut to topk, then to topp of the rest.
 
-    Tokens stand in falling order of weight, equal ones by id; the smallest set that reaches topp is kept.
+    Tokens stand in falling order of logits, equal ones by id; the smallest set that reaches topp is kept.
     """
     is_greedy = temperature < SMALLEST_TEMPERATURE
     weights, order = falling_weights(logits, 1.0 if is_greedy else temperature)
@@ -50,9 +51,10 @@ def random_sample(logits: Tensor, random_val: float, topp: float, topk: int, tem
 
 
 def falling_weights(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Unnormalised probabilities in float64, largest first, and the token of each."""
-    wide = logits.double()
-    return torch.sort(((wide - wide.max()) / temperature).exp(), descending=True, stable=True)
+    """Unnormalised probabilities in float64, and the token of each, that of the largest logit first: where
+    the temperature is high, rounding leaves many probabilities equal."""
+    wide, order = torch.sort(logits.double(), descending=True, stable=True)
+    return ((wide - wide[0]) / temperature).exp(), order
 
 
 def sample_samples(dtype: torch.dtype) -> Samples:

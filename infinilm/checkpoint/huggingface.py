@@ -3,6 +3,7 @@
 No pickle is loaded and no code of the folder is run: `.bin` and `.pt` are refused, `auto_map` is ignored.
 """
 
+import json
 import os
 import struct
 from collections.abc import Iterable, Mapping
@@ -13,7 +14,6 @@ from typing import Any, BinaryIO, TypeGuard
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from infinilm.checkpoint import Checkpoint, CheckpointError, TensorInfo
@@ -101,11 +101,25 @@ def write_tensors(path: str | Path, tensors: dict[str, Tensor], metadata: dict[s
     target = Path(path)
     if not target.parent.is_dir():
         raise FileNotFoundError(f"{target}: there is no folder {target.parent}")
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)  # so that each is aligned
     try:
-        with whole_file(target) as file:
-            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file.name, metadata)
-    except SafetensorError as error:
-        raise OSError(f"{target}: cannot be written: {error}") from error
+        with whole_file(target) as file:  # by ourselves: the library would put a file of its own in its place
+            file.write(_header_of(ordered, metadata))
+            for _, tensor in ordered:
+                file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    except OSError as error:
+        raise OSError(f"{target}: cannot be written: {error.strerror or error}") from error
+
+
+def _header_of(tensors: Iterable[tuple[str, Tensor]], metadata: dict[str, str]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": metadata}
+    names, end = {dtype: name for name, dtype in DTYPES.items()}, 0
+    for name, tensor in tensors:
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": names[tensor.dtype], "shape": tensor.shape, "data_offsets": [start, end]}
+    raw = json.dumps(header).encode()
+    padded = raw.ljust(-(-len(raw) // 8) * 8)
+    return struct.pack("<Q", len(padded)) + padded
 
 
 def read_tensors(path: str | Path, metadata: dict[str, str]) -> dict[str, Tensor]:

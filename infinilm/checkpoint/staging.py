@@ -17,7 +17,8 @@ class Staging:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._pieces = torch.empty(NUM_PIECES, PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
+        shape = NUM_PIECES, PIECE_BYTES
+        self._pieces = torch.empty(shape, dtype=torch.uint8, device="cpu", pin_memory=True)
         self._sent = [torch.cuda.Event() for _ in range(NUM_PIECES)]  # type: ignore[no-untyped-call]
         self._next = 0
 

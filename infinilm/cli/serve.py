@@ -34,6 +34,16 @@ class OneModel(argparse.Action):
         options.model = options.given_model = given
 
 
+class Several(argparse.Action):
+    """Values that may stand after one option or each after its own; they replace those of the environment"""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, options: argparse.Namespace, given: Any, _: Any = None
+    ) -> None:
+        before = getattr(options, self.dest)
+        setattr(options, self.dest, given if before is self.default else [*before, *given])
+
+
 def add(commands: Any) -> None:
     """`infinilm serve`"""
     command = commands.add_parser("serve", help="answer over HTTP, as OpenAI's API does", epilog=SERVE_HELP)
@@ -64,11 +74,14 @@ def add_listening_options(listen: Any) -> None:
 def add_caller_options(who: Any) -> None:
     who.add_argument("--api-key", metavar="KEY", help="that callers must send; without one all are answered")
     who.add_argument("--api-key-file", type=Path, metavar="FILE", help="a key a line, each of which will do")
-    who.add_argument("--served-model-name", nargs="+", metavar="NAME", help="what callers call the model")
+    who.add_argument(
+        "--served-model-name", nargs="+", action=Several, metavar="NAME", help="what callers call the model"
+    )
     who.add_argument(
         "--lora",
         "--lora-modules",
         nargs="+",
+        action=Several,
         metavar="NAME=PATH",
         help="adapters, folders of PEFT's, each of which callers ask for as a model of its name",
     )

@@ -43,7 +43,7 @@ class Adapters:
 
     def __init__(self, model: LlamaForCausalLM, config: EngineConfig) -> None:
         self._model, self._config = model, config
-        self._kept: OrderedDict[LoRARequest, Adapter] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, int], Adapter] = OrderedDict()
         self._lock = Lock()
 
     def of(self, request: Any) -> Adapter | None:
@@ -58,12 +58,13 @@ class Adapters:
             return self._found(request)
 
     def _found(self, request: LoRARequest) -> Adapter:
-        if request not in self._kept:
-            self._kept[request] = self._read(str(request.lora_path))
-        self._kept.move_to_end(request)
+        key = str(request.lora_path), request.lora_int_id
+        if key not in self._kept:
+            self._kept[key] = self._read(key[0])
+        self._kept.move_to_end(key)
         while len(self._kept) > self._config.max_loras:
             self._kept.popitem(last=False)
-        return self._kept[request]
+        return self._kept[key]
 
     def _read(self, path: str) -> Adapter:
         try:

@@ -63,16 +63,21 @@ def save(path: str | Path, model: Any, cache: PagedCache, blocks: Blocks) -> int
     index: dict[int | bytes, int] = {content.serial: i for i, content in enumerate(kept)}
     index |= {salt: -1 - i for i, salt in enumerate(salts)}
     tensors = {
-        "token_ids": torch.tensor([c.token_ids for c in kept], dtype=torch.int64).view(-1, blocks.size),
-        "parents": torch.tensor([index[c.parent] for c in kept], dtype=torch.int64),
-        "salts": torch.tensor(list(json.dumps([salt.hex() for salt in salts]).encode()), dtype=torch.uint8),
+        "token_ids": here([c.token_ids for c in kept], torch.int64).view(-1, blocks.size),
+        "parents": here([index[c.parent] for c in kept], torch.int64),
+        "salts": here(list(json.dumps([salt.hex() for salt in salts]).encode()), torch.uint8),
     }
     for layer, (keys, values) in enumerate(cache.layers):
         for name, pool in (("keys", keys), ("values", values)):
             tensors[f"{name}.{layer}"] = pool[ids].cpu().contiguous()
-    tensors["digest"] = torch.tensor(list(digest_of(sorted(tensors.items()))), dtype=torch.uint8)
+    tensors["digest"] = here(list(digest_of(sorted(tensors.items()))), torch.uint8)
     write_tensors(path, tensors, fingerprint(model, cache))
     return len(kept)
+
+
+def here(numbers: list[Any], dtype: torch.dtype) -> Tensor:
+    """On the host, whatever torch's default device is"""
+    return torch.tensor(numbers, dtype=dtype, device="cpu")
 
 
 def in_order(blocks: Blocks) -> list[int]:
@@ -150,5 +155,5 @@ def check_shapes(path: str | Path, tensors: dict[str, Tensor], cache: PagedCache
         raise ValueError(
             f"{path}: {wrong[0]!r} is {found.get(wrong[0])}, but {wanted.get(wrong[0])} is needed"
         )
-    if bool((tensors["parents"] >= torch.arange(count)).any()):
+    if bool((tensors["parents"] >= torch.arange(count, device="cpu")).any()):
         raise ValueError(f"{path}: a block comes before its parent; the file is damaged")

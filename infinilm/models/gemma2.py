@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from infinicore import nn, ops
+from infinicore.nn import functional as F
 from infinicore.nn.linear import project_gated
 from infinilm.config import DTYPES, LlamaConfig
 from infinilm.models import llama
@@ -78,6 +80,8 @@ class Gemma2Attention(llama.LlamaAttention):
 
 
 class Gemma2MLP(llama.LlamaMLP):
+    act_fn = staticmethod(partial(F.gelu, approximate="tanh"))
+
     def gated(self, x: Tensor, norm: nn.RMSNorm | None) -> Tensor:
         return project_gated(x, self.gate_proj, self.up_proj, norm, activation="gelu_tanh")
 

@@ -79,6 +79,6 @@ def half_a_head_apart(num_rows: int, config: LlamaConfig) -> Tensor:
     """The order of rows in which what is rotated together lies half a head apart, as it does where all of a
     head is; queries and keys are in it alike, so that their products are the same."""
     size, rotated = config.head_dim, config.rotary_dim
-    pairs, rest = torch.arange(rotated).view(2, -1), torch.arange(rotated, size).view(2, -1)
+    pairs, rest = (part.view(2, -1) for part in torch.arange(size, device="cpu").tensor_split([rotated]))
     order = torch.cat([pairs, rest], dim=1).flatten()
-    return (torch.arange(0, num_rows, size)[:, None] + order).flatten()
+    return (torch.arange(0, num_rows, size, device="cpu")[:, None] + order).flatten()

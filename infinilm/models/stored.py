@@ -181,7 +181,7 @@ def rows_of(array: Array, order: Callable[[int], Tensor]) -> Array:
 
 
 def every(step: int, start: int) -> Callable[[int], Tensor]:
-    return lambda num_rows: torch.arange(start, num_rows, step)
+    return lambda num_rows: torch.arange(start, num_rows, step, device="cpu")
 
 
 def part_of(weight: Weight, start: int, stop: int) -> Weight:

@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -145,10 +146,11 @@ def part_pairs(stored: Stored, config: LlamaConfig) -> None:
     for module, num_heads in heads.items():
         for name, _, _ in stored.named(f"self_attn.{module}"):
             check_rows(stored, name, num_heads * config.head_dim)
-        stored.reorder(
-            f"self_attn.{module}",
-            lambda rows, heads=num_heads: torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten(),  # type: ignore[misc]
-        )
+        stored.reorder(f"self_attn.{module}", partial(halves_of_pairs, num_heads))
+
+
+def halves_of_pairs(num_heads: int, num_rows: int) -> Tensor:
+    return torch.arange(num_rows, device="cpu").view(num_heads, -1, 2).transpose(1, 2).flatten()
 
 
 def check_rows(stored: Stored, name: str, num_rows: int) -> None:

@@ -14,10 +14,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import uvicorn
 
@@ -27,6 +27,7 @@ from infinilm.server.app import make_app
 from infinilm.server.errors import HttpError
 from infinilm.server.exchange import Server, Settings
 from infinilm.server.http_limits import Protocol, Web
+from infinilm.server.log import Log
 from infinilm.server.service import Service
 from infinilm.server.sockets import address, listening
 
@@ -67,6 +68,11 @@ class Options:
 def run(options: Options, load: Callable[[], AsyncLLM]) -> int:
     """Serve until a signal ends it; an error of `load` is raised. The status of the process: 0, unless the
     engine has died, the reason for which is the last that is told."""
+    with redirect_stderr(cast(TextIO, Log(sys.stderr))):
+        return run_logged(options, load)
+
+
+def run_logged(options: Options, load: Callable[[], AsyncLLM]) -> int:
     prepare_logs(options.log_level)
     check_folder(options.prefix_file)
     take_all_files()

@@ -18,7 +18,7 @@ from infinilm.sampling import SamplingParams, StructuredOutputsParams
 from infinilm.server.bodies import BodyError
 from infinilm.server.parts import CallEnd, CallStart, Part
 from infinilm.server.reader import Reader
-from infinilm.server.tools import Choice, Family, Named, Tool
+from infinilm.server.tools import BRACKETS, Choice, Family, Named, Tool
 from infinilm.tokenizer import Tokenizer, TokenizerError
 
 if TYPE_CHECKING:
@@ -133,8 +133,8 @@ def enforced(turn: Turn, family: Family, starts_in_reasoning: bool) -> SamplingP
     structure, warnings = structure_of(turn, family, starts_in_reasoning)
     for warning in warnings:
         LOG.warning("%s", warning)
-    has_channels = family.has_channels and turn.messages is not None
-    has_markers = has_channels or (turn.called and family.keeps_special_tokens)
+    has_parts = turn.messages is not None and (family.has_channels or family.thoughts == BRACKETS)
+    has_markers = has_parts or (turn.called and family.keeps_special_tokens)
     return replace(
         params,
         structured_outputs=structure,
