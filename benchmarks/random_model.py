@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from infinicore.quantization import SCALE_BYTES, BlockType, QuantizedTensor
+from infinilm.checkpoint import open_checkpoint
 from infinilm.hub import resolve
 
 FOLDER = Path(__file__).parent.parent / "build" / "models"
@@ -156,24 +157,32 @@ def write_model(path: Path, type_name: str, size: Size = ONE_BILLION) -> None:
 def add_metadata(writer: gguf.GGUFWriter, size: Size) -> None:
     """The built-in model's fields, its tokenizer among them, with this size's own."""
     own = size.metadata()
-    for key, value, types in built_in_fields():
+    for key, value in built_in_fields().items():
         name = key.removeprefix("llama.")
         if name not in own:
             key = f"{size.architecture}.{name}" if name != key else key
-            writer.add_key_value(key, value, types[0], types[-1] if len(types) > 1 else None)
+            writer.add_key_value(key, value, type_of(value))
     for name, number in own.items():
         writer.add_uint32(f"{size.architecture}.{name}", number)
 
 
 @cache
-def built_in_fields() -> list[tuple[str, Any, list[gguf.GGUFValueType]]]:
-    """Key, value and types, which take seconds to read."""
-    fields = gguf.GGUFReader(resolve(None)).fields
-    return [
-        (key, field.contents(), field.types)
-        for key, field in fields.items()
-        if not key.startswith("GGUF.") and key not in REPLACED
-    ]
+def built_in_fields() -> dict[str, Any]:
+    """By our reader, since the library's takes seconds for the vocabulary"""
+    with open_checkpoint(resolve(None)) as checkpoint:
+        return {key: plain(value) for key, value in checkpoint.metadata.items() if key not in REPLACED}
+
+
+def plain(value: Any) -> Any:
+    """With lists of Python's for arrays, as the library's writer wants them"""
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    return value if isinstance(value, str | int | float) else list(value)
+
+
+def type_of(value: Any) -> gguf.GGUFValueType:
+    """The library takes a number for one with a sign, which llama.cpp refuses as a size."""
+    return gguf.GGUFValueType.UINT32 if type(value) is int else gguf.GGUFValueType.get_type(value)
 
 
 def kind_of(name: str, shape: tuple[int, ...], type_name: str, num_layers: int) -> str:

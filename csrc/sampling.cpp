@@ -84,6 +84,10 @@ struct FallingWeights {
         return kNumBuckets - 1 - static_cast<int>(bits >> kBucketShift);
     }
 
+    // The last bucket has weights of 0, and less than a sum that begins with 1 is changed by: they are never
+    // drawn, and after min_p or at a low temperature most tokens lie there, so it is not sorted.
+    int64_t num_drawable() const { return bucket_end[kNumBuckets - 2]; }
+
     int64_t token(int64_t rank) {
         while (rank >= num_sorted) sort_next_bucket();
         return order[rank];
@@ -161,12 +165,13 @@ void fill_weights(float* weights, const T* logits, int64_t n, float top, const D
 
 template <class T>
 int64_t draw(FallingWeights<T>& falling, int64_t n, const Draw& how) {
-    int64_t num_kept = how.topk > 0 && how.topk < n ? how.topk : n;
+    const bool is_cut = how.topk > 0 && how.topk < n;
+    int64_t num_kept = is_cut ? smaller(how.topk, falling.num_drawable()) : falling.num_drawable();
     double kept = 0;
-    if (num_kept == n)
-        for (int64_t i = 0; i < n; ++i) kept += falling.weights[i];
-    else
+    if (is_cut)
         for (int64_t i = 0; i < num_kept; ++i) kept += falling.weight(i);
+    else
+        for (int64_t i = 0; i < n; ++i) kept += falling.weights[i];
     if (how.topp < 1) {
         const double wanted = how.topp * kept;
         int64_t i = 0;
@@ -176,7 +181,7 @@ int64_t draw(FallingWeights<T>& falling, int64_t n, const Draw& how) {
     const double target = how.random_val * kept;
     double passed = 0;
     int64_t last = 0;  // rounding may leave the running weight short of its target
-    for (int64_t i = 0; i < num_kept && falling.weight(i) > 0; ++i) {
+    for (int64_t i = 0; i < num_kept; ++i) {
         last = i;
         if ((passed += falling.weight(i)) > target) break;
     }

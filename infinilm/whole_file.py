@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import glob
 import os
@@ -17,6 +18,8 @@ PARTIAL = ".partial"
 @contextmanager
 def whole_file(path: Path) -> Iterator[Any]:
     """A file beside `path` to be written, which takes its place in the end"""
+    if path.exists() and not path.is_file():  # root could replace /dev/null for all
+        raise FileExistsError(errno.EEXIST, "it is no file")
     remove_abandoned(path)
     named: Any = {"dir": path.parent, "prefix": f".{path.name}.", "suffix": PARTIAL}
     with tempfile.NamedTemporaryFile(**named, delete=False) as file:

@@ -464,7 +464,9 @@ def test_lines_are_read_as_they_are_needed(files: Files, folder: Path) -> None:
     assert len(files.answers()) == 50
 
 
-def test_a_killed_run_goes_on_where_it_was(files: Files, folder: Path) -> None:
+def test_a_killed_run_goes_on_where_it_was(
+    files: Files, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     lines = [chat(f"id {i % 7}", max_tokens=5 + i % 90, ignore_eos=True) for i in range(100)]
     files.write(*lines)
     command = [
@@ -482,9 +484,9 @@ def test_a_killed_run_goes_on_where_it_was(files: Files, folder: Path) -> None:
         os.kill(process.pid, signal.SIGKILL)
     num_kept = files.output.read_bytes().count(b"\n")
     assert 0 < num_kept < 100
-    result = subprocess.run([sys.executable, "-m", "infinilm", *command], capture_output=True, text=True)
-    assert result.returncode == 0
-    assert f"{100 - num_kept} answered, 0 refused, {num_kept} were there already" in result.stderr
+    assert main(command) == 0
+    told = f"{100 - num_kept} answered, 0 refused, {num_kept} were there already"
+    assert told in capsys.readouterr().err
     answers = {int(answer["id"].removeprefix("batch_req_")): answer for answer in files.answers()}
     assert len(files.answers()) == 100 and sorted(answers) == list(range(1, 101))
     for number, line in enumerate(lines, 1):

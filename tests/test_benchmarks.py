@@ -384,11 +384,13 @@ def test_our_server_is_started_asked_and_written_about(
     assert (tmp_path / "serving.png").exists() == bool(find_spec("matplotlib"))
 
 
-def test_a_server_that_does_not_start_is_told_with_its_last_words(tmp_path: Path) -> None:
-    nothing = tmp_path / "nothing.gguf"
+def test_a_server_that_does_not_start_is_told_with_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = "import sys; print('loading'); sys.exit('no such model: ' + sys.argv[1])"
+    broken = serving.Contender(lambda path, port, num_threads: ["-c", program, path])
+    monkeypatch.setitem(serving.CONTENDERS, "infinilm", broken)
     with (
-        pytest.raises(RuntimeError, match=r"infinilm did not start: infinilm: error: .*nothing\.gguf"),
-        serving.running("infinilm", nothing, 2),
+        pytest.raises(RuntimeError, match=r"infinilm did not start: no such model: nothing\.gguf"),
+        serving.running("infinilm", Path("nothing.gguf"), 2),
     ):
         pass
 

@@ -6,12 +6,14 @@ import argparse
 import errno
 import io
 import json
+import logging
 import os
 import pty
 import select
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +23,6 @@ import torch
 from engines import HIDDEN, write_model
 from safetensors.torch import load_file, save_file
 
-from infinilm import hub
 from infinilm.cli import main, parser
 
 
@@ -175,40 +176,50 @@ def test_a_users_error_is_one_line_and_a_failing_exit(
     assert line.startswith("infinilm: error:") and expected in line
 
 
-def test_a_warning_is_one_line_without_a_place_in_the_sources(tiny_folder: Path) -> None:
-    result = infinilm("generate", "x", "--model", str(tiny_folder), "--quantize", "q8_0", "--max-tokens", "1")
-    first, second = result.stderr.splitlines()
+def test_a_warning_is_one_line_without_a_place_in_the_sources(here: Here, tiny_folder: Path) -> None:
+    command = ("generate", "x", "--model", str(tiny_folder), "--quantize", "q8_0", "--max-tokens", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")  # which are errors in tests
+        first, second = here(*command).stderr.splitlines()
     assert first.startswith(f"infinilm: warning: {tiny_folder}: 2 of 16 matrices stay dense: ")
     assert "keys and values" in second
 
 
-def test_what_is_logged_is_told_as_warnings_are(default_model_path: Path) -> None:
-    result = infinilm("generate", "x", "--packed-cache", "/proc/none", "--max-tokens", "1")
+def test_what_is_logged_is_told_as_warnings_are(
+    here: Here, default_model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # as at the start of a process
+    result = here("generate", "x", "--packed-cache", "/proc/none", "--max-tokens", "1")
     assert result.returncode == 0
     assert result.stderr.startswith("infinilm: warning: /proc/none/")
 
 
-def generated_within_2_gib(*options: str) -> subprocess.CompletedProcess[str]:
-    program = f"""
-import resource, sys
+# Prints the status of a command that wants more memory than it may have, and of one that chooses for itself.
+WITHIN_2_GIB = """
+import resource
 import infinilm.llm
 from infinilm.cli import main
 taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (taken + (2 << 30),) * 2)
-sys.exit(main(["generate", "x", "--max-tokens", "2", *{options}]))
+for options in (["--kv-cache-memory", "8GiB"], []):
+    print("status", main(["generate", "x", "--max-tokens", "2", *options]), flush=True)
 """
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
 
 
-def test_memory_that_cannot_be_had_is_one_line(default_model_path: Path) -> None:
-    result = generated_within_2_gib("--kv-cache-memory", "8GiB")
-    assert result.returncode == 1 and "Traceback" not in result.stderr
-    assert "8,590 MB of keys and values do not fit in memory, of" in result.stderr.splitlines()[-1]
+@pytest.fixture(scope="module")
+def within_2_gib(default_model_path: Path) -> Completed:
+    command = [sys.executable, "-c", WITHIN_2_GIB]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
-def test_keys_and_values_take_a_share_of_a_processs_own_limit(default_model_path: Path) -> None:
-    result = generated_within_2_gib()
-    assert result.returncode == 0, result.stderr
+def test_memory_that_cannot_be_had_is_one_line(within_2_gib: Completed) -> None:
+    assert within_2_gib.stdout.startswith("status 1\n") and "Traceback" not in within_2_gib.stderr
+    (line,) = (line for line in within_2_gib.stderr.splitlines() if line.startswith("infinilm: error:"))
+    assert "8,590 MB of keys and values do not fit in memory, of" in line
+
+
+def test_keys_and_values_take_a_share_of_a_processs_own_limit(within_2_gib: Completed) -> None:
+    assert within_2_gib.stdout.endswith("status 0\n"), within_2_gib.stderr
 
 
 def test_logits_that_are_no_numbers_are_one_line_and_a_chat_goes_on(here: Here, tmp_path: Path) -> None:
@@ -312,7 +323,6 @@ def test_nonsense_in_the_environment_is_one_line() -> None:
     "arguments, closed, expected",
     [
         (("chat",), "<&-", "standard input is closed"),
-        (("generate", "-"), "<&-", "standard input is closed"),
         (("info",), ">&-", "standard output is closed"),
     ],
 )
@@ -374,6 +384,15 @@ def test_input_that_is_not_text_is_one_line(
     assert "infinilm: error: standard input is not utf-8" in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_a_closed_standard_input_has_no_prompt(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["generate", "-"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("infinilm: error: standard input is closed")
+
+
 def test_a_closed_standard_error_changes_nothing(
     default_model_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -423,7 +442,7 @@ class Terminal:
         self.screen, end = pty.openpty()
         environment = {**os.environ, "TERM": kind, "INPUTRC": os.devnull}
         if home is not None:
-            environment |= {"INFINILM_CACHE": str(hub.cache_folder()), "HOME": str(home)}
+            environment["HOME"] = str(home)
         self.process = subprocess.Popen(
             [sys.executable, "-c", self.CODE, "chat", *arguments],
             stdin=end,
@@ -470,9 +489,9 @@ class Terminal:
 
 @pytest.mark.parametrize("kind, paste", [("xterm", "\x1b[200~{}\x1b[201~"), ("dumb", "{}")])
 def test_pasted_lines_are_one_message_and_control_d_leaves(
-    kind: str, paste: str, default_model_path: Path, tmp_path: Path
+    kind: str, paste: str, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    with Terminal(kind, "--max-tokens", "3", home=tmp_path) as terminal:
+    with Terminal(kind, "--model", str(tiny_folder), "--max-tokens", "3", home=tmp_path) as terminal:
         terminal.read_to("> ")
         terminal.type(paste.format("One,\rtwo,\r/three") + "\r")
         terminal.read_to("/three")
@@ -488,8 +507,8 @@ def test_pasted_lines_are_one_message_and_control_d_leaves(
         assert terminal.leave("\x04") == 0
 
 
-def test_a_dumb_terminal_is_sent_no_codes(default_model_path: Path) -> None:
-    with Terminal("dumb", "--max-tokens", "3") as terminal:
+def test_a_dumb_terminal_is_sent_no_codes(tiny_folder: Path) -> None:
+    with Terminal("dumb", "--model", str(tiny_folder), "--max-tokens", "3") as terminal:
         assert "\x1b" not in terminal.read_to("> ") + terminal.shown.decode()
         terminal.type("Hello\r")
         assert "\x1b" not in terminal.read_to("> ")

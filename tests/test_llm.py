@@ -415,27 +415,6 @@ def test_a_stream_shows_all_of_its_text_though_another_thread_draws_the_last_tok
     assert "".join(pieces) == text
 
 
-# In a fresh interpreter: one that has run parallel torch code may not fork. CUDA does not live on in a fork.
-FORKED = """
-import os, sys
-from infinilm import LLM, SamplingParams
-
-llm = LLM(sys.argv[1], kv_cache_memory="1MB", device="cpu")
-tokens = lambda: llm.generate("abc", SamplingParams(seed=1, max_tokens=5))[0].outputs[0].token_ids
-wanted = tokens()
-child = os.fork()
-if child == 0:
-    os._exit(tokens() != wanted)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), tokens() == wanted)
-"""
-
-
-def test_a_fork_generates_what_its_parent_does(folder: Path) -> None:
-    command = [sys.executable, "-c", FORKED, str(folder)]
-    child = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert child.stdout == "0 True\n", child.stderr
-
-
 @pytest.mark.parametrize(
     "arguments, error, message",
     [
@@ -465,7 +444,8 @@ def test_generate_takes_numbers_of_numpy_and_torch_and_fills_with_what_it_is_tol
         assert row == [5, 6, int(wanted[0, 2]), -1, -1, -1]
 
 
-# As if another thread of the parent were in the midst of a step
+# As if another thread of the parent were in the midst of a step. In a fresh interpreter: one that has run
+# parallel torch code may not fork. CUDA does not live on in a fork.
 FORKED_MIDWAY = """
 import os, signal, sys
 from infinilm import LLM, SamplingParams

@@ -442,6 +442,10 @@ def no_folder_for_prefixes(folder: Path, port: int) -> list[str]:
     return [str(folder), "--port", "0", "--prefix-cache-file", str(folder / "nowhere" / "file")]
 
 
+def folder_for_prefixes(folder: Path, port: int) -> list[str]:
+    return [str(folder), "--port", "0", "--prefix-cache-file", str(folder)]
+
+
 def no_time_to_end(folder: Path, port: int) -> list[str]:
     return [str(folder), "--port", "0", "--shutdown-timeout", "-1"]
 
@@ -454,6 +458,7 @@ def no_time_to_end(folder: Path, port: int) -> list[str]:
         (no_key_file, "No such file"),
         (empty_key_file, "has no key"),
         (no_folder_for_prefixes, "nowhere is no folder"),
+        (folder_for_prefixes, "m is there, and is no file"),
         (no_time_to_end, "--shutdown-timeout must be"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -548,6 +553,13 @@ def child(folder: Path, *arguments: str) -> Iterator[Child]:
         made.close()
 
 
+@pytest.fixture(scope="module")
+def lone(folder: Path) -> Iterator[Child]:
+    """For tests of which the last kills it"""
+    with child(folder) as made:
+        yield made
+
+
 def is_gone(process: psutil.Process) -> bool:
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
@@ -579,30 +591,25 @@ def test_however_often_it_is_told_to_end_its_status_is_0(number: signal.Signals,
         assert server.process.returncode == 0, server.lines
 
 
-def test_where_no_file_is_left_callers_wait_and_one_line_says_so(folder: Path) -> None:
-    with child(folder) as server:
-        process, place = (
-            psutil.Process(server.process.pid),
-            (server.http.base_url.host, server.http.base_url.port),
-        )
-        assert len(set(process.rlimit(psutil.RLIMIT_NOFILE))) == 1  # all that there may be
-        process.rlimit(psutil.RLIMIT_NOFILE, (process.num_fds() + 2,) * 2)
-        callers = [socket.create_connection(place) for _ in range(8)]
-        wait_until(lambda: any("too many files" in line for line in server.lines))
-        for caller in callers:
-            caller.close()
-        assert server.http.get("/health").status_code == 200
-        assert len([line for line in server.lines if "too many files" in line or "Error" in line]) == 1
+def test_where_no_file_is_left_callers_wait_and_one_line_says_so(lone: Child) -> None:
+    process, place = psutil.Process(lone.process.pid), (lone.http.base_url.host, lone.http.base_url.port)
+    most, also_most = process.rlimit(psutil.RLIMIT_NOFILE)
+    assert most == also_most  # all that there may be
+    process.rlimit(psutil.RLIMIT_NOFILE, (process.num_fds() + 2, most))
+    callers = [socket.create_connection(place) for _ in range(8)]
+    wait_until(lambda: any("too many files" in line for line in lone.lines))
+    for caller in callers:
+        caller.close()
+    assert lone.http.get("/health").status_code == 200
+    process.rlimit(psutil.RLIMIT_NOFILE, (most, most))
+    assert len([line for line in lone.lines if "too many files" in line or "Error" in line]) == 1
 
 
-def test_nothing_outlives_a_process_that_is_killed(folder: Path) -> None:
-    with child(folder) as server:
-        server.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}]})
-        children = server.children()
-        assert children
-        server.process.kill()
-        server.process.wait()
-        wait_until(lambda: all(map(is_gone, children)))
-        port = server.http.base_url.port
-    assert port is not None
+def test_nothing_outlives_a_process_that_is_killed(lone: Child) -> None:
+    lone.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}]})
+    children, port = lone.children(), lone.http.base_url.port
+    assert children and port is not None
+    lone.process.kill()
+    lone.process.wait()
+    wait_until(lambda: all(map(is_gone, children)))
     inet_socket("127.0.0.1", port).close()  # which can be listened on at once

@@ -829,7 +829,7 @@ def pieces_of(text: str) -> list[Step]:
 @pytest.mark.parametrize("kind", ["mixed", "one list", "one table", "one block of code"])
 def test_a_long_answer_is_drawn_by_what_is_new_in_it(tab: Tab, server: Server, kind: str) -> None:
     gate, text = Gate(), long_answer(kind)
-    server.answers = [[*pieces_of(text[:10000]), gate, *pieces_of(text[10000:]), *end()]]
+    server.answers = [[*pieces_of(text[:10_000]), gate, *pieces_of(text[10_000:40_000]), *end()]]
     ask(tab, "A long story")
     first = "document.querySelector('.assistant :is(li, td, code)')?.firstChild"
     tab.wait(f"document.querySelector('.assistant .body')?.textContent.length > 1000 && Boolean({first})")

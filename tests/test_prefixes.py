@@ -246,6 +246,13 @@ def test_prefixes_that_cannot_be_written_are_an_error_of_the_system(
     assert not list(tmp_path.iterdir())
 
 
+def test_what_is_no_file_is_not_replaced_by_one(tiny: Tiny, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match=f"^{tmp_path / 'pipe'}: cannot be written: it is no file"):
+        save(tiny.engine(), tmp_path / "pipe")
+    assert (tmp_path / "pipe").is_fifo()
+
+
 def test_what_is_written_is_on_the_disk_and_kept_from_others_until_it_has_its_name(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

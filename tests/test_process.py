@@ -35,10 +35,10 @@ import signal, sys, threading, time
 from infinilm import LLM, SamplingParams
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits that it is ignored
-llm, params = LLM(sys.argv[1]), SamplingParams(max_tokens=1)
+llm, params = LLM(sys.argv[1], max_num_batched_tokens=256), SamplingParams(max_tokens=1)
 next(llm.stream([1000], params))
 start = time.process_time()
-next(llm.stream([1000] * 512, params))
+next(llm.stream([1000] * 256, params))
 chunk = time.process_time() - start
 print(chunk)
 
@@ -148,12 +148,13 @@ def test_at_rest_the_process_uses_no_cpu(keep_threads: None) -> None:
     assert time.process_time() - before < 0.02
 
 
-# Forks while torch's threads are there and another thread is inside a region of our own; each child prints.
+# Forks while torch's threads are there and another thread is inside a region of our own; each child prints,
+# then the parent.
 FORKING = """
 import os, sys, threading, torch
 from infinilm import LLM, SamplingParams
 
-llm, params = LLM(sys.argv[1]), SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+llm, params = LLM(sys.argv[1]), SamplingParams(seed=1, max_tokens=6, ignore_eos=True)
 
 def tokens():
     return llm.generate("One, two,", params)[0].outputs[0].token_ids
@@ -175,6 +176,7 @@ for _ in range(2):
     os.wait()
 stop.set()
 other.join()
+print((tokens(), large_products()) == wanted)
 """
 
 
@@ -196,8 +198,8 @@ def run_python(code: str, *arguments: str, **environment: str) -> subprocess.Com
     return subprocess.CompletedProcess(child.args, child.returncode, out, err)
 
 
-def test_forked_processes_compute_what_their_parent_does(default_model_path: Path) -> None:
-    assert run_python(FORKING, str(default_model_path)).stdout.split() == ["True"] * 2
+def test_forked_processes_compute_what_their_parent_does_and_it_goes_on(default_model_path: Path) -> None:
+    assert run_python(FORKING, str(default_model_path)).stdout.split() == ["True"] * 3
 
 
 @pytest.mark.parametrize("count", ["abc", "0", "-1", "1e3", "99999999", "9" * 5000, " 2", "²"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from timeit import repeat
 
 import pytest
 import torch
@@ -91,6 +93,18 @@ def test_only_temperatures_that_give_weights_reach_the_kernel() -> None:
     for temperature in (-1.0, torch.nan, torch.inf, 1e300):
         assert ops.random_sample.pick(logits, 0.5, 1.0, 0, temperature) is None
     assert ops.random_sample.pick(logits, 0.5, 1.0, 0, 1e30) is not None
+
+
+@pytest.mark.parametrize("temperature, min_p", [(0.02, 0.0), (1.0, 0.3)], ids=["low temperature", "min_p"])
+def test_tokens_that_cannot_be_drawn_are_not_put_in_order(temperature: float, min_p: float) -> None:
+    """Which are nearly all, where fewer have a weight than top_k asks for"""
+    few, many = (partial(draw_of_40, seeded(151_936), *cut) for cut in ((temperature, min_p), (1.0, 0.0)))
+    assert min(repeat(few, number=1)) < 5 * min(repeat(many, number=1))
+
+
+def draw_of_40(logits: Tensor, temperature: float, min_p: float) -> Tensor:
+    settings = torch.tensor([[temperature, 1.0, min_p]])
+    return ops.sample(logits[None], torch.tensor([0.9], dtype=torch.float64), settings, torch.tensor([40]))
 
 
 def draw(logits: Tensor) -> Tensor:

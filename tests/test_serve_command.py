@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from threading import Thread
+from typing import IO, Any, TextIO, cast
 
 import httpx
 import pytest
@@ -25,7 +26,7 @@ from infinilm.cli import main, parser
 from infinilm.cli.serve import api_keys
 from infinilm.hub import served_name
 from infinilm.server.log import MISSING, Log
-from infinilm.server.sockets import inet_socket
+from infinilm.server.sockets import inet_socket, unix_socket
 
 pytestmark = pytest.mark.usefixtures("logs_as_before")
 
@@ -116,6 +117,35 @@ def test_a_log_that_is_read_again_says_that_lines_are_missing(monkeypatch: pytes
         assert pipe.read(1 << 20).decode() == MISSING + "here\n"
 
 
+class Words(list[str]):
+    """A stream that is no file"""
+
+    write = list.append
+
+    def flush(self) -> None:
+        pass
+
+
+def test_a_log_may_be_any_object_with_lines_to_write() -> None:
+    words = Words()
+    print("here", file=Log(cast(TextIO, words)))
+    assert words == ["here", "\n"]
+
+
+def test_what_is_freed_while_a_line_is_written_may_have_a_line_of_its_own() -> None:
+    class Freeing(Words):
+        def flush(self) -> None:
+            if self == ["outer"]:
+                log.write("inner")
+
+    words = Freeing()
+    log = Log(cast(TextIO, words))
+    writer = Thread(target=log.write, args=("outer",), daemon=True)
+    writer.start()
+    writer.join(5)
+    assert words == ["outer", "inner"] and not writer.is_alive()
+
+
 def test_a_model_that_is_not_there_is_told_in_the_last_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -124,15 +154,12 @@ def test_a_model_that_is_not_there_is_told_in_the_last_line(
     assert told.startswith("infinilm: error:") and "nothing" in told
 
 
-def test_a_unix_socket_is_taken_over_from_one_that_is_gone(folder: Path, tmp_path: Path) -> None:
-    path = tmp_path / "socket"
+def test_a_unix_socket_is_taken_over_from_one_that_is_gone(tmp_path: Path) -> None:
+    path = str(tmp_path / "socket")
     with socket.socket(socket.AF_UNIX) as gone:
-        gone.bind(str(path))  # its file stays, as after a process that was killed
-    with serving(str(folder), "--uds", str(path), "--kv-cache-memory", "8MB") as process:
-        line_with(process, "ready: ")
-        transport = httpx.HTTPTransport(uds=str(path))
-        with httpx.Client(transport=transport, base_url="http://here") as http:
-            assert http.get("/health").status_code == 200
+        gone.bind(path)  # its file stays, as after a process that was killed
+    with unix_socket(path), socket.socket(socket.AF_UNIX) as caller:
+        caller.connect(path)
 
 
 def listen_without_room(path: str) -> list[socket.socket]:
@@ -184,12 +211,13 @@ def test_a_host_that_is_not_here_is_told(host: str, capsys: pytest.CaptureFixtur
     assert f"cannot listen on {host!r}" in told and told.endswith("; take another --host\n")
 
 
-def test_without_its_libraries_it_says_how_to_get_them() -> None:
-    program = (
-        "import sys; sys.modules['uvicorn'] = None; from infinilm.cli import main; sys.exit(main(['serve']))"
-    )
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert found.returncode == 1 and "pip install 'infinilm[serve]'" in found.stderr
+def test_without_its_libraries_it_says_how_to_get_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "infinilm.server.serve")
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert main(["serve"]) == 1
+    assert "pip install 'infinilm[serve]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -79,11 +79,15 @@ def test_threads_with_a_model_each_get_the_tokens_they_get_alone() -> None:
         assert in_threads(lambda i: tiny_requests(models[i], i)) == wanted
 
 
+@pytest.fixture(scope="module")
+def llms(default_model_path: Path) -> list[LLM]:
+    return [LLM(default_model_path) for _ in range(2)]
+
+
 @pytest.mark.parametrize("num_llms", [1, 2])
-def test_threads_with_the_default_model_get_the_tokens_they_get_alone(
-    num_llms: int, default_model_path: Path
-) -> None:
-    llms = [LLM(default_model_path) for _ in range(num_llms)]
+def test_threads_with_the_default_model_get_the_tokens_they_get_alone(num_llms: int, llms: list[LLM]) -> None:
+    for llm in llms:
+        llm.reset_prefix_cache()
 
     def ask(i: int) -> list[Any]:
         params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -124,8 +128,8 @@ def test_a_run_in_the_midst_of_another_leaves_its_angles_alone(kind: str) -> Non
     assert torch.equal(inner[1], model(long))
 
 
-def test_streams_taken_in_turns_on_one_thread_do_not_disturb_each_other(default_model_path: Path) -> None:
-    llm, params = LLM(default_model_path), SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+def test_streams_taken_in_turns_on_one_thread_do_not_disturb_each_other(llms: list[LLM]) -> None:
+    llm, params = llms[0], SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     prompts = [llm.tokenizer.encode(text) for text in ("One, two,", "The sky is")]
     alone = [list(llm.stream(ids, params)) for ids in prompts]
     together = list(zip(*(llm.stream(ids, params) for ids in prompts), strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import select
 from collections.abc import Iterator
-from threading import Lock
+from threading import RLock
 from typing import Any, TextIO
 
 # A pipe with any room has it for PIPE_BUF bytes, and a character may be written as ten: \U0001f600.
@@ -20,7 +20,9 @@ class Log:
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
         self.is_losing = False
-        self._lock = Lock()  # two who find room might need more together
+        # Two who find room might need more together; and what Python frees while a thread writes may have
+        # something to say itself.
+        self._lock = RLock()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
@@ -39,7 +41,7 @@ class Log:
     def _has_room(self) -> bool:
         try:
             _, ready, _ = select.select((), (self.stream,), (), 0 if self.is_losing else READER_SECONDS)
-        except ValueError:  # it is no file, or closed
+        except (TypeError, ValueError):  # it is no file, or closed
             return True
         return bool(ready)
 

@@ -74,7 +74,7 @@ def run(options: Options, load: Callable[[], AsyncLLM]) -> int:
 
 def run_logged(options: Options, load: Callable[[], AsyncLLM]) -> int:
     prepare_logs(options.log_level)
-    check_folder(options.prefix_file)
+    check_prefix_file(options.prefix_file)
     take_all_files()
     status = 0
     with listening(options.host, options.port, options.uds) as sock:
@@ -90,10 +90,15 @@ def run_logged(options: Options, load: Callable[[], AsyncLLM]) -> int:
     return status
 
 
-def check_folder(prefix_file: str | Path | None) -> None:
+def check_prefix_file(prefix_file: str | Path | None) -> None:
     """Before there is something to save"""
-    if prefix_file is not None and not os.access(folder := Path(prefix_file).absolute().parent, os.W_OK):
-        raise ValueError(f"--prefix-cache-file: {folder} is no folder that can be written to")
+    if prefix_file is None:
+        return
+    path = Path(prefix_file).absolute()
+    if not os.access(path.parent, os.W_OK):
+        raise ValueError(f"--prefix-cache-file: {path.parent} is no folder that can be written to")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"--prefix-cache-file: {path} is there, and is no file")
 
 
 def take_all_files() -> None:

@@ -200,7 +200,7 @@ def unused_character(text: str) -> str:
         return first
     used = {*text, *(escape for found in ESCAPES.findall(text) for escape in found)}
     for character in map(chr, range(0xE001, 0x110000)):
-        if used.isdisjoint((character, _in_ascii(character))):
+        if character not in used and _in_ascii(character) not in used:
             return character
     raise TokenizerError("the conversation has every character there is, and leaves none to mark words with")
 
