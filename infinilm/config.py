@@ -112,6 +112,7 @@ class LlamaConfig:
     model_types: ClassVar[tuple[str, ...]] = ("llama",)  # the first where config.json has none
     has_renewed_rope: ClassVar[bool] = False
     activation_functions: ClassVar[tuple[str, ...]] = ("silu",)
+    without: ClassVar[tuple[str, ...]] = ()  # what the family never has, whatever its files say
     base_model_tp_plan: ClassVar[dict[str, str]] = {
         "layers.*.self_attn.q_proj": "colwise",
         "layers.*.self_attn.k_proj": "colwise",
@@ -164,6 +165,7 @@ class LlamaConfig:
     def from_dict(cls, content: Mapping[str, Any]) -> Self:
         """The config that the content of a config.json describes; what this model cannot do is refused."""
         content = cls.adapted({**content, **scaling_part(content)})
+        content = {**content, **dict.fromkeys(cls.without, False)}
         names = {f.name: f.type for f in fields(cls) if f.init}
         for key, harmless in UNSUPPORTED.items():
             if key not in names and content.get(key) not in harmless:

@@ -29,6 +29,7 @@ GGUF_SCALE = {"query_pre_attn_scalar": None}  # which files do not say: that of 
 @dataclass(frozen=True, kw_only=True)
 class Gemma2Config(LlamaConfig):
     model_types: ClassVar[tuple[str, ...]] = ("gemma2",)
+    without = ("mlp_bias",)
     activation_functions = ("gelu_pytorch_tanh",)
     layers_of_27b = 46  # whose scores have a scale of their own, of which GGUF files say nothing
     vocab_size: int = 256000
@@ -51,11 +52,10 @@ class Gemma2Config(LlamaConfig):
 
     @classmethod
     def adapted(cls, content: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Files have two names for the activation, of which this one counts. They may leave out a scale.
-        The MLP has no biases."""
+        """Files have two names for the activation, of which this one counts. They may leave out a scale."""
         activation = content.get("hidden_activation") or "gelu_pytorch_tanh"
-        settled = {"hidden_act": activation, "hidden_activation": None, "mlp_bias": False}
-        return {"query_pre_attn_scalar": 256, **content, **settled}
+        named = {"hidden_act": activation, "hidden_activation": None}
+        return {"query_pre_attn_scalar": 256, **content, **named}
 
     def _fill_in(self) -> None:
         super()._fill_in()

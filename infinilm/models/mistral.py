@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from infinilm.config import LlamaConfig
 from infinilm.models.llama import LlamaForCausalLM
@@ -14,12 +12,8 @@ from infinilm.models.registry import register
 @dataclass(frozen=True, kw_only=True)
 class MistralConfig(LlamaConfig):
     model_types = ("mistral",)
+    without = ("attention_bias", "mlp_bias")
     sliding_window: int | None = 4096
-
-    @classmethod
-    def adapted(cls, content: Mapping[str, Any]) -> Mapping[str, Any]:
-        """It has no biases."""
-        return {**content, "attention_bias": False, "mlp_bias": False}
 
 
 @register()

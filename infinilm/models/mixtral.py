@@ -17,6 +17,7 @@ from infinilm.models.stored import Stored
 @dataclass(frozen=True, kw_only=True)
 class MixtralConfig(MixtureConfig):
     model_types = ("mixtral",)
+    without = ("attention_bias",)
     intermediate_size: int = 14336
     num_key_value_heads: int = 8
     max_position_embeddings: int = 131072
@@ -26,8 +27,8 @@ class MixtralConfig(MixtureConfig):
 
     @classmethod
     def adapted(cls, content: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Shares of experts always add up to one, and there are no biases."""
-        return {**super().adapted(content), "norm_topk_prob": True, "attention_bias": False}
+        """Shares of experts always add up to one."""
+        return {**super().adapted(content), "norm_topk_prob": True}
 
 
 class MixtralDecoderLayer(LlamaDecoderLayer):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -19,16 +18,12 @@ from infinilm.models.registry import register
 @dataclass(frozen=True, kw_only=True)
 class Olmo2Config(LlamaConfig):
     model_types = ("olmo2",)
+    without = ("mlp_bias",)
     vocab_size: int = 50304
     rms_norm_eps: float = 1e-5
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = 50279
     pad_token_id: int | None = 1
-
-    @classmethod
-    def adapted(cls, content: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Its MLP has no biases."""
-        return {**content, "mlp_bias": False}
 
 
 class Olmo2Attention(LlamaAttention):

@@ -23,6 +23,7 @@ from infinilm.values import check_number
 @dataclass(frozen=True, kw_only=True)
 class Phi3Config(LlamaConfig):
     model_types = ("phi3",)
+    without = ("attention_bias", "mlp_bias")
     has_renewed_rope = True
     vocab_size: int = 32064
     hidden_size: int = 3072
@@ -36,8 +37,7 @@ class Phi3Config(LlamaConfig):
     @classmethod
     def adapted(cls, content: Mapping[str, Any]) -> Mapping[str, Any]:
         """The first files call longrope "su" or "yarn". The length of training stands beside it, or is
-        theirs; GGUF files, which have no model_type, have it among the scaling. There are no biases."""
-        content = {**content, "attention_bias": False, "mlp_bias": False}
+        theirs; GGUF files, which have no model_type, have it among the scaling."""
         if "model_type" in content:
             content = {"original_max_position_embeddings": 4096, **content}
         scaling = scaling_of(content)

@@ -20,6 +20,7 @@ from infinilm.values import check_flag, check_whole
 @dataclass(frozen=True, kw_only=True)
 class Qwen2Config(LlamaConfig):
     model_types: ClassVar[tuple[str, ...]] = ("qwen2",)
+    without = ("mlp_bias",)
     attention_bias: bool = True
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
@@ -30,9 +31,8 @@ class Qwen2Config(LlamaConfig):
 
     @classmethod
     def adapted(cls, content: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Files give windows a size even where they are switched off. Biases of the MLP there are none; those
-        of attention Qwen2 always has."""
-        content = {**super().adapted(content), "mlp_bias": False}
+        """Files give windows a size even where they are switched off. Qwen2 always has attention's biases."""
+        content = dict(super().adapted(content))
         if content.get("model_type") == "qwen2":
             content["attention_bias"] = True
         window, types = content.get("sliding_window", 4096), content.get("layer_types")
