@@ -26,6 +26,8 @@ setup: .venv/.built .venv/.tests
 
 .venv/.runtime: pyproject.toml constraints.txt
 	$(call step,making .venv,test -x $(BIN)/pip || $(PYTHON) -m venv .venv)
+	@$(BIN)/python -c "import tomllib" 2>/dev/null || { rm -rf .venv; \
+	    echo "Python 3.11 or later is needed, and .venv had an older one: make PYTHON=python3.12, say"; exit 1; }
 	$(call step,installing what builds the native core,$(PIP) scikit-build-core nanobind cmake ninja)
 	$(call step,installing torch and what else is needed to run,$(PIP) $(call requirements,p['dependencies'] + \
 	    p['optional-dependencies']['serve']))

@@ -74,7 +74,7 @@ void check_product(const Tensor& x, const Tensor& rows, BlockType type, const Te
     const int64_t length = x.shape[x.ndim - 1], row_bytes = rows.shape[1] * item_size(rows.dtype);
     require(length % block.elements == 0 && row_bytes == length / block.elements * block.bytes,
             "linear: a row of weight must be as long as a row of x");
-    if (!bias.data) return;
+    if (!bias.data && bias.ndim == 0) return;  // there is none; one without elements has dimensions
     require(bias.dtype == x.dtype && is_contiguous(bias) && num_elements(bias) == rows.shape[0],
             "linear: bias must be contiguous, of the dtype of x, one value a row of weight");
 }

@@ -4,8 +4,10 @@
 #include <sched.h>
 
 #include <atomic>
+#include <exception>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace infini {
@@ -83,6 +85,7 @@ public:
         take_part(begin_region(static_cast<uint64_t>(job_.num_units)), 0);
         for (int spins = 0; num_done() != num_asked_; ++spins)
             spins < kSpinPauses ? relax() : static_cast<void>(sched_yield());
+        if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
     }
 
 private:
@@ -139,6 +142,16 @@ private:
         }
     }
 
+    // A body may find no memory, which its caller hears of when nobody is at work for it any more.
+    void run_units(Share units, bool is_first) {
+        try {
+            job_.run(units.begin, units.end, is_first);
+        } catch (...) {
+            std::lock_guard lock(failing_);
+            error_ = std::current_exception();
+        }
+    }
+
     // The job stays as it is while a unit of it is not done.
     void take_part(Open open, int own) {
         std::atomic<uint64_t>& num_done = places_[own].num_done;
@@ -149,7 +162,7 @@ private:
                 ++i;
                 continue;
             }
-            job_.run(taken.begin, taken.end, is_first);
+            run_units(taken, is_first);
             is_first = false;
             num_done.store(num_done.load(std::memory_order_relaxed) + taken.size(),
                            std::memory_order_release);
@@ -172,7 +185,8 @@ private:
         }
     }
 
-    std::mutex region_;
+    std::mutex region_, failing_;
+    std::exception_ptr error_;  // of a unit of the region
     std::vector<std::thread> workers_;
     std::vector<Place> places_;
     uint64_t num_asked_ = 0;  // units of all regions

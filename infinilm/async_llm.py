@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import queue
 import reprlib
 import threading
 import time
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -92,6 +94,7 @@ class Worker:
         self.death: BaseException | None = None
         self.end: Future[BaseException] = Future()
         self.thread = threading.Thread(target=self.run, name="infinilm-engine", daemon=True)
+        WORKERS.add(self)
 
     def run(self) -> None:
         try:
@@ -176,6 +179,22 @@ class Worker:
         error = EngineDead(f"the engine has stopped: {self.death}")
         error.__cause__ = self.death
         return error
+
+    def stop(self) -> None:
+        """Wait for the end of the step that is on; what still waits fails."""
+        if self.thread.is_alive():  # in a fork it is not
+            self.inbox.put(None)
+            self.thread.join()
+
+
+WORKERS: weakref.WeakSet[Worker] = weakref.WeakSet()
+
+
+@atexit.register
+def stop_workers() -> None:
+    """Python ends threads where they are, and a process whose thread is within a kernel then aborts."""
+    for worker in list(WORKERS):
+        worker.stop()
 
 
 class AsyncLLM:
@@ -353,8 +372,7 @@ class AsyncLLM:
     def shutdown(self) -> None:
         """Stop the engine; what still waits fails."""
         if self._pid == os.getpid():
-            self._worker.inbox.put(None)
-            self._worker.thread.join()
+            self._worker.stop()
             self._encoders.shutdown(wait=False, cancel_futures=True)
 
     def __del__(self) -> None:

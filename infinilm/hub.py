@@ -80,7 +80,14 @@ def resolve(model: str | None = None) -> Path:
         return _check_local(path)
     if match := HUGGING_FACE_ID.fullmatch(model):
         return _resolve_hugging_face(match["repository"], match["quantization"], match["file"])
-    raise ModelNotFoundError(f"{model!r} is no existing path and no Hugging Face id such as 'org/name'")
+    example = _id_in_address(model) or "org/name"
+    raise ModelNotFoundError(f"{model!r} is no existing path and no Hugging Face id such as {example!r}")
+
+
+def _id_in_address(address: str) -> str | None:
+    """Of a page or a file of huggingface.co or hf.co, which other programs take as they are"""
+    name = re.sub(r"/(blob|resolve|tree)/[^/]+", "", address.partition(".co/")[2])
+    return name if HUGGING_FACE_ID.fullmatch(name) else None
 
 
 def served_name(model: str | None = None) -> str:

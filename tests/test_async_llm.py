@@ -546,6 +546,38 @@ def test_an_llm_that_nobody_holds_ends_its_threads(folder: Path) -> None:
     assert wait_until(lambda: not our_threads())
 
 
+# Ends, with or without an error of its own, while the engine's thread is within a kernel.
+LEFT_AT_WORK = """
+import asyncio, sys, time
+import torch
+from infinicore import ops
+from infinilm import AsyncLLM
+
+llm, x, begun = AsyncLLM(sys.argv[1], kv_cache_memory="1MB"), torch.ones(512, 512), []
+
+def work():
+    begun.append(True)
+    end = time.monotonic() + 1
+    while time.monotonic() < end:
+        ops.linear(x, x, None)
+
+async def leave():
+    asyncio.create_task(llm.run(work))
+    while not begun:
+        await asyncio.sleep(0.01)
+
+asyncio.run(leave())
+sys.exit(int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_script_that_ends_while_the_engine_works_ends_as_it_says(status: int, folder: Path) -> None:
+    command = [sys.executable, "-c", LEFT_AT_WORK, str(folder), str(status)]
+    child = subprocess.run(command, capture_output=True, text=True, timeout=4 * PATIENCE)
+    assert child.returncode == status, child.stderr
+
+
 # In a fresh interpreter: one that has run parallel torch code may not fork.
 FORKED = """
 import asyncio, os, sys

@@ -303,9 +303,16 @@ def test_unknown_commands_are_a_usage_error() -> None:
         (("bench", "serve", "--goodput", "ttft:nan"), "but is 'ttft:nan'"),
         (("generate", os.fsdecode(b"sch\xf6n")), "must be text in utf-8, but has the byte 0xf6 at 3"),
         (("chat", "--system", os.fsdecode(b"\xff")), "must be text in utf-8, but has the byte 0xff at 0"),
+        (("generate", "x", "y"), "infinilm generate: error: unrecognized arguments: y"),
+        (("generate", "x", "--max_tokens=5"), "--max_tokens=5; did you mean --max-tokens?"),
+        (("bench", "serve", "--request_rate", "3"), "--request_rate 3; did you mean --request-rate?"),
+        (("generate", "-p", "x"), "unrecognized arguments: -p; -p is a prompt that stands by itself here"),
+        (("chat", "-n", "5", "-c", "9"), "-n is --max-tokens here; -c is --max-model-len here"),
+        (("serve", "x", "--trust-remote-code"), "--trust-remote-code is not needed here"),
+        (("info", "--model", "x"), "--model is a model that stands by itself here"),
     ],
 )
-def test_a_wrong_value_is_told_with_what_is_wanted(
+def test_a_wrong_argument_is_told_with_what_is_wanted(
     arguments: tuple[str, ...], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
@@ -513,6 +520,13 @@ def test_a_dumb_terminal_is_sent_no_codes(tiny_folder: Path) -> None:
         terminal.type("Hello\r")
         assert "\x1b" not in terminal.read_to("> ")
         assert terminal.leave("\x04") == 0
+
+
+def test_control_c_while_libraries_are_imported_is_not_lost(tmp_path: Path) -> None:
+    once = "import pathlib; pathlib.Path(__file__).unlink(); raise KeyboardInterrupt"
+    (tmp_path / "numpy.py").write_text(once)  # the real one is imported by those who try again
+    result = infinilm("info", PYTHONPATH=str(tmp_path))
+    assert (result.returncode, result.stderr) == (130, "")
 
 
 def test_control_c_stops_an_answer_and_at_the_prompt_the_chat(default_model_path: Path) -> None:

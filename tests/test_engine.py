@@ -617,6 +617,17 @@ def test_a_request_longer_than_the_queue_may_be_is_let_in_when_nobody_waits(tiny
     assert generated(engine, prompt(50)).finished
 
 
+@pytest.mark.parametrize("length", [1, 60], ids=["short", "longer than the queue may be"])
+def test_continuations_of_a_request_that_runs_are_no_requests_that_wait(length: int, tiny: Tiny) -> None:
+    engine = tiny.engine(max_num_seqs=2, max_queue_tokens=40)
+    engine.enqueue(engine.make(prompt(30), replace(GREEDY, n=5)))
+    engine.step()
+    assert len(engine.scheduler.waiting) == 4
+    assert (engine.stats().num_waiting, engine.stats().num_waiting_tokens) == (0, 0)
+    finish(engine, engine.make(prompt(length), GREEDY))
+    check_idle(engine)
+
+
 def test_an_id_that_is_in_use_is_refused_and_its_first_owner_goes_on(tiny: Tiny) -> None:
     engine = tiny.engine()
     first = engine.make(prompt(5), GREEDY, request_id="a")

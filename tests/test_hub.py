@@ -123,6 +123,20 @@ def test_a_name_that_is_neither_path_nor_id_is_refused(name):
         resolve(name)
 
 
+@pytest.mark.parametrize(
+    "address, meant",
+    [
+        ("https://huggingface.co/org/m.GGUF:Q4_K_M", "org/m.GGUF:Q4_K_M"),
+        ("hf.co/org/name:Q8_0", "org/name:Q8_0"),
+        ("https://huggingface.co/org/name/tree/main", "org/name"),
+        ("https://huggingface.co/org/name/blob/main/file.gguf", "org/name/file.gguf"),
+    ],
+)
+def test_an_address_is_refused_with_the_id_in_it(address, meant):
+    with pytest.raises(ModelNotFoundError, match=f"no Hugging Face id such as '{meant}'"):
+        resolve(address)
+
+
 def test_an_empty_name_is_not_this_folder(tmp_path, monkeypatch):
     (tmp_path / "model.gguf").touch()
     monkeypatch.chdir(tmp_path)

@@ -80,6 +80,15 @@ def test_no_rows_make_no_products(level: str) -> None:
         assert F.linear(torch.empty(2, 0, 768), weight).shape == (2, 0, 100)
 
 
+def test_a_bias_without_values_is_refused_and_not_taken_for_none() -> None:
+    x, weight, bias = torch.ones(2, 32), torch.ones(16, 32), torch.empty(0)
+    packed = quantize(weight, BlockType.Q8_0).pack()
+    with pytest.raises(RuntimeError, match="size"):
+        ops.linear(x, weight, bias)
+    with pytest.raises(RuntimeError, match="size"):
+        ops.packed_linear(x, (packed,), (bias,), None)
+
+
 @pytest.mark.parametrize("kind", EXACT)
 def test_product_is_that_of_float64_but_for_float32_rounding(kind: str, level: str) -> None:
     weight = weight_of(kind, 100)

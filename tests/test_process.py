@@ -202,6 +202,34 @@ def test_forked_processes_compute_what_their_parent_does_and_it_goes_on(default_
     assert run_python(FORKING, str(default_model_path)).stdout.split() == ["True"] * 3
 
 
+# Draws from rows so long that no thread finds the memory it needs for one; then does something smaller.
+WITHOUT_MEMORY = """
+import resource, torch
+import infinicore
+from infinicore import ops
+
+def drawn(length):
+    logits = torch.zeros(1, length, dtype=torch.bfloat16).expand(8, -1)
+    uniforms, top_k = torch.full((8,), 0.5, dtype=torch.float64), torch.zeros(8, dtype=torch.int64)
+    return ops.sample(logits, uniforms, torch.tensor([1.0, 1.0, 0.0]).repeat(8, 1), top_k).tolist()
+
+infinicore.set_num_threads(3)
+print(drawn(4096))  # all threads are there
+mapped = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (mapped + (48 << 20),) * 2)
+try:
+    drawn(1 << 23)  # 16 MB of logits, 64 MB for each thread
+except MemoryError:
+    print(drawn(4096))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="bounds memory as Linux does")
+def test_memory_that_a_thread_does_not_get_is_an_error_of_the_call_alone() -> None:
+    child = run_python(WITHOUT_MEMORY)
+    assert child.stdout == f"{[2048] * 8}\n" * 2, child.stderr
+
+
 @pytest.mark.parametrize("count", ["abc", "0", "-1", "1e3", "99999999", "9" * 5000, " 2", "²"])
 def test_a_number_of_threads_that_is_none_is_refused(count: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INFINICORE_NUM_THREADS", count)

@@ -162,6 +162,20 @@ def test_setup_gives_an_environment_without_pip_what_it_lacks(tmp_path: Path) ->
     assert (tmp_path / "asked").read_text() == "-m venv .venv"
 
 
+def test_setup_says_that_a_python_is_too_old_and_keeps_nothing_of_it(tmp_path: Path) -> None:
+    """What it left behind, the next try with another Python would take for its own"""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in ("pyproject.toml", "constraints.txt"):
+        (tmp_path / name).touch()
+    (tmp_path / "python").write_text("#!/bin/sh\nmkdir -p .venv/bin; cp python .venv/bin; test $1 != -c\n")
+    (tmp_path / "python").chmod(0o755)
+    result = subprocess.run(
+        ["make", ".venv/.runtime", "PYTHON=./python"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert result.returncode == 2 and "Python 3.11 or later is needed" in result.stdout
+    assert not (tmp_path / ".venv").exists()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_relative_links_lead_somewhere(page: Path) -> None:
     targets = [link for link in re.findall(r"\]\(([^)]+)\)", prose(page)) if "://" not in link]

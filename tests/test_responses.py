@@ -226,6 +226,15 @@ def test_items_become_what_the_template_knows(thinker: Running) -> None:
     )
 
 
+def test_words_and_calls_are_of_one_message_whichever_comes_first(thinker: Running) -> None:
+    asked = {"role": "user", "content": "a"}
+    words = {"role": "assistant", "content": "I look"}
+    call = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"}
+    seen = {"type": "function_call_output", "call_id": "c1", "output": "seen"}
+    first = prompt_of(thinker, input=[asked, words, call, seen])
+    assert prompt_of(thinker, input=[asked, call, words, seen]) == first
+
+
 def test_thoughts_are_an_item_of_their_own(thinker: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     # A schema that is held to from the first thought on makes a model that knows nothing think and answer.
     monkeypatch.setattr(Family, "beside", lambda family, structure, *rest: (structure, []))
@@ -485,12 +494,14 @@ def test_chats_share_prefixes_whatever_their_cache_key(idle: Running) -> None:
 def test_a_prompt_that_parts_from_the_one_before_says_where(idle: Running) -> None:
     text = "one more long beginning which two prompts share, before they part from each other "
     answer(idle, input=text + "here, for one of them says this")
-    details = answer(idle, input=text + "where the other says that")["usage"]["input_tokens_details"]
+    response = answer(idle, input=text + "where the other says that")["usage"]
+    chat = idle.chat(text + "as a third one does not", max_tokens=1).json()["usage"]
     position = len("user:") + len(text)
-    assert details["cache_miss"] == {"position": position}
-    assert details["cached_tokens"] == position // 16 * 16
-    usage = idle.chat(text + "as a third one does not", max_tokens=1).json()["usage"]
-    assert usage["prompt_tokens_details"]["cache_miss"] == {"position": position}
+    for usage, details in ((response, "input_tokens_details"), (chat, "prompt_tokens_details")):
+        assert usage["cache_miss"] == {"position": position}
+        assert usage[details]["cached_tokens"] == position // 16 * 16
+        # OpenAI's agents for JavaScript refuse an answer that has anything else there.
+        assert all(isinstance(found, int) for found in usage[details].values())
 
 
 # ---- what is refused ---------------------------------------------------------------------------------------

@@ -293,6 +293,21 @@ def test_keys_come_from_the_option_and_the_lines_of_a_file(tmp_path: Path) -> No
     assert api_keys(given) == ("zero", "one", "two")
 
 
+def test_a_file_of_keys_is_utf_8_in_any_locale(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("schlüssel", encoding="utf-8")
+    code = (
+        "import sys; from infinilm.cli import parser; from infinilm.cli.serve import api_keys\n"
+        "print(ascii(api_keys(parser().parse_args(['serve', '--api-key-file', sys.argv[1]]))))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-X", "utf8=0", "-c", code, str(tmp_path / "keys")],
+        env={**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.stdout == "('schl\\xfcssel',)\n", result.stderr
+
+
 def test_a_model_is_called_by_its_id_or_the_last_part_of_its_path(folder: Path) -> None:
     assert served_name(None) == "SmolLM2-135M-Instruct"
     assert served_name("org/name:Q4_K_M") == "org/name:Q4_K_M" and served_name(str(folder)) == folder.name

@@ -165,9 +165,10 @@ def test_a_schema_is_kept(strict: bool, idle: Running) -> None:
     assert set(json.loads(answer["message"]["content"])) <= {1, 22} and answer["finish_reason"] == "stop"
 
 
-def test_the_schema_of_a_json_object_is_kept(idle: Running) -> None:
+@pytest.mark.parametrize("key", ["schema", "value"])  # llama.cpp's, and what Hugging Face's client sends
+def test_the_schema_of_a_json_object_is_kept(key: str, idle: Running) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"]}
-    wanted = {"type": "json_object", "schema": {**schema, "additionalProperties": False}}
+    wanted = {"type": "json_object", key: {**schema, "additionalProperties": False}}
     answer = idle.chat(response_format=wanted, max_tokens=100).json()["choices"][0]
     assert json.loads(answer["message"]["content"])["a"] in (1, 22) and answer["finish_reason"] == "stop"
 
@@ -542,6 +543,7 @@ WRONG: list[tuple[str, Any]] = [
     ("best_of", 1_000_000),
     ("response_format", {"type": "xml"}),
     ("response_format", {"type": "json_object", "schema": "x"}),
+    ("response_format", {"type": "json_object", "value": "x"}),
     ("response_format", {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": 5}}}),
     ("structured_outputs", {"regex": "(a"}),
     ("structured_outputs", {"json": {"$ref": "#/a"}}),

@@ -14,6 +14,7 @@ from contextlib import suppress
 import infinilm
 from infinilm.cli import batch, bench, chat, generate, info, serve
 from infinilm.cli.options import one_line
+from infinilm.cli.unknown import Command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,6 +30,8 @@ def carry_out(options: argparse.Namespace) -> int:
     """What came of it, as the status of the process"""
     try:
         check_output()
+        import numpy  # noqa: F401  if torch were the first to import it, an interrupt meanwhile would be lost
+
         options.run(options)
         sys.stdout.flush()  # what cannot be written is to be told here, not while Python ends
     except KeyboardInterrupt:
@@ -75,7 +78,7 @@ def check_output() -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="infinilm", description="Run language models.")
+    top = Command(prog="infinilm", description="Run language models.")
     top.add_argument("--version", action="version", version=f"infinilm {infinilm.__version__}")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     for command in (generate, chat, batch, serve, bench, info):

@@ -178,7 +178,7 @@ def loras(given: Sequence[str]) -> tuple[LoRARequest, ...]:
 def api_keys(options: argparse.Namespace) -> tuple[str, ...]:
     keys = [] if options.api_key is None else [options.api_key]
     if options.api_key_file is not None:
-        keys += options.api_key_file.read_text().splitlines()
+        keys += options.api_key_file.read_text("utf-8").splitlines()
         if not any(key.strip() for key in keys):
             raise ValueError(f"{options.api_key_file}: has no key, so that nobody could be let in")
     if options.api_key is not None and not options.api_key.strip():
@@ -208,7 +208,7 @@ def load_async(options: argparse.Namespace) -> AsyncLLM:
 
     if options.threads is not None:
         set_threads(options.threads)
-    template = None if options.chat_template is None else options.chat_template.read_text()
+    template = None if options.chat_template is None else options.chat_template.read_text("utf-8")
     queue = {"max_queue": options.max_num_seqs + options.max_queue, "max_queue_tokens": 1 << 62}
     llm: AsyncLLM = AsyncLLM(
         path,

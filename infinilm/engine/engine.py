@@ -106,7 +106,7 @@ class Engine:
         scheduler, config = self.scheduler, self.config
         num_tokens = scheduler.num_waiting_tokens + len(request.prompt_token_ids)
         has_place = scheduler.num_waiting < config.max_queue and num_tokens <= config.max_queue_tokens
-        return has_place or not scheduler.waiting
+        return has_place or not scheduler.num_waiting
 
     def enqueue(self, request: Request) -> None:
         """Let a request in, or QueueFull at a time when too many wait."""

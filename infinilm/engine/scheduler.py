@@ -44,12 +44,13 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests, of which the first of n streams is counted"""
+        """Requests, of which the first of n streams is counted: the others come after it"""
         return sum(stream.index == 0 for stream in self.waiting)
 
     @property
     def num_waiting_tokens(self) -> int:
-        return sum(map(len, self.waiting))
+        """Those of all n streams of the requests that wait; of one that runs none, as it is not among them"""
+        return sum(len(stream) * stream.params.n for stream in self.waiting if stream.index == 0)
 
     def add(self, stream: Completion) -> None:
         insort(self.waiting, stream, key=IN_ORDER)

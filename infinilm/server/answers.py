@@ -30,7 +30,8 @@ def usage_body(usage: Usage) -> Json:
         "prompt_tokens": usage.prompt,
         "completion_tokens": usage.drawn,
         "total_tokens": usage.prompt + usage.drawn,
-        "prompt_tokens_details": {"cached_tokens": usage.cached, **cache_miss(usage)},
+        "prompt_tokens_details": {"cached_tokens": usage.cached},
+        **cache_miss(usage),
     }
 
 

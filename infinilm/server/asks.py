@@ -139,10 +139,8 @@ def response_format(wanted: Mapping[str, Any] | None) -> StructuredOutputsParams
     if wanted is None or kind == "text":
         return None
     with as_body_errors({}, "response_format"):
-        if kind == "json_object" and wanted.get("schema") in (None, {}):
-            return StructuredOutputsParams(json_object=True)
-        if kind == "json_object":  # as llama.cpp has it
-            return StructuredOutputsParams(json=schema_of(wanted))
+        if kind == "json_object":
+            return json_object(wanted)
         if kind == "json_schema" and isinstance(wanted.get("json_schema"), Mapping):
             return StructuredOutputsParams(json=schema_of(wanted["json_schema"]))
     raise BodyError(
@@ -150,6 +148,14 @@ def response_format(wanted: Mapping[str, Any] | None) -> StructuredOutputsParams
         f"'json_schema': {{'name': ..., 'schema': ...}}}}, but is {short(wanted)}",
         "response_format",
     )
+
+
+def json_object(wanted: Mapping[str, Any]) -> StructuredOutputsParams:
+    """Any object, or one of a schema, which llama.cpp calls so and Hugging Face's client `value`"""
+    for schema in (wanted.get("schema"), wanted.get("value")):
+        if schema not in (None, {}):
+            return StructuredOutputsParams(json=schema_of({"schema": schema}))
+    return StructuredOutputsParams(json_object=True)
 
 
 def schema_of(given: Mapping[str, Any]) -> Any:

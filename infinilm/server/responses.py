@@ -126,9 +126,10 @@ def conversation(items: Iterable[Any]) -> list[Message]:
 
 def say(item: MessageItem, messages: list[Message]) -> None:
     role = "system" if item.role == "developer" else item.role
-    has_thought = bool(messages) and set(messages[-1]) == {"role", "content", "reasoning_content"}
-    if role == "assistant" and has_thought and messages[-1]["content"] is None:
-        messages[-1]["content"] = item.content
+    last = messages[-1] if messages else {}
+    is_silent = last.get("role") == "assistant" and last["content"] is None
+    if role == "assistant" and is_silent:  # it has thought, or called: some clients send words after calls
+        last["content"] = item.content
     else:
         messages.append({"role": role, "content": item.content})
 
@@ -353,13 +354,13 @@ def head_of(run: Run, body: ResponsesBody) -> Event:
 
 
 def usage_body(usage: Usage, num_thoughts: int) -> dict[str, Any]:
-    cached = {"cached_tokens": usage.cached, "cache_write_tokens": 0, **cache_miss(usage)}
     return {
         "input_tokens": usage.prompt,
-        "input_tokens_details": cached,
+        "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
         "output_tokens": usage.drawn,
         "output_tokens_details": {"reasoning_tokens": num_thoughts},
         "total_tokens": usage.prompt + usage.drawn,
+        **cache_miss(usage),
     }
 
 

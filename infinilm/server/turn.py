@@ -201,7 +201,8 @@ def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
 
 
 def cache_miss(usage: Usage) -> dict[str, Any]:
-    """Where a prompt of which more could have been cached parts from the one before"""
+    """Where a prompt of which more could have been cached parts from the one before. It stands beside the
+    details of the tokens, for OpenAI's agents take nothing but numbers among these."""
     return {} if usage.miss is None else {"cache_miss": {"position": usage.miss}}
 
 
