@@ -1,5 +1,6 @@
 """linear, linear_add and gated_linear. One row is sums of products in registers, where reading the weight is
-all the work; some numbers of rows go through the tensor cores (rows.py); others are torch's, which is cuBLAS.
+all the work; up to 128 are CUDA C++ on Hopper (hopper/rows.py), and those that must not depend on each other
+Triton's (rows.py). All others are torch's, which is cuBLAS.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 import infinicore
+from infinicore.ops.hopper import rows as hopper_rows
 from infinicore.ops.triton import rows
 from infinicore.ops.triton.norm import are_rows, rms_norm
 from infinicore.ops.triton.tensors import (
@@ -205,8 +207,8 @@ def is_alone(x: Tensor) -> bool:
 
 
 def are_few(x: Tensor, weight: Tensor, is_gated: bool = False) -> bool:
-    """One row, or as many as the tensor cores take better than cuBLAS"""
-    return is_alone(x) or rows.suits(x, weight, is_gated)
+    """One row, as many as cuBLAS takes longer for, or any that are to have their bits among others"""
+    return is_alone(x) or infinicore.deterministic or hopper_rows.suits(x, weight, is_gated)
 
 
 def accepts_linear(out: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -242,7 +244,7 @@ def multiplied(
     y = target(out, like, x, weight, *(t for t in (bias, residual) if t is not None))
     bias = None if bias is None else bias.contiguous()
     residual = None if residual is None else rows_of(residual)
-    by = launch if is_alone(x) else rows.launch
+    by = launch if is_alone(x) else rows.launch if infinicore.deterministic else hopper_rows.launch
     by(y, rows_of(x), weight, bias, residual)
     return settled(y, out)
 
@@ -283,5 +285,6 @@ def gated_linear(
         launch_gated(y, rows_of(x), norm, eps, weight, bias)
     else:
         normed = x if norm is None else rms_norm(None, x, norm, eps)
-        rows.launch(y, rows_of(normed), weight, bias, is_gated=True)
+        by = rows.launch if infinicore.deterministic else hopper_rows.launch
+        by(y, rows_of(normed), weight, bias, is_gated=True)
     return settled(y, out)

@@ -42,6 +42,7 @@ LEVELS = tl.constexpr(8)
 KEPT = tl.constexpr(6)  # the level of which weights are put together
 FIRST = 5  # that of those which come first, where there are few rows: to tell them apart takes time, too
 FEW_ROWS = 8
+REGISTERS = 64  # of a thread that sums: with more, fewer programs would be there at once
 LEAST = tl.constexpr(2.0**-120)  # a smaller weight is none
 COLDEST = tl.constexpr(2.0**-126)  # a lower temperature may be 0 where there is a division by it
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -402,7 +403,7 @@ def launch(y: Tensor, logits: Tensor, uniforms: Tensor, settings: Tensor, top_k:
     tops_kernel[many](tops, firsts, logits, logits.stride(0), size, TILE=PART, num_warps=4, **options)
     sums_kernel[many](
         counts, sums, kept, tops, logits, uniforms, settings, top_k, logits.stride(0), size,
-        PARTS=parts, TILE=PART, LEVELS=LEVELS, FIRST=first, num_warps=8, **options,
+        PARTS=parts, TILE=PART, LEVELS=LEVELS, FIRST=first, num_warps=8, maxnreg=REGISTERS, **options,
     )  # fmt: skip
     sample_kernel[(num_rows,)](
         y, tops, firsts, counts, sums, kept, weights, logits, uniforms, settings, top_k,

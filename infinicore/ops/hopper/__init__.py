@@ -1,0 +1,131 @@
+"""Kernels in CUDA C++ for GPUs of compute capability 9.0, where Triton has no word for what they need.
+
+A family is a file in CUDA C++ and one that launches it. NVRTC compiles it when it is first wanted, for the
+sizes that are wanted; Triton's cache keeps what came of it. Both come with torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Mapping, Sequence
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+try:
+    from cuda.bindings import driver, nvrtc
+except ImportError:  # a torch for the CPU alone, or one that brings no bindings
+    driver = nvrtc = None
+
+OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17")
+
+
+@cache
+def is_there(device: torch.device) -> bool:
+    """Whether these kernels can run on a device"""
+    has_cuda = driver is not None and device.type == "cuda"
+    return has_cuda and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def checked(result: tuple[Any, ...]) -> Any:
+    """What a function of CUDA returned beside its status"""
+    status, *values = result
+    if int(status):
+        raise RuntimeError(f"a call of CUDA failed: {status.name}")
+    return values[0] if values else None
+
+
+def compiled(source: str, options: Sequence[str]) -> bytes:
+    program = checked(nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+    if int(status):
+        log = b" " * checked(nvrtc.nvrtcGetProgramLogSize(program))
+        checked(nvrtc.nvrtcGetProgramLog(program, log))
+        raise RuntimeError(f"a kernel could not be compiled:\n{log.decode()}")
+    code: bytes = b" " * checked(nvrtc.nvrtcGetCUBINSize(program))
+    checked(nvrtc.nvrtcGetCUBIN(program, code))
+    return code
+
+
+def code_of(source: str, options: Sequence[str]) -> bytes:
+    """Compiled now, or by a process before this one"""
+    from triton.runtime.cache import get_cache_manager
+
+    everything = repr((source, options, nvrtc.nvrtcVersion()))
+    kept = get_cache_manager(hashlib.sha256(everything.encode()).hexdigest())
+    path = kept.get_file("kernel.cubin")
+    if path is not None:
+        return Path(path).read_bytes()
+    code = compiled(source, options)
+    kept.put(code, "kernel.cubin")
+    return code
+
+
+def loaded(source: str, defines: Mapping[str, int], shared_bytes: int) -> Any:
+    """The kernel of a source on the current device"""
+    options = (*OPTIONS, *(f"-D{name}={value}" for name, value in defines.items()))
+    module = checked(driver.cuModuleLoadData(code_of(source, options)))
+    kernel = checked(driver.cuModuleGetFunction(module, b"kernel"))
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    checked(driver.cuFuncSetAttribute(kernel, attribute, shared_bytes))
+    return kernel
+
+
+def launch(kernel: Any, num_programs: int, num_threads: int, shared_bytes: int, *addresses: int) -> None:
+    """With the arguments that lie at these addresses, on the current stream"""
+    stream = torch.cuda.current_stream().cuda_stream
+    config = early_config(num_programs, num_threads, shared_bytes, stream)
+    arguments = (ctypes.c_void_p * len(addresses))(*addresses)
+    checked(driver.cuLaunchKernelEx(config, kernel, ctypes.addressof(arguments), 0))
+
+
+@lru_cache(maxsize=1024)
+def early_config(num_programs: int, num_threads: int, shared_bytes: int, stream: int) -> Any:
+    """That of a kernel which comes up while the one before it ends"""
+    config, early = plain_config(num_programs, num_threads, shared_bytes), driver.CUlaunchAttribute()
+    early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    early.value.programmaticStreamSerializationAllowed = 1
+    config.attrs, config.numAttrs, config.hStream = [early], 1, stream
+    return config
+
+
+def plain_config(num_programs: int, num_threads: int, shared_bytes: int) -> Any:
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = num_programs, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = num_threads, 1, 1
+    config.sharedMemBytes = shared_bytes
+    return config
+
+
+def most_clusters(kernel: Any, size: int, num_threads: int, shared_bytes: int) -> int:
+    """How many clusters of so many of a kernel's programs there is room for at once"""
+    config, cluster = plain_config(size, num_threads, shared_bytes), driver.CUlaunchAttribute()
+    cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = size, 1, 1
+    config.attrs, config.numAttrs = [cluster], 1
+    return int(checked(driver.cuOccupancyMaxActiveClusters(kernel, config)))
+
+
+@lru_cache(maxsize=4096)
+def tensor_map(address: int, num_rows: int, num_columns: int, stride: int, rows: int, columns: int) -> Any:
+    """How `rows` and `columns` of a matrix of 16 bits go to shared memory, whose rows of 128 bytes are
+    swizzled; what is beyond the matrix is zero"""
+    long, word = driver.cuuint64_t, driver.cuuint32_t
+    return checked(
+        driver.cuTensorMapEncodeTiled(
+            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT16,
+            2,
+            address,
+            [long(num_columns), long(num_rows)],
+            [long(2 * stride)],
+            [word(columns), word(rows)],
+            [word(1), word(1)],
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_NONE,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )

@@ -1,0 +1,187 @@
+"""Products of 2 to 128 rows of 16 bits, in little more time than their weight takes to be read (rows.cu)."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from infinicore.ops import hopper
+
+MOST_ROWS = 128
+LARGEST_TILE = 256
+STEP = 64  # columns of a stage
+ROOM = 226 * 1024  # bytes of a program's stages
+TYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
+PART = 500  # what a part of a sum costs, in rows of a weight times steps
+
+
+class Tile(NamedTuple):
+    """Rows of the weight that a program has, programs that share its columns, and groups of 64 rows of x"""
+
+    size: int
+    splits: int
+    groups: int
+
+    @property
+    def num_threads(self) -> int:
+        return 128 * self.groups + 64
+
+    @property
+    def stage_bytes(self) -> int:
+        return (self.size + 64 * self.groups) * STEP * 2
+
+    @property
+    def num_stages(self) -> int:
+        return ROOM // self.stage_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.num_stages * (self.stage_bytes + 16)
+
+
+class After(NamedTuple):
+    """What comes after a product: silu(gate) * up, a bias, a residual"""
+
+    gates: bool = False
+    has_bias: bool = False
+    adds: bool = False
+
+
+class Problem(ctypes.Structure):
+    _fields_ = (
+        ("y", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("residual", ctypes.c_void_p),
+        ("residual_stride", ctypes.c_longlong),
+        ("num_rows", ctypes.c_int),
+        ("num_outputs", ctypes.c_int),
+        ("num_columns", ctypes.c_int),
+    )
+
+
+def suits(x: Tensor, weight: Tensor, is_gated: bool = False) -> bool:
+    """Whether there are rows for this, the weight lies so that it can be read, and cuBLAS is slower: where no
+    program has two tiles, or a gate would be a launch of its own"""
+    return (
+        hopper.is_there(x.device)
+        and 1 < x.numel() // x.shape[-1] <= MOST_ROWS
+        and x.dtype in TYPES
+        and x.dtype == weight.dtype
+        and weight.shape[0] % 8 == 0
+        and weight.shape[1] % 8 == 0
+        and is_aligned(weight)
+        and (is_gated or len(weight) <= LARGEST_TILE * most_tiles(1, x.device))
+    )
+
+
+def launch(
+    y: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    is_gated: bool = False,
+) -> None:
+    """y = x @ weight.T + bias + residual, or silu(gate) * up where the weight has the rows of both"""
+    place = y if y.data_ptr() % 8 == 0 else torch.empty_like(y)
+    x = aligned(x)
+    bias, residual = (None if t is None else aligned(t) for t in (bias, residual))
+    tile = tile_of(len(x), y.shape[-1], x.shape[1], is_gated, x.device)
+    kernel = kernel_of(tile, After(is_gated, bias is not None, residual is not None), x.dtype, x.device)
+    problem = Problem(
+        place.data_ptr(), *(0 if t is None else t.data_ptr() for t in (bias, residual)),
+        0 if residual is None else residual.stride(0), len(x), y.shape[-1], x.shape[1],
+    )  # fmt: skip
+    maps = map_of(weight, outputs_of(tile, is_gated)), map_of(x, len(x))
+    num_tiles = min(-(-y.shape[-1] // outputs_of(tile, is_gated)), most_tiles(tile.splits, x.device))
+    hopper.launch(
+        kernel, num_tiles * tile.splits, tile.num_threads, tile.shared_bytes,
+        *(map.getPtr() for map in maps), ctypes.addressof(problem),
+    )  # fmt: skip
+    if place is not y:
+        y.copy_(place)
+
+
+def is_aligned(t: Tensor) -> bool:
+    """Whether every row begins at 16 bytes"""
+    return t.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in t.stride()[:-1])
+
+
+def aligned(t: Tensor) -> Tensor:
+    return t if is_aligned(t) else t.clone(memory_format=torch.contiguous_format)
+
+
+def map_of(t: Tensor, num_rows: int) -> Any:
+    return hopper.tensor_map(t.data_ptr(), *t.shape, t.stride(0), num_rows, STEP)
+
+
+# ---- which tile --------------------------------------------------------------------------------------------
+
+
+def outputs_of(tile: Tile, is_gated: bool) -> int:
+    return tile.size // 2 if is_gated else tile.size
+
+
+@cache
+def tile_of(num_rows: int, num_outputs: int, num_columns: int, is_gated: bool, device: torch.device) -> Tile:
+    """That by which a program has least to do"""
+    num_steps, groups = -(-num_columns // STEP), -(-num_rows // 64)
+
+    def cost(tile: Tile) -> int:
+        num_tiles = -(-num_outputs // outputs_of(tile, is_gated))
+        rounds = -(-num_tiles // most_tiles(tile.splits, device))
+        return rounds * -(-num_steps // tile.splits) * (tile.size + 32 * groups) + PART * tile.splits
+
+    def candidates() -> Iterator[Tile]:
+        for splits in (1,) if is_gated else (1, 2, 4):
+            for size in range(64, LARGEST_TILE + 1, 32 if is_gated else 16):
+                tile = Tile(size, splits, groups)
+                is_one_round = -(-num_outputs // size) <= most_tiles(splits, device)
+                if splits == 1 or (splits <= num_steps and is_one_round):
+                    yield tile
+
+    return min(candidates(), key=cost)
+
+
+@cache
+def most_tiles(splits: int, device: torch.device) -> int:
+    """How many are there at once; the programs of a cluster are on processors that lie together"""
+    if splits == 1:
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    tile = Tile(64, splits, 2)
+    kernel = kernel_of(tile, After(), torch.bfloat16, device)
+    return hopper.most_clusters(kernel, splits, tile.num_threads, tile.shared_bytes)
+
+
+# ---- the kernel --------------------------------------------------------------------------------------------
+
+
+@cache
+def kernel_of(tile: Tile, after: After, dtype: torch.dtype, device: torch.device) -> Any:
+    source = multiply_of(tile.size, TYPES[dtype]) + Path(__file__).with_suffix(".cu").read_text("utf-8")
+    defines = {
+        "TILE": tile.size, "SPLITS": tile.splits, "GROUPS": tile.groups, "STAGES": tile.num_stages,
+        "GATES": int(after.gates), "HAS_BIAS": int(after.has_bias), "ADDS": int(after.adds),
+        "IS_BFLOAT16": int(dtype == torch.bfloat16),
+    }  # fmt: skip
+    return hopper.loaded(source, defines, tile.shared_bytes)
+
+
+def multiply_of(size: int, dtype: str) -> str:
+    """The instruction, which names each of its sums"""
+    count = size // 2
+    names, sums = (", ".join(form % i for i in range(count)) for form in ("%%%d", '"+f"(sums[%d])'))
+    return f"""
+__device__ void multiply(float (&sums)[{count}], unsigned long long x, unsigned long long weight, int adds) {{
+  asm volatile("{{\\n.reg .pred adds;\\nsetp.ne.b32 adds, %{count + 2}, 0;\\n"
+               "wgmma.mma_async.sync.aligned.m64n{size}k16.f32.{dtype}.{dtype} "
+               "{{{names}}}, %{count}, %{count + 1}, adds, 1, 1, 0, 0;\\n}}"
+               : {sums} : "l"(x), "l"(weight), "r"(adds));
+}}
+"""

@@ -1,0 +1,205 @@
+"""Products in CUDA C++ against those in float64, and which tile a product is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from infinicore import ops
+from infinicore.ops import hopper
+from infinicore.ops.hopper import rows
+from infinicore.ops.hopper.rows import Tile
+
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+on_hopper = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not hopper.is_there(DEVICE), reason="there is no GPU of compute capability 9.0"),
+]
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    generator = torch.Generator(DEVICE).manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator, device=DEVICE).to(dtype)
+
+
+def problem(num_rows: int, num_outputs: int, length: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """x, a weight, a bias and a residual"""
+    weight = random(num_outputs, length, dtype=dtype) * length**-0.5
+    return (
+        random(num_rows, length, dtype=dtype),
+        weight,
+        random(num_outputs, dtype=dtype),
+        random(num_rows, num_outputs, dtype=dtype),
+    )
+
+
+def wanted(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
+    y = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    return y if residual is None else y + residual.double()
+
+
+def gated(y: Tensor) -> Tensor:
+    gate, up = y.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def assert_near(found: Tensor, expected: Tensor) -> None:
+    error = (found.double() - expected).square().sum() / expected.square().sum()
+    assert error < 1e-5, f"{error:.1e}"
+
+
+def run(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
+    """By the kernel itself, into memory full of NaN"""
+    y = torch.full((len(x), len(weight)), float("nan"), dtype=x.dtype, device=DEVICE)
+    rows.launch(y, x, weight, bias, residual)
+    return y
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("num_rows", (2, 17, 64, 65, 127, 128))
+class TestProducts:
+    pytestmark = on_hopper
+
+    @pytest.mark.parametrize("size", ((8, 8), (104, 200), (1000, 4096), (4096, 4096), (304, 14336)), ids=str)
+    def test_products_of_up_to_128_rows(
+        self, num_rows: int, size: tuple[int, int], dtype: torch.dtype
+    ) -> None:
+        x, weight, bias, residual = problem(num_rows, *size, dtype)
+        assert rows.suits(x, weight) and rows.suits(x, weight, is_gated=True)
+        for b in (bias, None):
+            assert_near(ops.linear(x, weight, b), wanted(x, weight, b))
+            assert_near(ops.linear_add(x, weight, b, residual), wanted(x, weight, b, residual))
+            assert_near(ops.gated_linear(x, None, 0.0, weight, b), gated(wanted(x, weight, b)))
+
+    @pytest.mark.parametrize("splits", (1, 2, 4))
+    def test_tiles_of_any_size(
+        self, num_rows: int, splits: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        x, weight, bias, residual = problem(num_rows, 600, 520, dtype)
+        for size in (64, 80, 144, 256):
+            tile = Tile(size, splits, -(-num_rows // 64))
+            monkeypatch.setattr(rows, "tile_of", lambda *_, tile=tile: tile)
+            found = [run(x, weight, bias, residual) for _ in range(2)]
+            assert_near(found[0], wanted(x, weight, bias, residual))
+            assert torch.equal(*found)
+
+    def test_programs_with_several_tiles(
+        self, num_rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        x, weight, bias, _ = problem(num_rows, 1200, 1032, dtype)
+        monkeypatch.setattr(rows, "most_tiles", lambda *_: 2)
+        monkeypatch.setattr(rows, "tile_of", lambda *_: Tile(96, 1, -(-num_rows // 64)))
+        assert_near(run(x, weight, bias), wanted(x, weight, bias))
+        assert_near(ops.gated_linear(x, None, 0.0, weight, bias), gated(wanted(x, weight, bias)))
+
+
+class TestMemory:
+    pytestmark = on_hopper
+
+    def test_tensors_at_odd_addresses(self) -> None:
+        x, weight, bias, residual = problem(40, 320, 328, torch.bfloat16)
+        expected = run(x, weight, bias, residual)
+        shifted = [torch.empty(t.numel() + 3, dtype=t.dtype, device=DEVICE)[3:].view(t.shape) for t in (
+            x, bias, residual, expected)]  # fmt: skip
+        for to, t in zip(shifted, (x, bias, residual), strict=False):
+            to.copy_(t)
+        rows.launch(shifted[3], shifted[0], weight, *shifted[1:3])
+        assert torch.equal(shifted[3], expected)
+        apart = random(40, 400)[:, :328].copy_(x)
+        assert torch.equal(run(apart, weight, bias, residual), expected)
+
+    def test_a_result_may_go_over_what_it_is_added_to(self) -> None:
+        x, weight, bias, residual = problem(40, 320, 320, torch.bfloat16)
+        expected = run(x, weight, bias, residual)
+        assert ops.linear_add(x, weight, bias, residual, out=residual) is residual
+        assert torch.equal(residual, expected)
+
+    def test_nothing_beyond_a_result_is_written(self) -> None:
+        x, weight, bias, residual = problem(33, 200, 136, torch.bfloat16)
+        for is_gated in (False, True):
+            around = torch.full((35, 100 if is_gated else 200), 7.0, dtype=x.dtype, device=DEVICE)
+            rows.launch(around[1:-1], x, weight, bias, None if is_gated else residual, is_gated)
+            assert (around[0] == 7).all() and (around[-1] == 7).all()
+
+    def test_a_row_that_is_no_number_leaves_others_alone(self) -> None:
+        for length in (512, 4096):
+            x, weight, bias, residual = problem(128, 4096, length, torch.bfloat16)
+            expected = run(x, weight, bias, residual)
+            x[5, 3], x[70] = float("nan"), float("inf")
+            found = run(x, weight, bias, residual)
+            others = [m for m in range(128) if m not in (5, 70)]
+            assert torch.equal(found[others], expected[others])
+            assert found[5].isnan().all() and not found[70].isfinite().any()
+
+    def test_what_lies_otherwise_is_left_to_others(self) -> None:
+        x, weight, bias, _ = problem(8, 64, 64, torch.bfloat16)
+        for other in (weight.float(), weight[:, :63], weight[:63], random(64, 65)[:, 1:]):
+            assert not rows.suits(x[:, : other.shape[1]], other)
+        for num_rows in (1, 129):
+            assert not rows.suits(random(num_rows, 64), weight)
+        assert_near(ops.linear(x, random(64, 65)[:, 1:], bias), wanted(x, random(64, 65)[:, 1:], bias))
+
+    def test_products_are_recorded(self) -> None:
+        x, weight, bias, residual = problem(64, 512, 512, torch.bfloat16)
+        y, graph = run(x, weight, bias, residual), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            rows.launch(y, x, weight, bias, residual)
+        x.copy_(random(64, 512).mul_(2))
+        graph.replay()
+        assert_near(y, wanted(x, weight, bias, residual))
+
+
+# ---- which tile --------------------------------------------------------------------------------------------
+
+H200 = {1: 132, 2: 66, 4: 30}  # tiles at once, by how many programs share one
+
+
+@pytest.fixture(name="device")
+def _device(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    monkeypatch.setattr(rows, "most_tiles", lambda splits, device: H200[splits])
+    rows.tile_of.cache_clear()
+    yield torch.device("cuda", 7)
+    rows.tile_of.cache_clear()
+
+
+def test_every_product_of_an_8b_layer_keeps_most_processors_busy(device: torch.device) -> None:
+    for num_rows in (2, 64, 128):
+        for num_outputs, length, is_gated in (
+            (6144, 4096, False),
+            (4096, 4096, False),
+            (4096, 14336, False),
+            (14336, 4096, True),
+        ):
+            tile = rows.tile_of(num_rows, num_outputs, length, is_gated, device)
+            num_tiles = -(-num_outputs // rows.outputs_of(tile, is_gated))
+            assert num_tiles <= H200[tile.splits] and num_tiles * tile.splits >= 112
+            assert tile.groups == (2 if num_rows > 64 else 1)
+
+
+def test_a_tile_fits_into_shared_memory_with_some_stages(device: torch.device) -> None:
+    for num_rows in (2, 128):
+        for num_outputs in (8, 1000, 4096, 28672, 200000):
+            for length in (8, 64, 128, 576, 4096, 53248):
+                for is_gated in (False, True):
+                    tile = rows.tile_of(num_rows, num_outputs, length, is_gated, device)
+                    assert tile.num_stages >= 4 and tile.shared_bytes <= 227 * 1024
+                    assert tile.splits <= max(-(-length // rows.STEP), 1)
+                    num_tiles = -(-num_outputs // rows.outputs_of(tile, is_gated))
+                    assert tile.splits == 1 or num_tiles <= H200[tile.splits]
+
+
+def test_the_instruction_names_every_sum() -> None:
+    for size in (64, 144, 256):
+        source = rows.multiply_of(size, "bf16")
+        assert f"m64n{size}k16.f32.bf16.bf16 " in source and "{%0, %1, " in source
+        assert f'"+f"(sums[{size // 2 - 1}])' in source and f"(sums[{size // 2}])" not in source
+        assert f"%{size // 2 - 1}}}, %{size // 2}, %{size // 2 + 1}, adds" in source
+
+
+def test_a_cpu_has_no_such_kernels() -> None:
+    assert not hopper.is_there(torch.device("cpu"))
