@@ -188,6 +188,19 @@ def test_weights_that_are_laid_together_are_one_view_until_a_layer_moves(has_bia
     assert joined(weights, biases) is None
 
 
+def test_weights_laid_together_are_held_as_one_unless_they_learn():
+    layers = [Linear(8, size, False) for size in (6, 2)]
+    lay_together(*layers)
+    weights = [layer.weight for layer in layers]
+    assert isinstance(joined(weights, [None, None])[0], torch.nn.Parameter)  # a kernel may read it early
+    made = torch.randn(8, 8).split((6, 2))
+    assert type(joined(made, [None, None])[0]) is torch.Tensor
+    for weight in weights:
+        weight.requires_grad_()
+    whole, _ = joined(weights, [None, None])
+    assert whole.grad_fn is not None
+
+
 class Elsewhere(torch.Tensor):
     """Stands in for one on a GPU, where weights that lie together are one product with the norm before it."""
 

@@ -154,6 +154,18 @@ def test_a_result_may_go_over_what_it_is_added_to(monkeypatch: pytest.MonkeyPatc
             assert torch.equal(out, expected)
 
 
+@pytest.mark.skipif(not HAS_GPU, reason="nothing overlaps in the interpreter")
+def test_a_weight_that_a_kernel_is_still_writing_is_waited_for() -> None:
+    half, norm = random(8192, 4096, dtype=HALF).to(DEVICE), random(4096, dtype=HALF).to(DEVICE)
+    whole = half + half
+    for num_rows in (1, 40):
+        x = random(num_rows, 4096, dtype=HALF).to(DEVICE)
+        for _ in range(10):
+            assert torch.equal(ops.linear(x, ops.add(half, half), None), ops.linear(x, whole, None))
+            found = ops.gated_linear(x, ops.add(norm, norm), 1e-5, ops.add(half, half), None)
+            assert torch.equal(found, ops.gated_linear(x, norm + norm, 1e-5, whole, None))
+
+
 def test_layers_that_lie_together_give_what_they_give_apart() -> None:
     def layers(*sizes: int) -> list[nn.Linear]:
         torch.manual_seed(0)

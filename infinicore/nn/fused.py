@@ -117,7 +117,9 @@ def as_one(parts: Sequence[Tensor | QuantizedTensor | None]) -> Tensor | None:
         return None
     if ends[-1] - first.data_ptr() > room_after(first):
         return None
-    return first.as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride())
+    whole = first.as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride())
+    are_held = all(isinstance(part, torch.nn.Parameter) for part in tensors) and not whole.requires_grad
+    return torch.nn.Parameter(whole, False) if are_held else whole  # which a kernel may then read early
 
 
 def room_after(first: Tensor) -> int:

@@ -74,21 +74,25 @@ def loaded(source: str, defines: Mapping[str, int], shared_bytes: int) -> Any:
     return kernel
 
 
-def launch(kernel: Any, num_programs: int, num_threads: int, shared_bytes: int, *addresses: int) -> None:
-    """With the arguments that lie at these addresses, on the current stream"""
+def launch(
+    kernel: Any, num_programs: int, num_threads: int, shared_bytes: int, is_early: bool, *addresses: int
+) -> None:
+    """With the arguments that lie at these addresses, on the current stream; an early one comes up while the
+    kernel before it ends"""
     stream = torch.cuda.current_stream().cuda_stream
-    config = early_config(num_programs, num_threads, shared_bytes, stream)
+    config = launch_config(num_programs, num_threads, shared_bytes, is_early, stream)
     arguments = (ctypes.c_void_p * len(addresses))(*addresses)
     checked(driver.cuLaunchKernelEx(config, kernel, ctypes.addressof(arguments), 0))
 
 
 @lru_cache(maxsize=1024)
-def early_config(num_programs: int, num_threads: int, shared_bytes: int, stream: int) -> Any:
-    """That of a kernel which comes up while the one before it ends"""
+def launch_config(num_programs: int, num_threads: int, shared_bytes: int, is_early: bool, stream: int) -> Any:
     config, early = plain_config(num_programs, num_threads, shared_bytes), driver.CUlaunchAttribute()
-    early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    early.value.programmaticStreamSerializationAllowed = 1
-    config.attrs, config.numAttrs, config.hStream = [early], 1, stream
+    config.hStream = stream
+    if is_early:
+        early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        early.value.programmaticStreamSerializationAllowed = 1
+        config.attrs, config.numAttrs = [early], 1
     return config
 
 

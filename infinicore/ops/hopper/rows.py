@@ -102,6 +102,7 @@ def launch(
     num_tiles = min(-(-y.shape[-1] // outputs_of(tile, is_gated)), most_tiles(tile.splits, x.device))
     hopper.launch(
         kernel, num_tiles * tile.splits, tile.num_threads, tile.shared_bytes,
+        isinstance(weight, torch.nn.Parameter),  # which the kernel before cannot be writing
         *(map.getPtr() for map in maps), ctypes.addressof(problem),
     )  # fmt: skip
     if place is not y:

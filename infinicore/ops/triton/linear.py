@@ -22,7 +22,7 @@ from infinicore.ops.triton.tensors import (
     are_plain,
     fits,
     num_processors,
-    overlap,
+    overlap_reading,
     rows_of,
     settled,
     target,
@@ -162,7 +162,7 @@ def launch(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, residual: 
     tile = pair_tile(weight) if is_short else {"COLUMNS": 2048 // weight.element_size(), "num_warps": 4}
     kernel[(num_programs,)](
         y, x, weight, bias, residual, weight.stride(0), num_rows, size,
-        HAS_BIAS=bias is not None, ADDS=residual is not None, **tile, **overlap(x.device),
+        HAS_BIAS=bias is not None, ADDS=residual is not None, **tile, **overlap_reading(x.device, weight),
     )  # fmt: skip
 
 
@@ -171,8 +171,9 @@ def launch_gated(
 ) -> None:
     num_rows, size = len(weight) // 2, weight.shape[1]
     gated_kernel[(num_pair_programs(num_rows, x.device),)](
-        y, x, norm, weight, bias, weight.stride(0), num_rows, size, eps,
-        NORMS=norm is not None, HAS_BIAS=bias is not None, **pair_tile(weight), **overlap(x.device),
+        y, x, None if norm is None else norm.contiguous(), weight, bias, weight.stride(0), num_rows, size,
+        eps, NORMS=norm is not None, HAS_BIAS=bias is not None, **pair_tile(weight),
+        **overlap_reading(x.device, weight, norm),
     )  # fmt: skip
 
 

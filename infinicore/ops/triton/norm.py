@@ -15,7 +15,7 @@ from infinicore.ops.triton.tensors import (
     LARGEST_TILE,
     are_plain,
     fits,
-    overlap,
+    overlap_reading,
     rows_of,
     settled,
     target,
@@ -53,7 +53,8 @@ def launch(y: Tensor, total: Tensor, x: Tensor, residual: Tensor, weight: Tensor
     tile = triton.next_power_of_2(size)
     rms_norm_kernel[(num_rows,)](
         y, total, rows, others, weight.contiguous(), rows.stride(0), others.stride(0), size, eps,
-        ADDS=total is not y, TILE=tile, num_warps=min(max(tile // 256, 1), 16), **overlap(x.device),
+        ADDS=total is not y, TILE=tile, num_warps=min(max(tile // 256, 1), 16),
+        **overlap_reading(x.device, weight),
     )  # fmt: skip
 
 

@@ -98,9 +98,20 @@ def overlap(device: torch.device) -> dict[str, Any]:
     return {"OVERLAPS": True, "launch_pdl": True}
 
 
+def overlap_reading(device: torch.device, *early: Tensor | None) -> dict[str, Any]:
+    """Those of a kernel that reads some tensors before all its inputs are there. Only of what a layer holds
+    is it sure that the kernel before is not still writing it."""
+    return overlap(device) if all(map(is_held, early)) else IN_TURN
+
+
+def is_held(t: Tensor | None) -> bool:
+    return t is None or isinstance(t, torch.nn.Parameter)
+
+
 @triton.jit
 def wait_for_inputs(OVERLAPS: tl.constexpr, STORES: tl.constexpr = False):
-    """What stands before this may run while the kernel before is still writing: it reads weights alone.
+    """What stands before this may run while the kernel before is still writing: it reads weights alone, and
+    is launched with what overlap_reading says of these.
 
     Every program waits, so that a kernel that has ended has all before it ended too. Of one that stores keys
     and values the next begins when all before it have ended: what that reads early no other can change.
