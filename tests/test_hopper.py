@@ -28,8 +28,8 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def problem(num_rows: int, num_outputs: int, length: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """x, a weight, a bias and a residual"""
-    weight = random(num_outputs, length, dtype=dtype) * length**-0.5
+    """x, a weight as a layer holds it, a bias and a residual"""
+    weight = torch.nn.Parameter(random(num_outputs, length, dtype=dtype) * length**-0.5, False)
     return (
         random(num_rows, length, dtype=dtype),
         weight,

@@ -78,9 +78,15 @@ def there(arg: Any) -> Any:
     return tiled.to(DEVICE) if isinstance(tiled, Tensor | QuantizedTensor) else tiled
 
 
+def held(arg: Any) -> Any:
+    """As a layer holds weights, which kernels read before the one before them has ended"""
+    is_weight = type(arg) is Tensor and arg.is_floating_point() and arg.dim() <= 2 and not arg.requires_grad
+    return torch.nn.Parameter(arg, False) if is_weight else arg
+
+
 def run(op: Op[Any], *args: Any, out: Any = None) -> Any:
     """By the kernel, which accepts it and waits for nothing"""
-    args = placed(args)
+    args = tuple(map(held, placed(args)))
     with no_waiting():
         result = kernel_of(op).run(out, *args)
     assert result is not None, f"{op.name} was declined"
