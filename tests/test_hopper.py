@@ -203,3 +203,21 @@ def test_the_instruction_names_every_sum() -> None:
 
 def test_a_cpu_has_no_such_kernels() -> None:
     assert not hopper.is_there(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("version", "is_enough"), [((0, 13, 0), True), ((0, 11, 8), False), ((1, 13, 0), False), (None, False)]
+)
+def test_without_a_compiler_for_them_there_are_none(
+    version: tuple[int, ...] | None, is_enough: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Nvrtc:
+        def nvrtcVersion(self) -> tuple[int, ...]:
+            if version is None:
+                raise RuntimeError("libnvrtc.so is not there")
+            return version
+
+    monkeypatch.setattr(hopper, "nvrtc", Nvrtc())
+    assert hopper.has_compiler.__wrapped__() is is_enough
+    monkeypatch.setattr(hopper, "nvrtc", None)
+    assert not hopper.has_compiler.__wrapped__()

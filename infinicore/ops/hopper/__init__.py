@@ -26,8 +26,20 @@ OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17")
 @cache
 def is_there(device: torch.device) -> bool:
     """Whether these kernels can run on a device"""
-    has_cuda = driver is not None and device.type == "cuda"
-    return has_cuda and torch.cuda.get_device_capability(device) == (9, 0)
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return is_hopper and has_compiler()
+
+
+@cache
+def has_compiler() -> bool:
+    """Whether there is an NVRTC that knows these GPUs"""
+    if nvrtc is None:
+        return False
+    try:
+        status, major, _ = nvrtc.nvrtcVersion()
+    except RuntimeError:  # the library itself is not there
+        return False
+    return int(status) == 0 and major >= 12
 
 
 def checked(result: tuple[Any, ...]) -> Any:
