@@ -14,9 +14,10 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import infinicore
 from benchmarks import accuracy, charts, report
@@ -43,6 +44,7 @@ PATIENCE = 120.0  # seconds for one prompt: llama.cpp needs many more for bfloat
 WARM_UP_PROMPT = 32
 
 Plan = dict[Task, tuple[str, ...]]  # who is asked each task
+Told = TypeVar("Told")
 
 
 def prefill(length: int) -> Task:
@@ -206,27 +208,30 @@ def warm_up(workers: dict[str, Worker], task: Task) -> None:
 
 
 def run_round(workers: dict[str, Worker], task: Task) -> dict[str, float]:
-    """Tokens a second of each; one that fails takes no further part in the task."""
-    rates = {}
+    """Tokens a second of each"""
+    return in_turn(workers, lambda worker: task.num_counted / worker.seconds(task))
+
+
+def in_turn(workers: dict[str, Worker], ask: Callable[[Worker], Told]) -> dict[str, Told]:
+    """What each tells; one that fails takes no further part in the task."""
+    told = {}
     for key, worker in list(workers.items()):
         time.sleep(REST)
         try:
-            rates[key] = task.num_counted / worker.seconds(task)
+            told[key] = ask(worker)
         except WorkerError as error:
             leave_out(worker.name, error)
             del workers[key]
-    return rates
+    return told
 
 
 def compare(result: ModelResult, path: Path, workers: dict[str, Worker], effort: Effort) -> None:
     """Each one's logits with the exact model's"""
     token_ids = accuracy.text_ids(path)[: effort.num_compared]
     wanted = accuracy.exact_logits(path, token_ids, effort.num_threads)
-    for name, worker in workers.items():
-        try:
-            result.accuracy[name] = accuracy.accuracy(wanted, accuracy.logits_of(worker, token_ids))
-        except WorkerError as error:
-            leave_out(name, error)
+    result.accuracy = in_turn(
+        dict(workers), lambda worker: accuracy.accuracy(wanted, accuracy.logits_of(worker, token_ids))
+    )
     for row in report.accuracy_rows(result, list(workers)):
         told = "  ".join(f"{name} {cell}" for name, cell in zip(workers, row[1:], strict=True))
         print(f"{row[0]:22}  {told}", flush=True)

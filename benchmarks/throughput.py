@@ -8,7 +8,6 @@ all but a hundredth (p99) do not exceed. Writes to this CPU's folder in benchmar
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -16,9 +15,9 @@ from pathlib import Path
 from benchmarks import charts, report
 from benchmarks.contenders import Task, Times
 from benchmarks.machine import arguments, folder, machine, write
-from benchmarks.side_by_side import BUILT_IN, FAST, Effort, leave_out, path_of, start_workers
-from benchmarks.timing import REST, rounds_within
-from benchmarks.worker import Worker, WorkerError
+from benchmarks.side_by_side import BUILT_IN, FAST, Effort, in_turn, path_of, start_workers
+from benchmarks.timing import rounds_within
+from benchmarks.worker import Worker
 from infinilm.bench import Measured
 from infinilm.load import spread_of
 
@@ -74,25 +73,13 @@ def run_model(name: str, path: Path, streams: Sequence[int], effort: Effort) -> 
 
 def measure(task: Task, workers: dict[str, Worker], num_rounds: int) -> dict[str, Point]:
     prompt, num_tokens = WARM_UP
-    run_round(workers, replace(task, prompt=prompt, num_tokens=num_tokens))
+    short = replace(task, prompt=prompt, num_tokens=num_tokens)
+    in_turn(workers, lambda worker: worker.times(short))
     rounds: dict[str, list[Times]] = {name: [] for name in workers}
     for _ in rounds_within(num_rounds, MIN_ROUNDS, BUDGET):
-        for name, times in run_round(workers, task).items():
+        for name, times in in_turn(workers, lambda worker: worker.times(task)).items():
             rounds[name].append(times)
     return {name: Point.of(task, runs) for name, runs in rounds.items() if runs}
-
-
-def run_round(workers: dict[str, Worker], task: Task) -> dict[str, Times]:
-    """One that fails takes no further part in the task."""
-    found = {}
-    for name, worker in list(workers.items()):
-        time.sleep(REST)
-        try:
-            found[name] = worker.times(task)
-        except WorkerError as error:
-            leave_out(name, error)
-            del workers[name]
-    return found
 
 
 # ---- what was found ----

@@ -23,7 +23,7 @@ import infinicore
 from benchmarks import report
 from benchmarks.machine import arguments, folder, machine, write
 from infinilm import LLM, SamplingParams
-from infinilm.bench import Measured
+from infinilm.bench import Measured, greedy
 from infinilm.engine.engine import Engine
 from infinilm.engine.request import Request
 
@@ -39,10 +39,6 @@ class Found:
     what: str
     wanted: str
     found: str
-
-
-def greedy(num_tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
 
 
 class Prompts:

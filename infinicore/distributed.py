@@ -5,7 +5,8 @@ A communicator is an argument of the layers that need one, so they can be built 
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -36,7 +37,10 @@ class Communicator(ABC):
 
     @abstractmethod
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
-        """The ranks' tensors joined along `dim` in rank order, as a new tensor."""
+        """The ranks' tensors joined along `dim` in rank order, as a new tensor.
+
+        Of its gradient, this rank's tensor gets the part that is its own.
+        """
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
@@ -103,6 +107,8 @@ class TorchCommunicator(Communicator):
             raise ValueError(f"timeout must be between 0.001 and 86400 seconds, found {timeout!r}")
         if dist.get_rank(group) < 0:
             raise ValueError("this process is not a member of the group it was given")
+        # Taken out here: torch.compile fails where it sees a group being asked for a method.
+        self._allgather, self._allreduce, self._broadcast = group.allgather, group.allreduce, group.broadcast
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
@@ -112,33 +118,39 @@ class TorchCommunicator(Communicator):
     @torch.no_grad()
     def all_reduce(self, tensor: Tensor) -> Tensor:
         check_written("all_reduce", tensor)
-        call = self._start("all_reduce", tensor)
-        if tensor.is_cuda:
-            return tensor.copy_(self._sum_on_device(call, tensor.contiguous()))
-        return tensor.copy_(sum_in_order(self._gather(call, tensor)))
+        with self._call("all_reduce", tensor) as call:
+            if tensor.is_cuda:
+                return tensor.copy_(self._sum_on_device(call, tensor.contiguous()))
+            parts = self._gather(call, tensor)
+        return tensor.copy_(sum_in_order(parts))
 
-    @torch.no_grad()
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
         check_gather(tensor, dim)
-        call = self._start("all_gather", tensor)
-        return torch.cat(self._gather(call, tensor), dim)
+        with torch.no_grad(), self._call(f"all_gather along {dim % tensor.ndim}", tensor) as call:
+            parts = self._gather(call, tensor)
+        parts[self.rank] = tensor  # the same values, with the way back for gradients
+        return torch.cat(parts, dim)
 
     @torch.no_grad()
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
         check_broadcast(tensor, src, self.size)
-        call = self._start(f"broadcast from rank {src}", tensor)
         message = as_bytes(tensor)
-        self._wait(call, partial(self.group.broadcast, message, src))
+        with self._call(f"broadcast from rank {src}", tensor) as call:
+            self._wait(call, partial(self._broadcast, message, src))
         return tensor.copy_(message.view(tensor.dtype).view(tensor.shape))
 
-    def _start(self, name: str, tensor: Tensor) -> Call:
+    @contextmanager
+    def _call(self, name: str, tensor: Tensor) -> Iterator[Call]:
+        """A collective: from its first message on it has failed unless it comes to its end. What stops this
+        rank midway, Ctrl-C too, leaves the others elsewhere, and gloo would abort the process at the next."""
         if self._failure:
             raise CommunicationError(f"{name} cannot follow a failed collective: {self._failure}")
         call = Call(name, time.monotonic(), self.timeout)
         # On a GPU, reading the peers' answers would cost a synchronisation at every call.
         if not tensor.is_cuda:
             self._check_agreement(call, f"{name} of {tensor.dtype} {tuple(tensor.shape)}")
-        return call
+        yield call
+        self._failure = None
 
     def _check_agreement(self, call: Call, text: str) -> None:
         """Refuse, on every rank alike, calls that differ: gloo would abort the process on them."""
@@ -146,27 +158,30 @@ class TorchCommunicator(Communicator):
         answers = self._gather(call, torch.frombuffer(signature, dtype=torch.uint8))
         calls = [bytes(answer.tolist()).decode().rstrip() for answer in answers]
         if len(set(calls)) > 1:
+            self._failure = None  # the ranks are all here
             raise ValueError("the ranks call different collectives, in rank order: " + "; ".join(calls))
 
     def _gather(self, call: Call, tensor: Tensor) -> list[Tensor]:
         """Every rank's tensor, in rank order. They travel as bytes: gloo does not know every dtype."""
         message = as_bytes(tensor)
         messages = [torch.empty_like(message) for _ in range(self.size)]
-        self._wait(call, partial(self.group.allgather, messages, message))
+        self._wait(call, partial(self._allgather, messages, message))
         return [message.view(tensor.dtype).view(tensor.shape) for message in messages]
 
     def _sum_on_device(self, call: Call, tensor: Tensor) -> Tensor:
-        self._wait(call, partial(self.group.allreduce, [tensor], dist.ReduceOp.SUM))
+        self._wait(call, partial(self._allreduce, [tensor], dist.ReduceOp.SUM))
         return tensor
 
     def _wait(self, call: Call, send: Callable[..., dist.Work]) -> None:
+        place = f"{call.name} on rank {self.rank} of {self.size}"
+        self._failure = f"{place} was interrupted; restart all ranks"
         # gloo obeys the first limit (without it a lost call would also block the exit), nccl the second.
         try:
             send(timeout=call.remaining).wait(call.remaining)
         except RuntimeError as error:
             self._failure = (
-                f"{call.name} on rank {self.rank} of {self.size} failed after {call.seconds:.1f} s (timeout "
-                f"{self.timeout:g} s): a peer died or did not take part; restart all ranks"
+                f"{place} failed after {call.seconds:.1f} s (timeout {self.timeout:g} s): a peer died or did "
+                "not take part; restart all ranks"
             )
             raise CommunicationError(f"{self._failure} ({error})") from error
 

@@ -7,7 +7,7 @@ import os
 import platform
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,9 +17,12 @@ import pytest
 from infinilm import hub
 
 if TYPE_CHECKING:  # with torch, which not every test needs
+    import torch
+    from engines import Tiny
     from servers import Running
 
     from infinilm import LLM
+    from infinilm.tokenizer import Tokenizer
 
 # Where several processes share out the tests, each has one thread, and so have the programs it starts; and
 # those hear an interrupt, which the processes themselves are made to ignore.
@@ -154,6 +157,14 @@ def default_model_metadata(default_model_path: Path) -> dict[str, Any]:
     return open_checkpoint(default_model_path).metadata
 
 
+@pytest.fixture(scope="session")
+def smollm(default_model_metadata: dict[str, Any]) -> Tokenizer:
+    """The built-in model's tokenizer"""
+    from infinilm.tokenizer import Tokenizer
+
+    return Tokenizer.from_gguf(default_model_metadata)
+
+
 # ---- a tiny model and its server, which a test file may have of its own ------------------------------------
 
 
@@ -163,6 +174,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from engines import LONG_LENGTH, write_model
 
     return write_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=LONG_LENGTH)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Tiny:
+    """The parts of an engine over a tiny model"""
+    from engines import Tiny
+
+    return Tiny.at(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def record_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few steps of a test come often enough to be recorded, but most shall be."""
+    from infinilm import runner
+
+    monkeypatch.setattr(runner, "RECORDED_AT", 1)
 
 
 @pytest.fixture(scope="module")
@@ -197,3 +224,32 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
     with running(write_model(tmp_path_factory.mktemp("thinker"), chat_template=THINKING_TEMPLATE)) as made:
         yield made
+
+
+# ---- tiny models of transformers ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Any, Path]]:
+    """(transformers' model, the folder it was saved to)"""
+    from parity import write_theirs
+
+    def made(kind: str, *dtype: torch.dtype, **options: Any) -> tuple[Any, Path]:
+        folder = tmp_path_factory.mktemp(kind)
+        return write_theirs(folder, kind, *dtype, **options), folder
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def known(make: Callable[..., tuple[Any, Path]]) -> Callable[..., tuple[Any, Path]]:
+    """The same, made once for all tests of a file, which leave it as it is"""
+    made: dict[tuple[str, str], tuple[Any, Path]] = {}
+
+    def find(kind: str, **options: Any) -> tuple[Any, Path]:
+        key = kind, repr(options)
+        if key not in made:
+            made[key] = make(kind, **options)
+        return made[key]
+
+    return find

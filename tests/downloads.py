@@ -17,6 +17,8 @@ from test_models_gguf import add_metadata
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
+from infinilm import LLM
+
 DOWNLOADED: dict[str, Any] = {
     **SIZES,
     "vocab_size": 262,
@@ -38,6 +40,10 @@ PAIR_TEMPLATE = """\
 <Document>: {{ (messages | selectattr("role", "eq", "document") | first).content }}<|im_end|>
 
 """
+
+
+def engine(folder: Path, **options: Any) -> LLM:
+    return LLM(folder, kv_cache_memory="8MB", device="cpu", **options)
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -269,6 +269,26 @@ def is_beginning(part: RequestOutput, whole: RequestOutput) -> bool:
     return all(ours.token_ids == theirs.token_ids[: len(ours.token_ids)] for ours, theirs in pairs)
 
 
+def alone(tiny: Tiny, job: Job, **options: Any) -> RequestOutput:
+    engine = tiny.engine(**options)
+    (output,) = finish(engine, engine.make(job.prompt, job.params, lora_request=job.lora))
+    return output
+
+
+def check_outputs(tiny: Tiny, jobs: list[Job], requests: list[Request], **options: Any) -> None:
+    """Each says what it says alone, or the beginning of it if it was given up."""
+    check_against([alone(tiny, job, **options) for job in jobs], jobs, requests)
+
+
+def check_against(wanted: list[RequestOutput], jobs: list[Job], requests: list[Request]) -> None:
+    for whole, job, request in zip(wanted, jobs, requests, strict=True):
+        output = request.output()
+        if any(completion.finish_reason == "abort" for completion in output.outputs):
+            assert job.end is not None and is_beginning(output, whole)
+        else:
+            assert said(output) == said(whole)
+
+
 # ---- what must hold between two steps ----------------------------------------------------------------------
 
 

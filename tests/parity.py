@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import transformers
 from torch import Tensor
@@ -30,38 +28,18 @@ SIZES: dict[str, Any] = {
 CONFIGS = {"Gemma3": "Gemma3Text"}  # where a model's is not called as it is
 
 
-@pytest.fixture(scope="module")
-def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Any, Path]]:
-    """(transformers' model, the folder it was saved to), weights large enough that tokens differ"""
+def write_theirs(folder: Path, kind: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    """A model of transformers, which is saved to the folder, weights large enough that tokens differ"""
     transformers.utils.logging.disable_progress_bar()
-
-    def build(kind: str, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Path]:
-        torch.manual_seed(1)
-        sizes = {**SIZES, "initializer_range": 0.25, **options}
-        config = getattr(transformers, CONFIGS.get(kind, kind) + "Config")(**sizes)
-        model = getattr(transformers, kind + "ForCausalLM")(config).eval()
-        for name, parameter in model.named_parameters():
-            if name.endswith(("bias", "sinks")) or "norm" in name:
-                torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.3)
-        folder = tmp_path_factory.mktemp(kind)
-        model.to(dtype).save_pretrained(folder)
-        return model, folder
-
-    return build
-
-
-@pytest.fixture(scope="module")
-def known(make: Callable[..., tuple[Any, Path]]) -> Callable[..., tuple[Any, Path]]:
-    """The same, made once for all tests of a file, which leave it as it is"""
-    made: dict[tuple[str, str], tuple[Any, Path]] = {}
-
-    def find(kind: str, **options: Any) -> tuple[Any, Path]:
-        key = kind, repr(options)
-        if key not in made:
-            made[key] = make(kind, **options)
-        return made[key]
-
-    return find
+    torch.manual_seed(1)
+    sizes = {**SIZES, "initializer_range": 0.25, **options}
+    config = getattr(transformers, CONFIGS.get(kind, kind) + "Config")(**sizes)
+    model = getattr(transformers, kind + "ForCausalLM")(config).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith(("bias", "sinks")) or "norm" in name:
+            torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.3)
+    model.to(dtype).save_pretrained(folder)
+    return model
 
 
 def nmse(found: Tensor, wanted: Tensor) -> float:

@@ -9,7 +9,6 @@ import os
 import re
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -19,31 +18,25 @@ import httpx
 import openai
 import psutil
 from engines import LONG_LENGTH, check_idle
+from patience import PATIENCE, wait_until
 
 from infinilm import LLM, AsyncLLM, SamplingParams
 from infinilm.server import serve
 from infinilm.server.exchange import Settings
 from infinilm.server.sockets import inet_socket
 
-PATIENCE = 60.0  # seconds, for what takes milliseconds on an idle machine
 NAME = "tiny"
 MAX_LENGTH = LONG_LENGTH
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 GREEDY = {"temperature": 0, "ignore_eos": True}
 ENDLESS = {**GREEDY, "max_tokens": 90_000}
+DIGIT = {"type": "object", "properties": {"digit": {"enum": [1, 2]}}, "required": ["digit"]}
 THINKING_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}:"
     "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
     "{{ message.content }}\n{% endfor %}"
     "{{ reasoning_effort }}{% if enable_thinking is false %}quick:{% else %}<think>{% endif %}"
 )
-
-
-def wait_until(is_so: Callable[[], object], seconds: float = PATIENCE) -> None:
-    end = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.005)
 
 
 class Running:

@@ -19,7 +19,8 @@ from typing import Any
 import httpx
 import pytest
 from engines import VOCAB_SIZE, write_model
-from servers import PATIENCE, Running, read_until, request_of, running, wait_until
+from patience import PATIENCE, wait_until
+from servers import Running, read_until, request_of, running
 
 from infinilm.server.app import OPERATIONS
 from infinilm.server.exchange import Settings

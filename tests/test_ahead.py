@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -15,11 +14,12 @@ from engines import (
     VOCAB_SIZE,
     Job,
     Tiny,
+    alone,
     check_blocks,
     check_idle,
+    check_outputs,
     finish,
     generated,
-    is_beginning,
     prompt,
     random_jobs,
     random_prompt,
@@ -27,7 +27,7 @@ from engines import (
     said,
 )
 
-from infinilm import RequestOutput, SamplingParams, recording, runner
+from infinilm import SamplingParams, recording, runner
 from infinilm.engine.engine import Engine
 from infinilm.engine.request import NumericalError
 from infinilm.runner import Pending
@@ -39,13 +39,8 @@ GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=12)
 
 
 @pytest.fixture(autouse=True)
-def record_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def record_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "RECORDED_AT", 2)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Tiny:
-    return Tiny.at(tmp_path_factory.mktemp("tiny"))
 
 
 class Launches:
@@ -83,21 +78,6 @@ def plain_job(rng: random.Random, max_prompt: int, max_tokens: int, arrive_withi
         arrival=arrival,
         end=arrival + rng.randint(0, 8) if rng.random() < 0.1 else None,
     )
-
-
-def alone(tiny: Tiny, job: Job) -> RequestOutput:
-    engine = tiny.engine()
-    (output,) = finish(engine, engine.make(job.prompt, job.params))
-    return output
-
-
-def check_outputs(tiny: Tiny, jobs: list[Job], requests: list[Any]) -> None:
-    for job, request in zip(jobs, requests, strict=True):
-        wanted, output = alone(tiny, job), request.output()
-        if any(completion.finish_reason == "abort" for completion in output.outputs):
-            assert job.end is not None and is_beginning(output, wanted)
-        else:
-            assert said(output) == said(wanted)
 
 
 @pytest.mark.parametrize("seed, max_num_batched_tokens", list(enumerate([1, 5, 16, 33, 512])))

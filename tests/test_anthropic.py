@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
+from patience import PATIENCE, wait_until
 from servers import (
+    DIGIT,
     ENDLESS,
     GREEDY,
     HELLO,
     MAX_LENGTH,
     NAME,
-    PATIENCE,
     Running,
     answered,
     loading,
@@ -26,7 +27,6 @@ from servers import (
     request_of,
     running,
     texts,
-    wait_until,
 )
 
 from infinilm import LLM
@@ -308,7 +308,6 @@ def test_thinking_is_what_the_template_takes_it_for(thinker: Running) -> None:
 
 # ---- tools -------------------------------------------------------------------------------------------------
 
-DIGIT = {"type": "object", "properties": {"digit": {"enum": [1, 2]}}, "required": ["digit"]}
 TOOLS: list[Any] = [
     {"name": "dial", "description": "Dials", "input_schema": DIGIT},
     {"name": "ring", "input_schema": {"type": "object", "properties": {}}, "type": "custom"},

@@ -8,14 +8,14 @@ import random
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engines import PLACED, Tiny, check_idle, generated, is_beginning, prompt, said
+from patience import PATIENCE, until, wait_until, within_patience
 
 from infinilm import (
     AsyncLLM,
@@ -29,7 +29,6 @@ from infinilm import (
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-PATIENCE = 60.0  # seconds, for what takes milliseconds on an idle machine
 SAMPLED = SamplingParams(seed=1, ignore_eos=True, max_tokens=20, logprobs=1)
 ENDLESS = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None)  # minutes
 OPTIONS: dict[str, Any] = {"kv_cache_memory": "32MB", "block_size": 16, **PLACED}
@@ -42,25 +41,8 @@ def llm(folder: Path) -> Iterator[AsyncLLM]:
     made.shutdown()
 
 
-def within_patience(work: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(work, PATIENCE))
-
-
 async def outputs_of(llm: AsyncLLM, *args: Any, **options: Any) -> list[RequestOutput]:
     return [output async for output in llm.generate(*args, **options)]
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    """Fails by the patience of the test."""
-    while not is_so():
-        await asyncio.sleep(0.005)
-
-
-def wait_until(is_so: Callable[[], bool], seconds: float = PATIENCE) -> bool:
-    end = time.monotonic() + seconds
-    while not (found := is_so()) and time.monotonic() < end:
-        time.sleep(0.01)
-    return found
 
 
 @pytest.fixture(autouse=True)
@@ -273,7 +255,7 @@ def test_a_consumer_whose_loop_ends_leaves_nothing(llm: AsyncLLM) -> None:
         del task
 
     within_patience(begin())
-    assert wait_until(lambda: not llm.engine.has_work)
+    wait_until(lambda: not llm.engine.has_work)
     check_idle(llm.engine)
 
 
@@ -492,10 +474,10 @@ def test_a_loop_that_is_stuck_holds_up_nobody_and_nothing_piles_up_for_it(llm: A
 
     with ThreadPoolExecutor(1) as pool:
         stuck = pool.submit(within_patience, get_stuck())
-        assert wait_until(lambda: bool(llm._worker.listeners))
+        wait_until(lambda: llm._worker.listeners)
         for i in range(3):
             assert within_patience(outputs_of(llm, prompt(9, i), SAMPLED))[-1].finished
-        assert wait_until(lambda: not llm.engine.has_work)  # to the end, though nobody has read it
+        wait_until(lambda: not llm.engine.has_work)  # to the end, though nobody has read it
         may_go_on.set()
         assert len(stuck.result(PATIENCE).outputs[0].token_ids) == 300
 
@@ -506,7 +488,7 @@ def test_a_loop_that_was_closed_in_the_midst_of_an_answer_ends_the_request(llm: 
     for each in outputs:
         loop.run_until_complete(anext(each))
     loop.close()
-    assert wait_until(lambda: not llm.engine.has_work)
+    wait_until(lambda: not llm.engine.has_work)
     check_idle(llm.engine)
     assert not llm._worker.listeners
     assert within_patience(outputs_of(llm, prompt(5), SAMPLED))[-1].finished
@@ -526,7 +508,7 @@ def test_after_shutdown_what_waited_has_failed_and_no_thread_is_left(folder: Pat
 
     within_patience(cut_off())
     llm.shutdown()
-    assert wait_until(lambda: not our_threads())
+    wait_until(lambda: not our_threads())
 
 
 def test_threads_that_make_masks_end_with_the_engine(folder: Path) -> None:
@@ -534,7 +516,7 @@ def test_threads_that_make_masks_end_with_the_engine(folder: Path) -> None:
     params = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))
     assert within_patience(outputs_of(llm, prompt(5), params))[-1].outputs[0].text in ("yes", "no")
     llm.shutdown()
-    assert wait_until(lambda: not our_threads(), 10)
+    wait_until(lambda: not our_threads(), 10)
 
 
 def test_an_llm_that_nobody_holds_ends_its_threads(folder: Path) -> None:
@@ -543,7 +525,7 @@ def test_an_llm_that_nobody_holds_ends_its_threads(folder: Path) -> None:
     assert our_threads()
     del llm
     gc.collect()
-    assert wait_until(lambda: not our_threads())
+    wait_until(lambda: not our_threads())
 
 
 # Ends, with or without an error of its own, while the engine's thread is within a kernel.

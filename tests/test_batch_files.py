@@ -17,14 +17,13 @@ from typing import Any
 import pytest
 import tokenizers
 from engines import write_model
-from gguf_files import VOCAB_SIZE, llama_weights, write_folder
+from gguf_files import LETTERS, VOCAB_SIZE, llama_weights, write_folder
 from tokenizers import decoders, models
 
 from infinilm import LLM, SamplingParams
 from infinilm.batch_files import MAX_LINE, Answers, BatchRun, Counts, Line, Lines
 from infinilm.cli import main
 
-LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789ABCD"
 CACHE = "4MB"
 
 

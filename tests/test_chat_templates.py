@@ -7,12 +7,12 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psutil
 import pytest
+from patience import wait_until
 
 from infinilm.tokenizer import TokenizerError, chat
 from infinilm.tokenizer.chat import Renderer
@@ -310,23 +310,20 @@ def run(code: str, ending: str = "") -> int:
     return int(done.stdout)
 
 
-def is_gone(pid: int) -> bool:
-    deadline = time.monotonic() + 60
-    while psutil.pid_exists(pid) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return not psutil.pid_exists(pid)
+def wait_until_gone(pid: int) -> None:
+    wait_until(lambda: not psutil.pid_exists(pid))
 
 
 KILLED = "os.kill(os.getpid(), 9)"
 
 
 def test_a_forked_child_has_a_process_of_its_own_and_leaves_the_parents_alone():
-    assert is_gone(run(FORKS))
+    wait_until_gone(run(FORKS))
 
 
 @pytest.mark.parametrize("ending", ["", KILLED], ids=["exits", "is killed"])
 def test_the_process_ends_with_the_one_that_asked(ending):
-    assert is_gone(run("", ending))
+    wait_until_gone(run("", ending))
 
 
 def test_the_process_ends_with_the_one_that_asked_though_a_forked_child_lives_on():
@@ -336,6 +333,8 @@ def test_the_process_ends_with_the_one_that_asked_though_a_forked_child_lives_on
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as asking:
         assert asking.stdout is not None
         worker, child = int(asking.stdout.readline()), int(asking.stdout.readline())
-        gone, outlived = is_gone(worker), psutil.pid_exists(child)
-        os.kill(child, signal.SIGKILL)
-    assert gone and outlived
+        try:
+            wait_until_gone(worker)
+            assert psutil.pid_exists(child)
+        finally:
+            os.kill(child, signal.SIGKILL)

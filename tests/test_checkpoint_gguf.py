@@ -383,9 +383,9 @@ def test_a_hundred_thousand_strings_are_read_in_under_two_seconds():
     file = llama_file()
     file.set("tokenizer.ggml.tokens", gguf_files.strings([f"token {index}" for index in range(100_000)]))
     raw = file.encode()
-    start = time.perf_counter()
+    start = time.process_time()
     assert len(read_header(raw, PATH).metadata["tokenizer.ggml.tokens"]) == 100_000
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
 
 
 # What is wrong: llama.cpp's handcrafted files and those of its advisories, as a change and the rule it breaks

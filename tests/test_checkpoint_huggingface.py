@@ -235,10 +235,10 @@ def test_a_header_of_very_many_entries_is_refused_at_once(kind):
         b'"%d":%s' % (index, entry) for index in range(1_000_000 if kind == "metadata" else 200_000)
     )
     raw = encoded(b"{" + entries + b"}" if kind == "tensors" else b'{"__metadata__":{' + entries + b"}}")
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(CheckpointError, match="^tiny.safetensors: .* more than"):
         parsed(raw)
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 def test_a_shard_cut_at_any_page_is_refused(folder):

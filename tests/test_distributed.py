@@ -82,7 +82,10 @@ def parallel_gradients(rank: int, size: int, communicator) -> dict:
     for layer in (up, down):
         layer.requires_grad_()
     down(F.gelu(up(x))).square().sum().backward()
-    return {"x": x.grad, "up": up.weight.grad, "down": down.weight.grad, "bias": down.bias.grad}
+    grads = {"x": x.grad, "up": up.weight.grad, "down": down.weight.grad, "bias": down.bias.grad}
+    up.zero_grad()
+    communicator.all_gather(F.gelu(up(x))).square().sum().backward()
+    return {**grads, "gathered": up.weight.grad}
 
 
 def disagreement(communicator, rank: int, size: int) -> dict:
@@ -90,6 +93,7 @@ def disagreement(communicator, rank: int, size: int) -> dict:
     told = {}
     calls = {
         "shape": lambda: communicator.all_gather(torch.zeros(3 + rank)),
+        "dim": lambda: communicator.all_gather(torch.zeros(3, 3), dim=-1 - rank % 2),
         "dtype": lambda: communicator.all_reduce(torch.zeros(3, dtype=DTYPES[rank])),
         "call": lambda: (
             communicator.all_reduce(torch.zeros(3)) if rank else communicator.broadcast(torch.zeros(3))
@@ -171,11 +175,11 @@ def test_row_after_column_is_the_unsharded_result_on_every_rank(ranks, name):
 
 
 def test_gradients_are_those_of_the_unsharded_layers_or_a_ranks_part_of_them(ranks):
-    whole, found = parallel_gradients(0, 1, None), [rank["gradients"] for rank in ranks]
+    whole, found = parallel_gradients(0, 1, LocalCommunicator()), [rank["gradients"] for rank in ranks]
     for rank in found:
         torch.testing.assert_close(rank["bias"], whole["bias"], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(sum(rank["x"] for rank in found), whole["x"], rtol=1e-5, atol=1e-5)
-    for name, dim in (("up", 0), ("down", 1)):
+    for name, dim in (("up", 0), ("down", 1), ("gathered", 0)):
         joined = torch.cat([rank[name] for rank in found], dim)
         torch.testing.assert_close(joined, whole[name], rtol=1e-5, atol=1e-5)
 
@@ -189,7 +193,8 @@ def test_ranks_that_call_differently_are_all_told_and_can_go_on(ranks):
         told = dict(rank["disagreement"])
         assert told.pop("after") == len(ranks)
         if len(ranks) > 1:
-            assert "all_gather of torch.float32 (3,); all_gather of torch.float32 (4,)" in told["shape"]
+            assert "along 0 of torch.float32 (3,); all_gather along 0 of torch.float32 (4,)" in told["shape"]
+            assert "all_gather along 1 of torch.float32 (3, 3); all_gather along 0 of" in told["dim"]
             assert "torch.float32 (3,); all_reduce of torch.bfloat16 (3,)" in told["dtype"]
             assert (
                 "broadcast from rank 0 of torch.float32 (3,); all_reduce of torch.float32 (3,)"
@@ -258,6 +263,15 @@ def test_after_a_failure_the_next_collectives_fail_at_once_and_say_why(failures,
 # One process
 
 
+def test_after_an_interrupt_the_next_collectives_fail_as_the_peers_are_elsewhere(group_of_one, monkeypatch):
+    communicator = TorchCommunicator()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(communicator, "_allgather", lambda *_, **__: signal.raise_signal(signal.SIGINT))
+        communicator.all_reduce(torch.ones(1))
+    with pytest.raises(CommunicationError, match="all_reduce on rank 0 of 1 was interrupted; restart"):
+        communicator.broadcast(torch.ones(1))
+
+
 def test_communicator_without_a_process_group_is_refused_with_the_way_out():
     with pytest.raises(ValueError, match=r"init_process_group first, or use LocalCommunicator\(\)"):
         TorchCommunicator()
@@ -297,6 +311,13 @@ def group_of_one(tmp_path):
     dist.init_process_group("gloo", f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know")
+def test_collectives_may_stand_in_what_torch_compiles(group_of_one):
+    communicator = TorchCommunicator()
+    compiled = torch.compile(lambda x: communicator.all_reduce(x + 1) * 2, backend="eager")
+    assert compiled(torch.ones(2)).tolist() == [4.0, 4.0]
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("inf"), float("nan"), 1e-9, 1e6])

@@ -11,6 +11,7 @@ import torch
 from downloads import (
     LAST_TOKEN,
     PROMPTS,
+    engine,
     last_state,
     tokens_of,
     write_embedder,
@@ -23,7 +24,7 @@ from downloads import (
 from parity import nmse
 from servers import NAME, answered, error_of, running
 
-from infinilm import LLM, RequestError, runner
+from infinilm import RequestError, runner
 from infinilm.checkpoint import CheckpointError
 from infinilm.models.llama import LlamaForCausalLM
 
@@ -43,10 +44,6 @@ def check_close(found: list[float], wanted: torch.Tensor) -> None:
     ours = torch.tensor(found)
     assert torch.nn.functional.cosine_similarity(ours, wanted, dim=0) > 1 - 1e-6
     assert nmse(ours, wanted) <= 1e-9
-
-
-def engine(folder: Path, **options: Any) -> LLM:
-    return LLM(folder, kv_cache_memory="8MB", device="cpu", **options)
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,7 @@ from engines import (
     said,
     write_model,
 )
+from patience import until, within_patience
 from torch import Tensor
 
 from infinilm import LLM, AsyncLLM, EngineConfig, RequestError, SamplingParams, load_model, runner
@@ -39,13 +40,7 @@ from infinilm.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-PATIENCE = 60.0
 ENDLESS = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return Tiny.at(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture
@@ -60,15 +55,6 @@ def alone(tiny: Tiny, token_ids: Sequence[int]) -> Tensor:
     with torch.inference_mode():
         states: Tensor = tiny.model.model(torch.tensor([token_ids], device=tiny.model.device))
     return states[0, -1].cpu()
-
-
-def within_patience(work: Any) -> Any:
-    return asyncio.run(asyncio.wait_for(work, PATIENCE))
-
-
-async def until(is_so: Any) -> None:
-    while not is_so():
-        await asyncio.sleep(0.005)
 
 
 def test_the_state_is_that_of_transformers(tmp_path: Path) -> None:

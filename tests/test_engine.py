@@ -19,11 +19,13 @@ from engines import (
     VOCAB_SIZE,
     Job,
     Tiny,
+    alone,
+    check_against,
     check_idle,
+    check_outputs,
     check_requests,
     finish,
     generated,
-    is_beginning,
     prompt,
     random_jobs,
     random_params,
@@ -38,11 +40,9 @@ from infinilm import (
     EngineConfig,
     QueueFull,
     RequestError,
-    RequestOutput,
     SamplingParams,
     StructuredOutputsParams,
     load_model,
-    runner,
 )
 from infinilm.batch import Stream
 from infinilm.draw import adjusted, uniform
@@ -52,7 +52,7 @@ from infinilm.engine.request import Request
 from infinilm.models.llama import LlamaForCausalLM
 from infinilm.tokenizer import Tokenizer
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "record_at_once")
 
 ROUNDED = pytest.mark.skipif(
     DEVICE != "cpu", reason="on a GPU numbers are rounded by the company they are in"
@@ -61,36 +61,6 @@ SHARED = pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU prompts and answer
 BLOCK = 16
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=12)
 SAMPLED = SamplingParams(temperature=1.0, ignore_eos=True, max_tokens=12, seed=7, logprobs=2)
-
-
-@pytest.fixture(autouse=True)
-def record_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few steps here come often enough to be recorded, but most shall be."""
-    monkeypatch.setattr(runner, "RECORDED_AT", 1)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Tiny:
-    return Tiny.at(tmp_path_factory.mktemp("tiny"))
-
-
-def alone(tiny: Tiny, job: Job, **options: Any) -> RequestOutput:
-    engine = tiny.engine(**options)
-    (output,) = finish(engine, engine.make(job.prompt, job.params))
-    return output
-
-
-def check_outputs(tiny: Tiny, jobs: list[Job], requests: list[Request], **options: Any) -> None:
-    check_against([alone(tiny, job, **options) for job in jobs], jobs, requests)
-
-
-def check_against(wanted: list[RequestOutput], jobs: list[Job], requests: list[Request]) -> None:
-    for whole, job, request in zip(wanted, jobs, requests, strict=True):
-        output = request.output()
-        if any(completion.finish_reason == "abort" for completion in output.outputs):
-            assert job.end is not None and is_beginning(output, whole)
-        else:
-            assert said(output) == said(whole)
 
 
 # ---- the same bits in any company --------------------------------------------------------------------------

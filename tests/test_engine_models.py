@@ -12,32 +12,32 @@ from engines import (
     VOCAB_SIZE,
     Job,
     Tiny,
+    check_against,
     check_idle,
     finish,
     generated,
-    is_beginning,
     prompt,
     random_jobs,
     run,
-    said,
     write_model,
 )
-from parity import make
 from test_models import MODELS
 
-from infinilm import EngineConfig, RequestOutput, load_model, runner
+from infinilm import EngineConfig, RequestOutput, load_model
 from infinilm.engine.engine import Engine
 from infinilm.models.llama import LlamaForCausalLM
 
-__all__ = ["make"]
+pytestmark = pytest.mark.usefixtures("record_at_once")
 
 KINDS = ["phi3, window", "phi4-mini", "olmo2", "smollm3", "gemma2", "gemma3", "granite", "qwen3moe", "gptoss"]
 MAX_LENGTH = 60
 
 
-@pytest.fixture(autouse=True)
-def record_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "RECORDED_AT", 1)
+def tiny_of(make: Any, folder: Path, kind: str, **options: Any) -> Tiny:
+    """A model of this kind that has the vocabulary of the tiny model's tokenizer"""
+    _, saved = make(kind, **{**options, "vocab_size": VOCAB_SIZE})
+    _, tokenizer = load_model(write_model(folder / "words"))
+    return Tiny(saved, LlamaForCausalLM.from_pretrained(saved), tokenizer)
 
 
 def engine_of(tiny: Tiny, num_blocks: int, is_ahead: bool = False) -> Engine:
@@ -57,9 +57,7 @@ def test_every_request_of_a_mix_says_what_it_says_alone(
 ) -> None:
     """Whether steps are read at once or run ahead"""
     kind, options = MODELS[name]
-    _, folder = make(kind, **{**options, "vocab_size": VOCAB_SIZE})
-    _, tokenizer = load_model(write_model(tmp_path / "words"))
-    tiny = Tiny(folder, LlamaForCausalLM.from_pretrained(folder), tokenizer)
+    tiny = tiny_of(make, tmp_path, kind, **options)
     jobs = random_jobs(random.Random(7), 12, 40, 16, arrive_within=15)
     wanted = [alone(tiny, job) for job in jobs]
     for is_ahead in (False, True):
@@ -67,8 +65,7 @@ def test_every_request_of_a_mix_says_what_it_says_alone(
         requests = run(engine, jobs, 3, random.Random(8))
         check_idle(engine)
         assert any(request.metrics.num_preemptions for request in requests)
-        for job, request, whole in zip(jobs, requests, wanted, strict=True):
-            check(job, request.output(), whole)
+        check_against(wanted, jobs, requests)
 
 
 def alone(tiny: Tiny, job: Job) -> RequestOutput:
@@ -77,36 +74,25 @@ def alone(tiny: Tiny, job: Job) -> RequestOutput:
     return output
 
 
-def check(job: Job, output: RequestOutput, wanted: RequestOutput) -> None:
-    if any(completion.finish_reason == "abort" for completion in output.outputs):
-        assert job.end is not None and is_beginning(output, wanted)
-    else:
-        assert said(output) == said(wanted)
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_an_engine_says_what_generate_says_and_records_it(name: str, make: Any, tmp_path: Path) -> None:
     kind, options = MODELS[name]
-    _, folder = make(kind, **{**options, "vocab_size": VOCAB_SIZE})
-    _, tokenizer = load_model(write_model(tmp_path / "words"))
-    model = LlamaForCausalLM.from_pretrained(folder)
-    engine = engine_of(Tiny(folder, model, tokenizer), 16)
+    tiny = tiny_of(make, tmp_path, kind, **options)
+    engine = engine_of(tiny, 16)
     output = generated(engine, prompt(24), max_tokens=30)
-    assert output.outputs[0].token_ids == model.generate([prompt(24)], 30)[0, 24:].tolist()
+    assert output.outputs[0].token_ids == tiny.model.generate([prompt(24)], 30)[0, 24:].tolist()
     assert engine.runner.obstacle == ""
 
 
 def test_what_keeps_a_step_from_being_recorded_is_known_and_changes_no_token(
     make: Any, tmp_path: Path
 ) -> None:
-    _, folder = make("Llama", vocab_size=VOCAB_SIZE)
-    _, tokenizer = load_model(write_model(tmp_path / "words"))
-    model = LlamaForCausalLM.from_pretrained(folder)
-    plain, logits = engine_of(Tiny(folder, model, tokenizer), 16), model.logits
+    tiny = tiny_of(make, tmp_path, "Llama")
+    plain, logits = engine_of(tiny, 16), tiny.model.logits
     wanted = generated(plain, prompt(9), max_tokens=12).outputs[0].token_ids
     assert plain.runner.obstacle == ""
-    model.logits = lambda states: logits(states) * 1.0  # by torch, which no recording has
-    engine = engine_of(Tiny(folder, model, tokenizer), 16)
+    tiny.model.logits = lambda states: logits(states) * 1.0  # by torch, which no recording has
+    engine = engine_of(tiny, 16)
     assert generated(engine, prompt(9), max_tokens=12).outputs[0].token_ids == wanted
     assert "mul" in engine.runner.obstacle and "replay would leave it out" in engine.runner.obstacle
     assert not engine.runner._recordings
@@ -115,10 +101,8 @@ def test_what_keeps_a_step_from_being_recorded_is_known_and_changes_no_token(
 def test_a_step_too_large_to_be_recorded_leaves_smaller_ones_their_recordings(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, folder = make("Llama", vocab_size=VOCAB_SIZE)
-    _, tokenizer = load_model(write_model(tmp_path / "words"))
-    model = LlamaForCausalLM.from_pretrained(folder)
-    engine, step = engine_of(Tiny(folder, model, tokenizer), 16), model.step
+    tiny = tiny_of(make, tmp_path, "Llama")
+    engine, step = engine_of(tiny, 16), tiny.model.step
     wanted = generated(engine, prompt(9), max_tokens=12).outputs[0].token_ids
 
     def few(batch: Any, *rest: Any) -> Any:
@@ -126,8 +110,8 @@ def test_a_step_too_large_to_be_recorded_leaves_smaller_ones_their_recordings(
         states, logits = step(batch, *rest)
         return states, logits if len(batch.token_ids) < 9 else logits * 1.0
 
-    monkeypatch.setattr(model, "step", few)
-    engine = engine_of(Tiny(folder, model, tokenizer), 16)
+    monkeypatch.setattr(tiny.model, "step", few)
+    engine = engine_of(tiny, 16)
     assert generated(engine, prompt(9), max_tokens=12).outputs[0].token_ids == wanted
     assert engine.runner.obstacle and engine.runner.refused_from == 9
     assert list(engine.runner._recordings) == [(1, 1)]

@@ -11,22 +11,21 @@ import pytest
 import torch
 from engines import VOCAB_SIZE, finish, prompt, write_model
 from loras import adapter
-from parity import make, nmse
+from parity import nmse
 from parity import prompt as token_ids
 from test_models import MODELS, QWEN_EXPERTS, has_experts, write_mxfp4
 from torch import Tensor
 
 import infinicore
-from infinilm import LLM, DynamicCache, EngineConfig, RequestOutput, SamplingParams, load_model, runner
+from infinilm import LLM, DynamicCache, EngineConfig, RequestOutput, SamplingParams, load_model
 from infinilm.checkpoint.staging import Staging
 from infinilm.engine.engine import Engine
 from infinilm.models import registry
 from infinilm.models.llama import LlamaForCausalLM
 
-__all__ = ["make"]
-
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("record_at_once"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
 ]
 
@@ -138,11 +137,6 @@ def test_logits_in_bfloat16_are_near_those_of_a_cpu_in_float32(name: str, make: 
 
 
 # ---- through an engine -------------------------------------------------------------------------------------
-
-
-@pytest.fixture(autouse=True)
-def record_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "RECORDED_AT", 1)
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import json
 import random
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -19,7 +20,7 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from infinilm.engine.grammar import GrammarCompiler, Matcher
+from infinilm.engine.grammar import GrammarCompiler, Matcher, check_enforceable
 from infinilm.engine.grammar_schema import loosened
 from infinilm.engine.grammar_trial import COMPILE_STACK, call_with_stack
 from infinilm.engine.request import RequestError
@@ -567,6 +568,19 @@ def test_a_grammar_is_tried_out_once(tiny: Case, monkeypatch: pytest.MonkeyPatch
         tiny.compile(regex="another")
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_trial_that_others_ended_is_no_fault_of_the_grammar_and_made_again(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    (tmp_path / "trial.py").write_text(f"import os; os.kill(os.getpid(), {number})")
+    wanted = StructuredOutputsParams(regex=f"ended by {number}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("infinilm.engine.grammar.PROGRAM", str(tmp_path / "trial.py"))
+        with pytest.raises(RuntimeError, match=f"ended with status -{number}"):
+            check_enforceable(wanted)
+    check_enforceable(wanted)
+
+
 def test_a_trial_that_was_killed_is_none_where_nobody_tells_how_children_end(
     tiny: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -590,6 +604,29 @@ def test_a_thread_that_cannot_start_is_no_fault_of_the_grammar(
     monkeypatch.setattr(threading.Thread, "start", fail)
     with pytest.raises(RuntimeError, match="can't start new thread"):
         tiny.compile(regex="threads")
+
+
+# Each child is forked while another thread begins threads with stacks of their own.
+FORKING = """
+import os, signal, threading
+from infinilm.engine.grammar_trial import call_with_stack
+
+def keep_busy():
+    while True:
+        call_with_stack(1 << 20, int)
+
+threading.Thread(target=keep_busy, daemon=True).start()
+for _ in range(8):
+    if os.fork() == 0:
+        signal.alarm(60)
+        os._exit(call_with_stack(1 << 20, threading.stack_size))
+    print(os.wait()[1])
+"""
+
+
+def test_a_fork_leaves_no_child_waiting_for_a_thread_of_its_parent() -> None:
+    child = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, text=True, timeout=120)
+    assert child.stdout.split() == ["0"] * 8, child.stderr
 
 
 def test_a_tokenizer_goes_with_the_compiler_that_was_made_for_it() -> None:

@@ -19,12 +19,14 @@ import infinicore
 from infinicore import _native, nn, ops
 from infinicore.ops.samples import random_blocks
 from infinicore.quantization import BlockType
-from infinilm import DynamicCache, cache, runner
+from infinilm import DynamicCache, cache
 from infinilm.batch import Stream
 from infinilm.config import LlamaConfig
 from infinilm.models.llama import LlamaForCausalLM
 from infinilm.sampling import SamplingParams
 from infinilm.work import Work
+
+pytestmark = pytest.mark.usefixtures("record_at_once")
 
 LENGTH, FEW = 40, 7
 NUM_REAL_LAYERS = 3
@@ -52,12 +54,6 @@ def model(
             yield dense_model(tmp_path_factory.mktemp("dense"), getattr(torch, detail))
         else:
             yield block_model(BlockType[kind], BITS.get(detail, 12))
-
-
-@pytest.fixture(autouse=True)
-def record_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step shall be recorded when it first comes."""
-    monkeypatch.setattr(runner, "RECORDED_AT", 1)
 
 
 def is_tiny(model: LlamaForCausalLM) -> bool:

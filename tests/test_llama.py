@@ -14,7 +14,7 @@ import gguf_files
 import pytest
 import torch
 import transformers
-from parity import BFLOAT16_BAR, FLOAT32_BAR, SIZES, check_greedy, check_parity, known, make, nmse, prompt
+from parity import BFLOAT16_BAR, FLOAT32_BAR, SIZES, check_greedy, check_parity, nmse, prompt
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -36,8 +36,6 @@ from infinilm.models.llama import (
 )
 from infinilm.models.mistral import MistralConfig
 from infinilm.models.qwen import Qwen2Config, Qwen3Config
-
-__all__ = ["known", "make"]
 
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),

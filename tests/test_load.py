@@ -20,7 +20,8 @@ from typing import Any
 import engines
 import httpx
 import pytest
-from servers import NAME, PATIENCE, Running, running, wait_until
+from patience import PATIENCE, wait_until
+from servers import NAME, Running
 
 from infinilm import LLM, SamplingParams
 from infinilm.load import percentile
@@ -44,12 +45,6 @@ Told = dict[int, tuple[str, str]]  # by choice: its text, and why it ended
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return engines.write_model(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Running]:
-    with running(folder) as made:
-        yield made
 
 
 # ---- what is asked ----

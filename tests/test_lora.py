@@ -18,10 +18,11 @@ from engines import (
     VOCAB_SIZE,
     Job,
     Tiny,
+    alone,
     check_idle,
+    check_outputs,
     finish,
     generated,
-    is_beginning,
     is_same,
     prompt,
     random_jobs,
@@ -30,7 +31,7 @@ from engines import (
     write_model,
 )
 from loras import ALL, adapter
-from parity import make, nmse
+from parity import nmse
 from parity import prompt as token_ids
 from test_models import MODELS
 from torch import Tensor
@@ -45,14 +46,13 @@ from infinilm import (
     RequestError,
     SamplingParams,
     load_model,
-    runner,
 )
 from infinilm.adapters import AdaptedModel, Adapter
 from infinilm.engine.engine import Engine
 from infinilm.models.llama import LlamaForCausalLM
 from infinilm.models.lora import read_adapter
 
-__all__ = ["make"]
+pytestmark = pytest.mark.usefixtures("record_at_once")
 
 BAR = 1e-9
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -88,11 +88,6 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "granite, all layers": ("Granite", MODELS["granite"][1], {"target_modules": list(ALL)}),
     **{name: (*model, {"target_modules": r".*\.self_attn\.\w+_proj"}) for name, model in MODELS.items()},
 }
-
-
-@pytest.fixture(autouse=True)
-def record_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "RECORDED_AT", 1)
 
 
 # ---- against PEFT ------------------------------------------------------------------------------------------
@@ -169,19 +164,13 @@ RANKS = {"small": 4, "large": 9}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2, prompt_logprobs=1)
 
 
-def alone(tiny: Tiny, job: Job) -> Any:
-    engine = tiny.engine()
-    (output,) = finish(engine, engine.make(job.prompt, job.params, lora_request=job.lora))
-    return said(output)
-
-
 @pytest.mark.parametrize("num_batched", [512, 24], ids=["whole", "cut"])
 def test_two_adapters_and_none_in_one_batch_say_what_each_says_alone(
     num_batched: int, tiny: Tiny, loras: list[LoRARequest], one_thread: None
 ) -> None:
     jobs = [Job(prompt(50), GREEDY, lora=lora) for lora in (None, *loras, None, *loras)]
     found = [said(request.output()) for request in run(tiny.engine(max_num_batched_tokens=num_batched), jobs)]
-    wanted = [alone(tiny, job) for job in jobs]
+    wanted = [said(alone(tiny, job)) for job in jobs]
     assert found == wanted
     assert len({tuple(outputs[0].token_ids) for _, outputs, *_ in found}) == 3
 
@@ -190,7 +179,7 @@ def test_a_request_without_adapter_says_what_it_says_where_none_was_ever_loaded(
     tiny: Tiny, loras: list[LoRARequest], one_thread: None, level: str
 ) -> None:
     engine, plain = tiny.engine(), Job(prompt(40), GREEDY)
-    before = alone(tiny, plain)
+    before = said(alone(tiny, plain))
     generated(engine, prompt(30), lora=loras[0])
     together = [plain, Job(prompt(30), GREEDY, lora=loras[1])]
     assert said(run(engine, together)[0].output()) == before
@@ -210,13 +199,7 @@ def test_every_request_of_a_random_mix_says_what_it_says_alone(
     requests = run(engine, jobs, 3, rng)
     check_idle(engine)
     assert any(request.metrics.num_preemptions for request in requests)
-    for job, request in zip(jobs, requests, strict=True):
-        output, whole = request.output(), tiny.engine()
-        (wanted,) = finish(whole, whole.make(job.prompt, job.params, lora_request=job.lora))
-        if any(completion.finish_reason == "abort" for completion in output.outputs):
-            assert job.end is not None and is_beginning(output, wanted)
-        else:
-            assert said(output) == said(wanted)
+    check_outputs(tiny, jobs, requests)
 
 
 def test_a_prefix_is_found_by_requests_of_the_same_adapter_alone(
@@ -247,7 +230,7 @@ def test_guesses_change_nothing_of_what_an_adapter_says(
     draft = tiny if method == "draft_model" else None
     config |= {"model": "itself"} if draft else {}
     engine = tiny.engine(draft=draft, speculative_config=config)
-    assert [said(request.output()) for request in run(engine, jobs)] == [alone(tiny, job) for job in jobs]
+    check_outputs(tiny, jobs, run(engine, jobs))
     assert engine.counts.draft_tokens > 0
 
 
@@ -287,7 +270,7 @@ def test_an_adapter_is_read_once_and_the_one_longest_unused_makes_room(
     for same in (loras[0], replace(loras[0], lora_path=str(loras[0].lora_path), lora_name="another")):
         assert engine.make(prompt(4), GREEDY, lora_request=same).adapter is first
     both = [Job(prompt(30), GREEDY, lora=lora) for lora in loras]
-    assert [said(request.output()) for request in run(engine, both)] == [alone(tiny, job) for job in both]
+    check_outputs(tiny, both, run(engine, both))
     assert engine.make(prompt(4), GREEDY, lora_request=loras[0]).adapter is not first
 
 
@@ -298,7 +281,7 @@ def test_a_folder_that_was_written_anew_is_read_anew_under_another_number(tiny: 
     jobs = [Job(prompt(30), GREEDY, lora=lora) for lora in (first, second)]
     assert engine.make(prompt(4), GREEDY, lora_request=first).adapter is before
     says, says_now = [said(request.output()) for request in run(engine, jobs)]
-    assert says != says_now == alone(tiny, jobs[1])
+    assert says != says_now == said(alone(tiny, jobs[1]))
 
 
 def test_what_is_no_adapter_request_is_refused(tiny: Tiny, loras: list[LoRARequest]) -> None:

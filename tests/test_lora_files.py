@@ -12,14 +12,11 @@ import pytest
 import torch
 from engines import Tiny
 from loras import tensors_for, write_adapter
-from parity import make
 from torch import Tensor
 
 from infinilm.checkpoint import CheckpointError
 from infinilm.models.llama import LlamaForCausalLM
 from infinilm.models.lora import read_adapter
-
-__all__ = ["make"]
 
 LAYER = "base_model.model.model.layers.1.self_attn.q_proj"
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from parity import BFLOAT16_BAR, FLOAT32_BAR, check_greedy, check_parity, known, make, nmse, prompt
+from parity import BFLOAT16_BAR, FLOAT32_BAR, check_greedy, check_parity, nmse, prompt
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -18,8 +18,6 @@ from infinicore.quantization import QuantizedTensor
 from infinilm.checkpoint import CheckpointError, open_checkpoint
 from infinilm.models.description import describe
 from infinilm.models.llama import LlamaForCausalLM
-
-__all__ = ["known", "make"]
 
 LONGROPE = {
     "rope_type": "longrope",

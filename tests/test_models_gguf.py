@@ -12,15 +12,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from parity import make, prompt
+from parity import prompt
 from safetensors.torch import load_file
 from test_models import LONGROPE, MODELS
 from torch import Tensor
 
 from infinilm.checkpoint import CheckpointError
 from infinilm.models.llama import LlamaForCausalLM
-
-__all__ = ["make"]
 
 Weights = dict[str, Tensor]
 

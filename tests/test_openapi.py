@@ -12,7 +12,8 @@ import engines
 import hypothesis
 import pytest
 from hypothesis import HealthCheck
-from servers import PATIENCE, Running, running
+from patience import PATIENCE
+from servers import Running, running
 
 from infinilm.server.app import DOCUMENT, OPERATIONS
 

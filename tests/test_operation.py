@@ -23,8 +23,9 @@ import psutil
 import pytest
 import torch
 from engines import write_model
+from patience import PATIENCE, wait_until
 from prometheus_client.parser import text_string_to_metric_families
-from servers import ENDLESS, GREEDY, NAME, PATIENCE, Running, read_until, running, wait_until
+from servers import ENDLESS, GREEDY, NAME, Running, read_until, running
 
 from infinilm import AsyncLLM, cli
 from infinilm.engine.stats import Histogram

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from browser import PROGRAM, Browser, Tab
+from patience import wait_until
 from servers import Running, running
 
 from infinilm.server.pages import HEADERS, page_files
@@ -563,9 +564,7 @@ def test_a_conversation_is_exported_as_json_and_as_markdown(tab: Tab, server: Se
     choose(tab, "export-json")
     choose(tab, "export-markdown")
     as_json, as_markdown = (tab.browser.downloads / f"What-is-2-2.{ending}" for ending in ("json", "md"))
-    deadline = time.monotonic() + 30
-    while not (as_json.exists() and as_markdown.exists()) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until(lambda: as_json.exists() and as_markdown.exists())
     messages = json.loads(as_json.read_text())["messages"]
     assert [message["content"] for message in messages] == ["What is 2 + 2?", "It is **4**."]
     lines = ["# What is 2 + 2?", "## You", "What is 2 + 2?", "## Answer", "It is **4**."]

@@ -14,7 +14,8 @@ from typing import Any
 import httpx
 import pytest
 from engines import HIDDEN, VOCAB_SIZE, write_model
-from servers import NAME, Running, answered, error_of, request_of, running, wait_until
+from patience import wait_until
+from servers import NAME, Running, answered, error_of, request_of, running
 
 from infinilm import LLM, SamplingParams
 from infinilm.models.judging import ASKED, PLAIN

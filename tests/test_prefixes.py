@@ -22,11 +22,6 @@ from infinilm.whole_file import remove_abandoned
 PARAMS = SamplingParams(temperature=1.0, seed=3, max_tokens=6, logprobs=2, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Tiny:
-    return Tiny.at(tmp_path_factory.mktemp("tiny"))
-
-
 def answer(engine: Engine, token_ids: list[int], salt: str | None = None) -> RequestOutput:
     (output,) = finish(engine, engine.make(token_ids, PARAMS, cache_salt=salt))
     return output

@@ -31,7 +31,7 @@ def source_files() -> set[str]:
         for package in ("csrc", "infinicore", "infinilm", "benchmarks")
         for path in (ROOT / package).rglob("*")
     )
-    return {name_of(path) for path in files if path.suffix in (".py", ".cpp", ".h")}
+    return {name_of(path) for path in files if path.suffix in (".py", ".cpp", ".h", ".cu")}
 
 
 def file_map() -> dict[str, str]:

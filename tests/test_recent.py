@@ -11,11 +11,6 @@ from infinilm.engine.engine import Engine
 from infinilm.engine.recent import Recent, num_shared
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Tiny:
-    return Tiny.at(tmp_path_factory.mktemp("tiny"))
-
-
 def changed(token_ids: list[int], *positions: int) -> list[int]:
     """The same, but for the tokens at these positions"""
     return [VOCAB_SIZE - 1 - each if at in positions else each for at, each in enumerate(token_ids)]

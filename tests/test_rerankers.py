@@ -9,10 +9,18 @@ import gguf
 import pytest
 import torch
 import transformers
-from downloads import PAIR_TEMPLATE, write_gguf, write_json, write_model, write_modules, write_tokenizer
+from downloads import (
+    PAIR_TEMPLATE,
+    engine,
+    write_gguf,
+    write_json,
+    write_model,
+    write_modules,
+    write_tokenizer,
+)
 from servers import answered, error_of, running
 
-from infinilm import LLM, RequestError
+from infinilm import RequestError
 from infinilm.checkpoint import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -25,10 +33,6 @@ BEFORE = (
     'Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
 )
 AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-
-
-def engine(folder: Path, **options: Any) -> LLM:
-    return LLM(folder, kv_cache_memory="8MB", device="cpu", **options)
 
 
 def write_reranker(folder: Path, **config: Any) -> Any:

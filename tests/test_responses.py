@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pydantic
 import pytest
-from servers import GREEDY, NAME, Running, answered, error_of, named_events, read_until, running, texts
+from servers import DIGIT, GREEDY, NAME, Running, answered, error_of, named_events, read_until, running, texts
 
 from infinilm import LLM
 from infinilm.engine.request import CompletionOutput
@@ -263,7 +263,6 @@ def test_thoughts_are_an_item_of_their_own(thinker: Running, monkeypatch: pytest
 
 # ---- tools -------------------------------------------------------------------------------------------------
 
-DIGIT = {"type": "object", "properties": {"digit": {"enum": [1, 2]}}, "required": ["digit"]}
 DIAL = {"type": "function", "name": "dial", "description": "Dials", "parameters": DIGIT, "strict": False}
 WORD = {"type": "grammar", "syntax": "regex", "definition": "(ab|cd)\n"}
 TOOLS: list[Any] = [

@@ -20,7 +20,7 @@ from typing import IO, Any, TextIO, cast
 import httpx
 import pytest
 from engines import write_model
-from servers import PATIENCE, wait_until
+from patience import PATIENCE, wait_until
 
 from infinilm.cli import main, parser
 from infinilm.cli.serve import api_keys

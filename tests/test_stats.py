@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engines import Tiny, finish, generated, prompt, said
+from patience import PATIENCE, until, within_patience
 
 from infinilm import AsyncLLM, EngineDead, RequestOutput, SamplingParams
 from infinilm.engine.stats import Counts, Progress
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-PATIENCE = 60.0
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=5)
 OPTIONS: dict[str, Any] = {"kv_cache_memory": "32MB", "block_size": 16}
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return Tiny.at(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture
@@ -33,18 +28,9 @@ def llm(tiny: Tiny) -> Iterator[AsyncLLM]:
     made.shutdown()
 
 
-def within_patience(work: Any) -> Any:
-    return asyncio.run(asyncio.wait_for(work, PATIENCE))
-
-
 async def last_of(llm: AsyncLLM, *args: Any, **options: Any) -> RequestOutput:
     *_, output = [output async for output in llm.generate(*args, **options)]
     return output
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    while not is_so():
-        await asyncio.sleep(0.005)
 
 
 # ---- counts ------------------------------------------------------------------------------------------------

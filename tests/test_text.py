@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -29,11 +28,6 @@ class Pieces:
 
     def token_bytes(self, token_id: int) -> bytes:
         return self.pieces[token_id]
-
-
-@pytest.fixture(scope="session")
-def smollm(default_model_metadata: Any) -> Tokenizer:
-    return Tokenizer.from_gguf(default_model_metadata)
 
 
 def grow(tokenizer: Any, ids: Sequence[int], **params: Any) -> tuple[list[str], str | None]:

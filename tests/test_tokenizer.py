@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import json
+import resource
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -23,11 +24,6 @@ from infinilm.tokenizer.pieces import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFIN
 RECORDED = json.loads((Path(__file__).parent / "data" / "smollm2_tokenizer.json").read_text())
 FAMILY = "👩‍👩‍👧‍👦"
 HARD_TEXTS = [case["text"] for case in RECORDED["texts"]]
-
-
-@pytest.fixture(scope="session")
-def smollm(default_model_metadata) -> Tokenizer:
-    return Tokenizer.from_gguf(default_model_metadata)
 
 
 # --- The default model, against the recording ---------------------------------------------------------------
@@ -52,6 +48,16 @@ def test_chats_are_rendered_and_encoded_as_by_transformers(smollm, case):
     arguments = (case["messages"], case["add_generation_prompt"])
     assert smollm.apply_chat_template(*arguments) == case["text"]
     assert smollm.encode_chat(*arguments) == case["ids"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+def test_what_a_long_text_took_is_given_back(smollm):
+    def memory() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    text, before = "x " * 300_000, memory()
+    smollm.encode(text)
+    assert memory() - before < 32 << 20  # of a hundred and more
 
 
 def test_default_model_names_its_special_tokens(smollm):

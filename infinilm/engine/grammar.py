@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import signal
 import subprocess
 import sys
 import weakref
@@ -49,6 +50,8 @@ ASCII_CLASSES = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-
 PROGRAM = str(Path(__file__).with_name("grammar_trial.py"))
 WALL_SECONDS = 60  # for what takes no CPU time; wide, since a second of it can take long on a busy machine
 NUM_TRIED = 64
+# Bounds end a trial in other ways. These come from outside, as where a machine runs out of memory.
+KILLED = (-signal.SIGKILL, -signal.SIGTERM)
 
 
 class GrammarCompiler:
@@ -277,14 +280,14 @@ def try_out(kind: str, grammar: str) -> None:
     with suppress(subprocess.TimeoutExpired):
         trial = subprocess.run(command, input=grammar.encode(), timeout=WALL_SECONDS, **quiet)
         status, told = trial.returncode, trial.stdout
-    # Where SIGCHLD is ignored, or somebody else waits for all children, every status is 0.
-    if status <= 0 and told != SURVIVED:
-        bounds = f"more than {CPU_SECONDS} seconds, {MEMORY >> 20} MB or too deep a stack"
-        raise refused(kind, f"it takes {bounds} to compile; make it smaller")
-    if status > 0:
+    if status > 0 or status in KILLED:
         raise RuntimeError(
             f"structured_outputs: `python {PROGRAM}` ended with status {status}; it may tell why"
         )
+    # Where SIGCHLD is ignored, or somebody else waits for all children, every status is 0.
+    if told != SURVIVED:
+        bounds = f"more than {CPU_SECONDS} seconds, {MEMORY >> 20} MB or too deep a stack"
+        raise refused(kind, f"it takes {bounds} to compile; make it smaller")
 
 
 # --- What is refused ----------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ on stdin; SURVIVED on stdout says that it was compiled or refused. Only llguidan
 are used.
 """
 
+import os
 import resource
 import signal
 import sys
@@ -32,6 +33,10 @@ NUM_STEPS = 16
 LIMITS = llguidance.LLParserLimits(max_lexer_states=20_000, max_grammar_size=100_000, verbose_errors=False)
 SURVIVED = b"survived"
 STACK_SIZE = threading.Lock()  # there is one for all threads that begin
+# A fork waits for whoever holds it, or its child would have the lock for ever, and the size.
+os.register_at_fork(
+    before=STACK_SIZE.acquire, after_in_parent=STACK_SIZE.release, after_in_child=STACK_SIZE.release
+)
 
 Result = TypeVar("Result")
 

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import tokenizers
 
+from infinicore import _native
 from infinilm.folder import Folder
 from infinilm.tokenizer.added_tokens import names_given
 from infinilm.tokenizer.chat import (
@@ -36,6 +37,10 @@ __all__ = ["ChatPrompt", "Detokenizer", "Tokenizer", "TokenizerError"]
 
 # Texts come one by one: a pool of threads would serve nothing, and the library warns of it in every fork.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# Characters, for each of which the library takes some hundred bytes. What it has freed would stay with the
+# process: gigabytes, after one text that no model can read.
+LARGE_TEXT = 1 << 18
 
 
 class ChatPrompt(list[int]):
@@ -117,7 +122,11 @@ class Tokenizer:
                 text = self._normalizer.rewrite_between(kept_whole, text, is_start)
             # As a batch of one, for which the library lets go of the GIL: a long text takes seconds.
             (found,) = library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-            return list(found.ids)
+            ids = list(found.ids)
+        if len(text) > LARGE_TEXT:
+            del found
+            _native.release_memory()
+        return ids
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of token_ids; bytes that are not UTF-8 become U+FFFD."""

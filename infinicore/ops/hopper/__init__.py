@@ -59,6 +59,7 @@ def compiled(source: str, options: Sequence[str]) -> bytes:
         raise RuntimeError(f"a kernel could not be compiled:\n{log.decode()}")
     code: bytes = b" " * checked(nvrtc.nvrtcGetCUBINSize(program))
     checked(nvrtc.nvrtcGetCUBIN(program, code))
+    checked(nvrtc.nvrtcDestroyProgram(program))
     return code
 
 
