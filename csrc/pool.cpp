@@ -6,6 +6,9 @@
 #include <atomic>
 #include <exception>
 #include <mutex>
+#include <stdexcept>
+#include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -102,9 +105,14 @@ private:
         return sum;
     }
 
-    void start() {
+    // The system may have no room for all: a bound on threads, no memory for their stacks.
+    void start() try {
         while (static_cast<int>(workers_.size()) < num_threads_ - 1)
             workers_.emplace_back(&Pool::work, this, static_cast<int>(workers_.size()) + 1, open_.load());
+    } catch (const std::system_error& error) {
+        throw std::runtime_error(std::string("the native core cannot start its threads, of which it has ") +
+                                 std::to_string(workers_.size() + 1) + " of " + std::to_string(num_threads_) +
+                                 ": " + error.what() + "; INFINICORE_NUM_THREADS takes a smaller number");
     }
 
     void stop() {

@@ -14,7 +14,7 @@ from array import array
 from codecs import BOM_UTF8
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from reprlib import repr as short
@@ -157,7 +157,8 @@ class Answers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        with self._named():
+            self._file.close()
 
     def has(self, line: Line) -> bool:
         known = self._known[line.number]
@@ -178,8 +179,18 @@ class Answers:
         }
         # Halves of surrogate pairs, which UTF-8 cannot write, become the escapes of JSON.
         text = json.dumps(told, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace")
-        self._file.write(text + b"\n")
-        self._file.flush()
+        with self._named():
+            self._file.write(text + b"\n")
+            self._file.flush()
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """What cannot be written is told with the file's name, as what cannot be opened is."""
+        try:
+            yield
+        except OSError as error:
+            error.filename = str(self.path)
+            raise
 
     def _lock(self) -> None:
         try:

@@ -370,7 +370,7 @@ class EngineConfig:
 
     model: str | Path | None = None
     device: torch.device | str | None = None  # "auto" or None: a GPU if there is one, else the CPU
-    dtype: torch.dtype | str | None = None
+    dtype: torch.dtype | str | None = None  # "auto" or None: as it is stored
     activations: str | None = None
     quantize: str | None = None
     packed_cache: str | Path | None = None  # a folder for packed copies of GGUF models, which a CPU maps
@@ -404,6 +404,8 @@ class EngineConfig:
             raise ValueError(f"packed_cache must be the path of a folder, but is {short(self.packed_cache)}")
         if not isinstance(self.chat_template, str | None):
             raise ValueError(f"chat_template must be the text of one, but is {short(self.chat_template)}")
+        if self.dtype == "auto":
+            object.__setattr__(self, "dtype", None)
         object.__setattr__(self, "kv_cache_memory", checked_bytes("kv_cache_memory", self.kv_cache_memory))
 
 

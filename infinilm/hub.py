@@ -26,9 +26,10 @@ from infinilm.progress import progress
 
 CHUNK_SIZE = 1 << 20
 
-# "org/name", or one GGUF model of it: "org/name:Q4_K_M", "org/name/file.gguf", "org/name:file.gguf".
+# "org/name", or one GGUF model of it: "org/name:Q4_K_M", "org/name/file.gguf", "org/name:file.gguf"; the host
+# of an address is no org.
 HUGGING_FACE_ID = re.compile(
-    r"(?P<repository>\w[\w.-]*/\w[\w.-]*)"
+    r"(?!(hf|huggingface)\.co/)(?P<repository>\w[\w.-]*/\w[\w.-]*)"
     r"([:/](?P<file>(\w[\w.-]*/)*\w[\w.-]*\.gguf)|:(?P<quantization>\w[\w.-]*))?"
 )
 

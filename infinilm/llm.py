@@ -125,7 +125,7 @@ class LLM:
         """How well each document answers the query, or its own of several: from 0 to 1, as a reranker has it,
         or as any other model says yes or no. An instruction tells a reranker what to look for.
         Where a question is longer than truncate_prompt_tokens, its document is cut; -1 is as for `embed`."""
-        judge = Judge(self.model, self.tokenizer)
+        judge = Judge(self.model, self.tokenizer, self.engine.max_length)
         limit = limit_of(truncate_prompt_tokens, self.engine.max_length)
         with as_request_errors():
             requests = [
@@ -151,9 +151,10 @@ class LLM:
         """Answer one conversation, or each of several. A template that knows tools is given them. What is
         left of the keywords are its variables, also those of chat_template_kwargs."""
         variables = as_variables({**template_variables, **(chat_template_kwargs or {})})
+        most = self.engine.max_length
         with as_request_errors():
             prompts = [
-                self.tokenizer.encode_chat(conversation, tools=tools, **variables)
+                self.tokenizer.encode_chat(conversation, max_tokens=most, tools=tools, **variables)
                 for conversation in as_conversations(messages)
             ]
         return self.generate(

@@ -188,6 +188,7 @@ def test_anthropics_client_lists_the_models(idle: Running) -> None:
         (listed,) = asker.models.list()
         found = asker.models.retrieve(NAME)
     assert listed == found and (found.id, found.type, found.display_name) == (NAME, "model", NAME)
+    assert found.max_input_tokens == found.max_tokens == MAX_LENGTH
 
 
 def test_progress_of_a_prompt_is_told_in_pings_where_it_is_asked_for(idle: Running) -> None:

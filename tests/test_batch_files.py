@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -394,6 +395,20 @@ def test_answers_to_another_input_are_not_mixed_with_these(files: Files, llm: LL
 def test_two_runs_do_not_write_one_file(files: Files) -> None:
     with Answers(files.output, 1), pytest.raises(ValueError, match="another run is writing it"):
         Answers(files.output, 1)
+
+
+def test_answers_that_cannot_be_written_are_told_with_the_name_of_their_file(
+    files: Files, folder: Path
+) -> None:
+    llm = LLM(folder, kv_cache_memory=CACHE)
+    files.write(chat())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50, limits[1]))
+        with pytest.raises(OSError, match=f"File too large: '{files.output}'"):
+            files.run(llm)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_the_same_file_for_both_is_refused_before_it_is_changed(

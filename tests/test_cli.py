@@ -310,6 +310,10 @@ def test_unknown_commands_are_a_usage_error() -> None:
         (("chat", "-n", "5", "-c", "9"), "-n is --max-tokens here; -c is --max-model-len here"),
         (("serve", "x", "--trust-remote-code"), "--trust-remote-code is not needed here"),
         (("info", "--model", "x"), "--model is a model that stands by itself here"),
+        (("info", "-m", "x"), "-m is a model that stands by itself here"),
+        (("generate", "x", "-t", "4"), "-t is INFINICORE_NUM_THREADS in the environment here"),
+        (("serve", "x", "-t", "4"), "-t is --threads here"),
+        (("serve", "x", "--ctx_size=4"), "--ctx_size is --max-model-len here"),
     ],
 )
 def test_a_wrong_argument_is_told_with_what_is_wanted(

@@ -14,6 +14,7 @@ from engines import DEVICE, Tiny, said
 from loras import adapter
 
 import infinicore
+from infinicore import control_groups
 from infinilm import LLM, AsyncLLM, DynamicCache, EngineConfig, SamplingParams, StructuredOutputsParams
 from infinilm.engine import memory
 from infinilm.engine.memory import SHARES, free_bytes, share_of, told_of_memory
@@ -73,15 +74,15 @@ def test_what_is_free_is_the_least_of_the_own_group_and_those_around_it(
     (root / "outer" / "inner" / "unlimited" / names[0]).write_text("max\n")
     line = "0::" if version == 2 else "4:cpu,memory:"
     (tmp_path / "own").write_text(f"7:pids:/\n{line}/outer/inner/unlimited\n")
-    monkeypatch.setattr(memory, "CGROUP", tmp_path)
-    monkeypatch.setattr(memory, "OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(control_groups, "ROOT", tmp_path)
+    monkeypatch.setattr(control_groups, "OWN", tmp_path / "own")
     assert free_bytes(CPU) == (800 if tightest == "elsewhere" else 400)
 
 
 def test_without_any_limit_all_that_the_machine_has_is_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "OWN_GROUPS", tmp_path / "none")
+    monkeypatch.setattr(control_groups, "OWN", tmp_path / "none")
     monkeypatch.setattr(memory, "free_of_machine", lambda: 700)
     assert free_bytes(CPU) == 700
 

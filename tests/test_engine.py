@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import random
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ from infinilm.draw import adjusted, uniform
 from infinilm.engine.engine import Engine
 from infinilm.engine.pace import Pace
 from infinilm.engine.request import Request
+from infinilm.engine.stats import Progress
 from infinilm.models.llama import LlamaForCausalLM
 from infinilm.tokenizer import Tokenizer
 
@@ -237,6 +239,51 @@ def test_guesses_that_are_right_save_steps(tiny: Tiny) -> None:
         num_steps += 1
     assert num_steps < 12
     assert said(request.output()) == said(alone(tiny, Job(prompt(9), request.params)))
+
+
+@pytest.mark.parametrize("end", ["finished", "aborted", "failed", "refused"])
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_a_request_that_has_ended_is_freed_with_the_last_who_holds_it(
+    end: str, is_ahead: bool, tiny: Tiny
+) -> None:
+    """Also where the step after its last one is under way"""
+    engine = tiny.engine(is_ahead=is_ahead)
+    other = engine.make(prompt(5, 1), replace(GREEDY, max_tokens=40))
+    request = engine.make(prompt(9), replace(GREEDY, n=2))
+    freed = weakref.ref(request)
+    gc.disable()
+    try:
+        engine.enqueue(other)
+        if end != "refused":
+            engine.enqueue(request)
+        for _ in range(5):
+            engine.step()
+        if end == "aborted":
+            engine.abort(request.request_id)
+        if end == "failed":
+            engine._fail(request.completions[0])
+            engine._settle(request)
+        while end == "finished" and not request.is_finished:
+            engine.step()
+        del request
+        assert freed() is None
+        while engine.has_work:
+            engine.step()
+        check_idle(engine)
+        assert said(other.output()) == said(alone(tiny, Job(prompt(5, 1), other.params)))
+    finally:
+        gc.enable()
+
+
+def test_a_preempted_prompt_is_not_told_to_have_less_done_than_was_cached(tiny: Tiny) -> None:
+    engine = tiny.engine(max_num_batched_tokens=16)
+    generated(engine, prompt(64), max_tokens=1)
+    request = engine.make(prompt(64) + prompt(64, 1), GREEDY)
+    engine.enqueue(request)
+    engine.step()
+    assert engine.progress(request.request_id) == Progress(128, 64, 80)
+    engine.scheduler.preempt(request.completions[0])
+    assert engine.progress(request.request_id) == Progress(128, 64, 64)
 
 
 @pytest.mark.slow

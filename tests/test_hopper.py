@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -113,6 +115,19 @@ class TestMemory:
         apart = random(40, 400)[:, :328].copy_(x)
         assert torch.equal(run(apart, weight, bias, residual), expected)
 
+    def test_one_row_for_all(self) -> None:
+        x, weight, bias, residual = problem(40, 320, 328, torch.bfloat16)
+        one, other = x[:1].expand(40, -1), residual[:1].expand(40, -1)
+        assert torch.equal(run(one, weight, bias, other), run(one.clone(), weight, bias, other.clone()))
+
+    def test_a_thread_that_has_asked_for_nothing_else(self) -> None:
+        x, weight, bias, residual = problem(40, 320, 328, torch.bfloat16)
+        y, expected = torch.zeros_like(residual), run(x, weight, bias, residual)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(rows.launch, y, x, weight, bias, residual).result()
+        torch.cuda.synchronize()
+        assert torch.equal(y, expected)
+
     def test_a_result_may_go_over_what_it_is_added_to(self) -> None:
         x, weight, bias, residual = problem(40, 320, 320, torch.bfloat16)
         expected = run(x, weight, bias, residual)
@@ -199,6 +214,38 @@ def test_the_instruction_names_every_sum() -> None:
         assert f"m64n{size}k16.f32.bf16.bf16 " in source and "{%0, %1, " in source
         assert f'"+f"(sums[{size // 2 - 1}])' in source and f"(sums[{size // 2}])" not in source
         assert f"%{size // 2 - 1}}}, %{size // 2}, %{size // 2 + 1}, adds" in source
+
+
+def test_rows_that_lie_over_each_other_are_copied() -> None:
+    whole = torch.zeros(4, 64, dtype=torch.bfloat16)
+    assert rows.aligned(whole) is whole and rows.is_aligned(whole[:, :8])
+    for lying in (whole[:1].expand(4, -1), whole.view(-1).unfold(0, 64, 8)):
+        assert not rows.is_aligned(lying) and rows.aligned(lying).is_contiguous()
+
+
+@pytest.mark.parametrize("current", [0, 7])
+def test_a_thread_without_a_context_gets_that_of_the_device(
+    current: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Driver:
+        bound: list[Any] = []
+
+        def cuCtxGetCurrent(self) -> tuple[int, int]:
+            return 0, current
+
+        def cuDeviceGet(self, index: int) -> tuple[int, str]:
+            return 0, f"device {index}"
+
+        def cuDevicePrimaryCtxRetain(self, device: str) -> tuple[int, str]:
+            return 0, f"context of {device}"
+
+        def cuCtxSetCurrent(self, context: str) -> tuple[int]:
+            self.bound.append(context)
+            return (0,)
+
+    monkeypatch.setattr(hopper, "driver", Driver())
+    hopper.bind_context(torch.device("cuda", 1))
+    assert Driver.bound == ([] if current else ["context of device 1"])
 
 
 def test_a_cpu_has_no_such_kernels() -> None:

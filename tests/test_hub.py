@@ -128,6 +128,8 @@ def test_a_name_that_is_neither_path_nor_id_is_refused(name):
     [
         ("https://huggingface.co/org/m.GGUF:Q4_K_M", "org/m.GGUF:Q4_K_M"),
         ("hf.co/org/name:Q8_0", "org/name:Q8_0"),
+        ("hf.co/org/name/file.gguf", "org/name/file.gguf"),
+        ("huggingface.co/org", "org/name"),
         ("https://huggingface.co/org/name/tree/main", "org/name"),
         ("https://huggingface.co/org/name/blob/main/file.gguf", "org/name/file.gguf"),
     ],

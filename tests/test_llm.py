@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import threading
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,11 @@ def test_a_model_is_named_by_text_or_path(model: Any) -> None:
         load_model(model)
 
 
+def test_a_dtype_of_auto_is_that_of_the_files(folder: Path) -> None:
+    named, plain = (load_model(folder, **{**PLACED, "dtype": dtype})[0] for dtype in ("auto", None))
+    assert [weight.dtype for weight in named.parameters()] == [weight.dtype for weight in plain.parameters()]
+
+
 def test_a_template_that_is_given_is_the_one_for_tools_as_well(tmp_path: Path) -> None:
     folder = write_model(tmp_path, chat_template={"default": "plain", "tool_use": "tools"})
     asked = [{"role": "user", "content": "What time is it?"}]
@@ -50,6 +57,21 @@ def test_a_template_that_is_given_is_the_one_for_tools_as_well(tmp_path: Path) -
         llm = LLM(folder, kv_cache_memory="1MB", **given, **PLACED)
         (found,) = llm.chat(asked, SamplingParams(max_tokens=1), tools=[{"type": "function"}])
         assert llm.tokenizer.decode(found.prompt_token_ids) == wanted
+
+
+def test_an_llm_that_nobody_holds_takes_its_tokenizer_along_without_the_garbage_collector(
+    tmp_path: Path,
+) -> None:
+    """And with it the process of its templates"""
+    gc.disable()
+    try:
+        llm = LLM(write_model(tmp_path, chat_template="plain"), kv_cache_memory="1MB", **PLACED)
+        llm.chat([{"role": "user", "content": "hello"}], SamplingParams(max_tokens=1))
+        tokenizer = weakref.ref(llm.tokenizer)
+        del llm
+        assert tokenizer() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import infinicore
-from infinicore import _native, ops
+from infinicore import _native, control_groups, ops
 from infinicore.ops import native
 from infinilm import cache
 from infinilm.config import LlamaConfig
@@ -230,6 +230,32 @@ def test_memory_that_a_thread_does_not_get_is_an_error_of_the_call_alone() -> No
     assert child.stdout == f"{[2048] * 8}\n" * 2, child.stderr
 
 
+# Asks for more threads than there are addresses for.
+WITHOUT_THREADS = """
+import resource, torch, infinicore
+from infinicore.nn import functional as F
+x, weight = torch.ones(4096, 256), torch.ones(256)
+wanted = F.rms_norm(x, [256], weight)
+infinicore.set_num_threads(1000)
+mapped = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (mapped + (48 << 20),) * 2)
+try:
+    F.rms_norm(x, [256], weight)
+except RuntimeError as error:
+    print(error)
+infinicore.set_num_threads(1)
+print(torch.equal(F.rms_norm(x, [256], weight), wanted))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="bounds memory as Linux does")
+def test_threads_that_cannot_be_started_are_counted_and_fewer_may_be_asked_for() -> None:
+    child = run_python(WITHOUT_THREADS)
+    told, is_same = child.stdout.splitlines()
+    assert re.search("it has [0-9]+ of 1000: .*; INFINICORE_NUM_THREADS takes a smaller number", told), child
+    assert is_same == "True"
+
+
 @pytest.mark.parametrize("count", ["abc", "0", "-1", "1e3", "99999999", "9" * 5000, " 2", "²"])
 def test_a_number_of_threads_that_is_none_is_refused(count: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INFINICORE_NUM_THREADS", count)
@@ -255,6 +281,58 @@ def test_empty_variables_count_as_unset(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_environment_is_read_when_the_core_is_imported() -> None:
     code = "import infinicore; print(infinicore.get_num_threads(), infinicore._native.isa())"
     assert run_python(code, INFINICORE_NUM_THREADS="3", INFINICORE_ISA="portable").stdout == "3 portable\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "files", "quotas"),
+    [
+        ("0::/pod/own", {"cpu.max": "max 100000", "pod/cpu.max": "250000 100000"}, [3]),
+        ("0::/pod/own", {"pod/own/cpu.max": "50000 100000", "pod/cpu.max": "400000 100000"}, [1, 4]),
+        ("0::/host/path", {"cpu.max": "200000 100000", "elsewhere/cpu.max": "1000 100000"}, [2]),
+        (
+            "3:cpuacct,cpu:/own",
+            {"cpu/own/cpu.cfs_quota_us": "300000", "cpu/own/cpu.cfs_period_us": "100000"},
+            [3],
+        ),
+        ("3:cpu,cpuacct:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, []),
+        ("3:cpuset:/", {"cpu.max": "100000 100000"}, []),
+        ("", {}, []),
+    ],
+)
+def test_no_more_threads_are_started_than_control_groups_give_cpu_time_for(
+    line: str, files: dict[str, str], quotas: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in {**files, "lines": line}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    monkeypatch.setattr(control_groups, "ROOT", tmp_path)
+    monkeypatch.setattr(control_groups, "OWN", tmp_path / "lines")
+    monkeypatch.setattr(_native, "num_threads", lambda: 64)
+    assert control_groups.cpu_quotas() == quotas
+    assert native.default_num_threads() == min([64, *quotas])
+
+
+# Takes the defaults of a process whose control group has the time of one CPU.
+WITH_A_QUOTA = """
+import sys
+from pathlib import Path
+from infinicore import control_groups, get_num_threads, set_num_threads
+from infinicore.ops import native
+control_groups.ROOT, control_groups.OWN = Path(sys.argv[1]), Path(sys.argv[1], "lines")
+set_num_threads(8)
+native.use_environment()
+print(get_num_threads())
+"""
+
+
+@pytest.mark.parametrize(("asked", "given"), [("", "1"), ("5", "5")])
+def test_a_quota_of_cpu_time_bounds_the_threads_that_nobody_asked_for(
+    asked: str, given: str, tmp_path: Path
+) -> None:
+    (tmp_path / "lines").write_text("0::/\n")
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    child = run_python(WITH_A_QUOTA, str(tmp_path), INFINICORE_NUM_THREADS=asked)
+    assert child.stdout == f"{given}\n", child.stderr
 
 
 @pytest.mark.parametrize("count", [0, 1025, 2**70, "2", 1.5])

@@ -532,6 +532,7 @@ WRONG: list[tuple[str, Any]] = [
     ("chat_template_kwargs", {"tokenize": True}),
     ("chat_template_kwargs", {"messages": []}),
     ("chat_template_kwargs", {"tools": []}),
+    ("chat_template_kwargs", {"max_tokens": 9}),
     ("chat_template_kwargs", []),
     ("suffix", "x"),
     ("add_special_tokens", True),
@@ -645,6 +646,31 @@ def test_a_prompt_beyond_the_context_is_told_its_limit(folder: Path) -> None:
         assert error_of(response)["code"] == "context_length_exceeded"
         assert "64 tokens" in error_of(response)["message"] and error_of(response)["param"] == "messages"
         server.check_idle()
+
+
+HOPELESS = "x" * (1 << 20)  # more than any vocabulary has in so few tokens
+TALK = [{"role": "user", "content": HOPELESS}]
+ASKED_OF_MUCH: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": TALK},
+    "/v1/completions": {"prompt": HOPELESS},
+    "/v1/responses": {"input": HOPELESS},
+    "/v1/messages": {"messages": TALK, "max_tokens": 9},
+    "/v1/embeddings": {"input": HOPELESS},
+    "/v1/rerank": {"query": "a", "documents": [HOPELESS]},
+}
+
+
+@pytest.mark.parametrize("path", ASKED_OF_MUCH)
+def test_a_hopeless_prompt_is_refused_before_it_is_encoded(path: str, idle: Running) -> None:
+    response = idle.post(path, **{"model": NAME, **ASKED_OF_MUCH[path]})
+    assert response.status_code == 400
+    assert "maximum context length" in response.text and " has at least " in response.text
+
+
+def test_a_hopeless_prompt_is_counted_and_cut_where_that_is_asked_for(idle: Running) -> None:
+    assert idle.post("/tokenize", prompt=HOPELESS).json()["count"] == len(HOPELESS)
+    cut = idle.post("/v1/embeddings", input=HOPELESS, truncate_prompt_tokens=9)
+    assert cut.json()["usage"]["prompt_tokens"] == 9
 
 
 def test_a_prompt_that_no_cache_here_can_hold_is_told_its_limit(folder: Path) -> None:

@@ -191,7 +191,7 @@ def test_layers_that_lie_together_give_what_they_give_apart() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_of_a_product_has_the_same_bits_in_any_company(
+def test_a_row_of_a_product_is_right_and_has_the_same_bits_in_any_company(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(infinicore, "deterministic", True)
@@ -201,10 +201,11 @@ def test_a_row_of_a_product_has_the_same_bits_in_any_company(
     calls: list[tuple[Any, Any]] = [
         (ops.linear, lambda rows: (x[rows], weight, bias)),
         (ops.linear_add, lambda rows: (x[rows], weight, bias, residual[rows])),
-        (ops.gated_linear, lambda rows: (x[rows], norm, 1e-5, weight, None)),
+        (ops.gated_linear, lambda rows: (x[rows], norm, 1e-5, weight, bias)),
     ]
     for op, args in calls:
         together = run(op, *args(slice(None)))
+        assert_near(together, wanted(op, *args(slice(None))), dtype)
         for rows in (slice(0, 1), slice(68, 69), slice(3, 5), slice(20, 67), slice(0, 256)):
             assert torch.equal(run(op, *args(rows)), together[rows]), (op.name, rows)
 

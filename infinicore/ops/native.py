@@ -15,6 +15,7 @@ except ImportError as error:
     raise ImportError(f"the native core of infinicore is not there: {error}; run `make setup`") from error
 
 from infinicore.checks import integer
+from infinicore.control_groups import cpu_quotas
 from infinicore.ops import (  # noqa: F401  which fill OPS
     attention_reference,
     experts_reference,
@@ -63,6 +64,14 @@ def use_environment() -> None:
                 f"INFINICORE_NUM_THREADS must be a whole number from 1 to {MAX_THREADS}, but is {count!r}"
             )
         set_num_threads(int(count))
+    else:
+        set_num_threads(default_num_threads())
+
+
+def default_num_threads() -> int:
+    """The CPUs that the process may run on, and no more than it has the time of: threads beyond that only
+    wait, and make the others wait for them."""
+    return min(_native.num_threads(), MAX_THREADS, *cpu_quotas())
 
 
 _native.__getattr__ = missing_from_core

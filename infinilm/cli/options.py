@@ -23,7 +23,7 @@ def add_model_options(command: argparse.ArgumentParser) -> None:
 
 
 def add_load_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--dtype", help="float32, bfloat16 or float16; as stored if left out")
+    command.add_argument("--dtype", help="auto (the default: as stored), float32, bfloat16 or float16")
     command.add_argument("--device", help="auto (the default: cuda if there is one), cpu, cuda, cuda:1 ...")
     command.add_argument(
         "--quantize",

@@ -7,7 +7,8 @@ import difflib
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
-# What llama.cpp, ollama, vLLM and transformers call what is here
+# What llama.cpp, ollama, vLLM and transformers call what is here. An option that a command lacks may in turn
+# be another, or no option.
 ELSEWHERE = {
     "-m": "--model",
     "--model": "a model that stands by itself",
@@ -22,7 +23,7 @@ ELSEWHERE = {
     "--num-ctx": "--max-model-len",
     "-ngl": "--device",
     "--n-gpu-layers": "--device",
-    "-t": "INFINICORE_NUM_THREADS in the environment",
+    "-t": "--threads",
     "--threads": "INFINICORE_NUM_THREADS in the environment",
     "--gpu-memory-utilization": "--kv-cache-memory",
     "--cache-type-k": "--kv-cache-dtype",
@@ -49,9 +50,16 @@ class Command(argparse.ArgumentParser):
 def meanings(unknown: Iterable[str], known: Collection[str]) -> Iterator[str]:
     """What each option was probably meant to be, as far as that can be said"""
     for name in (argument.partition("=")[0] for argument in unknown if argument.startswith("-")):
-        if name in NEEDLESS:
+        spelled = name.replace("_", "-")
+        if spelled in NEEDLESS:
             yield f"{name} is not needed here"
-        elif (meant := ELSEWHERE.get(name)) in known or (meant and not meant.startswith("-")):
+        elif meant := meaning(spelled, known):
             yield f"{name} is {meant} here"
-        elif close := difflib.get_close_matches(name.replace("_", "-"), known, n=1):
+        elif close := difflib.get_close_matches(spelled, known, n=1):
             yield f"did you mean {close[0]}?"
+
+
+def meaning(name: str, known: Collection[str]) -> str:
+    meant = ELSEWHERE.get(name, "")
+    is_lacking = meant.startswith("-") and meant not in known
+    return meaning(meant, known) if is_lacking else meant

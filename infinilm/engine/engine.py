@@ -156,8 +156,9 @@ class Engine:
         if request is None:
             return None
         first, total = request.completions[0], len(request.prompt_token_ids)
-        num_done = total if first.num_drawn else min(first.num_computed, total)
-        return Progress(total, request.num_cached_tokens, num_done)
+        num_cached = request.num_cached_tokens  # at its beginning; a preempted stream has none at first
+        num_done = total if first.num_drawn else min(max(first.num_computed, num_cached), total)
+        return Progress(total, num_cached, num_done)
 
     def save_prefixes(self, path: str | Path) -> int:
         """Write what the cache knows to a file, for another process with this model; the number of blocks"""
@@ -254,14 +255,11 @@ class Engine:
         moved: dict[str, Request] = {}
         for item, result in zip(work, drawn, strict=True):
             stream: Any = item.stream
-            request: Request = stream.request
-            is_gone = self.requests.get(request.request_id) is not request
-            if is_gone or stream.finish_reason is not None:
+            if stream.finish_reason is not None:
                 continue  # it has ended since it was launched
-            if request.error is None:
-                self._moving = request
-                self._accept(item, stream, result)
-                self._moving = None
+            request = self._moving = stream.request
+            self._accept(item, stream, result)
+            self._moving = None
             if result.token_ids or request.error is not None:
                 moved[request.request_id] = request
         for request in moved.values():
@@ -346,11 +344,12 @@ class Engine:
         for completion in request.completions:
             self.blocks.forget(completion.block_ids)
             completion.chain = None
+            completion.finish("abort")
 
     def _settle(self, request: Request) -> None:
         """Let go of what has ended."""
         for completion in request.completions:
-            if completion.finish_reason is not None or request.error is not None:
+            if completion.finish_reason is not None:
                 self.scheduler.remove(completion)
         if request.is_finished:
             request.metrics.finished_time = time.monotonic()

@@ -162,7 +162,7 @@ class Intake:
         if isinstance(prompt, Mapping):
             prompt = content_of(prompt)
         if isinstance(prompt, str):
-            return prompt, self.tokenizer.encode(prompt)
+            return prompt, self.tokenizer.encode(prompt, max_tokens=self.max_length)
         ids = token_ids_of(prompt)
         return None, ChatPrompt(ids) if isinstance(prompt, ChatPrompt) else ids
 
@@ -170,7 +170,9 @@ class Intake:
         """Text to be embedded as its tokens; token ids stay as they are, or the first of them."""
         given = content_of(prompt) if isinstance(prompt, Mapping) else prompt
         if isinstance(given, str):
-            return self.model.pooling.encode(given, self.tokenizer, prompt_name, limit=limit)
+            return self.model.pooling.encode(
+                given, self.tokenizer, prompt_name, limit=limit, max_tokens=self.max_length
+            )
         if prompt_name is not None:
             raise RequestError("prompt_name is for texts, but the prompt is given as token ids")
         return given if limit is None else token_ids_of(given)[:limit]

@@ -11,15 +11,10 @@ from pathlib import Path
 
 import torch
 
+from infinicore.control_groups import limits_of
+
 # Of what is free, for keys and values. Nobody else is on a GPU; what is left there is for steps.
 SHARES = {"cpu": 0.4, "cuda": 0.8}
-CGROUP = Path("/sys/fs/cgroup")
-OWN_GROUPS = Path("/proc/self/cgroup")
-# By the name that version 1 has for its controller of memory; version 2 names none.
-LIMIT_AND_USE = {
-    "": ("memory.max", "memory.current"),
-    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-}
 
 
 def free_bytes(device: torch.device) -> int:
@@ -68,26 +63,11 @@ def free_of_machine() -> int:
 
 
 def free_of_groups() -> list[int]:
-    """By the limits of cgroups, as far as there are any: of its own group, and of each around it"""
-    limits = [(number_in(limit), number_in(used)) for limit, used in files_of_groups()]
-    return [max(limit - used, 0) for limit, used in limits if limit is not None and used is not None]
-
-
-def files_of_groups() -> Iterator[tuple[Path, Path]]:
-    """Of both versions. In a container the path may be the host's, and nothing but its root be there."""
-    try:
-        lines = OWN_GROUPS.read_text(errors="surrogateescape").splitlines()
-    except OSError:  # no Linux
-        return
-    for line in lines:
-        _, controllers, path = (*line.split(":", 2), "", "")[:3]
-        for controller in LIMIT_AND_USE.keys() & set(controllers.split(",")):
-            root = CGROUP / controller
-            limit, used = LIMIT_AND_USE[controller]
-            own = root / path.lstrip("/")
-            yield from (
-                (group / limit, group / used) for group in (own, *own.parents) if group.is_relative_to(root)
-            )
+    """By the limits of cgroups, as far as there are any"""
+    limits = limits_of(
+        "memory", ["memory.max", "memory.current"], ["memory.limit_in_bytes", "memory.usage_in_bytes"]
+    )
+    return [max(limit - used, 0) for limit, used in limits]
 
 
 def free_of_addresses() -> list[int]:
@@ -100,11 +80,3 @@ def free_of_addresses() -> list[int]:
     except OSError:  # no Linux
         num_pages = 0
     return [max(limit - num_pages * resource.getpagesize(), 0)]
-
-
-def number_in(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None

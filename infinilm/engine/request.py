@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import ref
 
 from torch import Tensor
 
@@ -138,7 +139,7 @@ class Completion(Stream):
 
     def __init__(self, request: Request, index: int) -> None:
         super().__init__(request.prompt_token_ids, request.params, request.seed, index)
-        self.request = request
+        self._request = ref(request)  # which holds its streams, and is freed with its last user
         self.text = request.new_text()
         self.max_tokens = request.max_tokens
         self.stop_ids = request.stop_ids
@@ -154,6 +155,13 @@ class Completion(Stream):
         self.cumulative_logprob = 0.0
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+
+    @property
+    def request(self) -> Request:
+        """What it is one of; gone, like those who wanted it, once the stream has ended"""
+        if (found := self._request()) is None:
+            raise ReferenceError("the request of this stream is gone")
+        return found
 
     @property
     def order(self) -> tuple[int, int, int]:

@@ -58,8 +58,8 @@ QWEN3 = Question(
 class Judge:
     """A model that scores documents: from 0 to 1, unless its files have it otherwise."""
 
-    def __init__(self, model: LlamaForCausalLM, tokenizer: Tokenizer) -> None:
-        self.model, self.tokenizer = model, tokenizer
+    def __init__(self, model: LlamaForCausalLM, tokenizer: Tokenizer, max_tokens: int) -> None:
+        self.model, self.tokenizer, self.max_tokens = model, tokenizer, max_tokens
         self.question, self.pooling = model.question, model.pooling
         self.has_own_template = HAS_QUERY.search(tokenizer.chat_template or "") is not None
 
@@ -69,7 +69,7 @@ class Judge:
         """The tokens that ask, at most so many; what their last state is worth, `score` tells. It may take
         long."""
         self.check(instruction)
-        ids = self._asked(query, document, instruction)
+        ids = self._asked(query, document, instruction, self.max_tokens if limit is None else None)
         if limit is None or len(ids) <= limit:
             return ids
         return self._asked_in(limit, query, document, instruction)
@@ -93,29 +93,32 @@ class Judge:
         """Without the half of a character at its end"""
         return "".join(map(Detokenizer(self.tokenizer).add, token_ids))
 
-    def _asked(self, query: str, document: str, instruction: str | None) -> list[int]:
+    def _asked(
+        self, query: str, document: str, instruction: str | None, max_tokens: int | None = None
+    ) -> list[int]:
         instruction = instruction or self.pooling.instruction
         if self.has_own_template:
             given = [("system", instruction), ("query", query), ("document", document)]
-            return self._chat([(role, text) for role, text in given if text is not None])
+            return self._chat([(role, text) for role, text in given if text is not None], max_tokens)
         question = self.question
         content = question.content.format(
             query=query, document=document, instruction=instruction or question.instruction
         )
         if question.frame is not None:
-            return self._framed(content, *question.frame)
+            return self._framed(content, *question.frame, max_tokens)
         if self.tokenizer.chat_template is None:
-            return self.tokenizer.encode(PLAIN.format(question=content), allow_special=False)
-        return self._chat([("user", content)])
+            whole = PLAIN.format(question=content)
+            return self.tokenizer.encode(whole, allow_special=False, max_tokens=max_tokens)
+        return self._chat([("user", content)], max_tokens)
 
-    def _chat(self, messages: list[tuple[str, str]]) -> list[int]:
+    def _chat(self, messages: list[tuple[str, str]], max_tokens: int | None) -> list[int]:
         conversation = [{"role": role, "content": content} for role, content in messages]
-        return self.tokenizer.encode_chat(conversation, enable_thinking=False)
+        return self.tokenizer.encode_chat(conversation, max_tokens=max_tokens, enable_thinking=False)
 
-    def _framed(self, content: str, before: str, after: str) -> list[int]:
+    def _framed(self, content: str, before: str, after: str, max_tokens: int | None) -> list[int]:
         """Special tokens are those of the frame alone."""
         encode = self.tokenizer.encode
-        inner = encode(content, add_special_tokens=False, allow_special=False)
+        inner = encode(content, add_special_tokens=False, allow_special=False, max_tokens=max_tokens)
         return [*encode(before, add_special_tokens=False), *inner, *encode(after, add_special_tokens=False)]
 
     @torch.inference_mode()

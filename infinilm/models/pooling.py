@@ -50,11 +50,13 @@ class Pooling:
         prompt_name: str | None = None,
         allow_special: bool = True,
         limit: int | None = None,
+        max_tokens: int | None = None,
     ) -> list[int]:
         """The tokens of a text that is to be embedded, at most so many: its end is cut off, and what the
-        tokenizer puts behind every text stays."""
+        tokenizer puts behind every text stays. Without a limit max_tokens is as for the tokenizer."""
         whole = self.prompt(prompt_name) + text
-        ids = self._ended(tokenizer.encode(whole, allow_special=allow_special), tokenizer)
+        most = max_tokens if limit is None else None
+        ids = self._ended(tokenizer.encode(whole, allow_special=allow_special, max_tokens=most), tokenizer)
         if limit is None or len(ids) <= limit:
             return ids
         num_behind = min(limit, num_last_alike(ids, self._ended(tokenizer.encode(""), tokenizer)))

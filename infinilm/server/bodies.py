@@ -31,7 +31,7 @@ from infinilm.sampling import MAX_TOKENS, SamplingParams
 TEXT_KINDS = ("text", "input_text", "output_text", "refusal")  # parts of a content that are read
 MAX_AGENT_TOOLS = 1024  # with those of the servers that an agent is connected to
 # What a conversation and its template are rendered with, which callers may not take the place of.
-OWN_VARIABLES = ("chat_template", "tokenize", "messages", "tools", "self")
+OWN_VARIABLES = ("chat_template", "tokenize", "messages", "tools", "max_tokens", "self")
 
 B = TypeVar("B", bound="Body")
 

@@ -238,6 +238,8 @@ def model_body(service: Service, name: str) -> Chunk:
         "owned_by": "infinilm",
         "parent": service.name if name in service.loras else None,
         "max_model_len": service.max_model_len,
+        "max_input_tokens": service.max_model_len,
+        "max_tokens": service.max_model_len,
         "default_sampling": service.defaults,
     }
 

@@ -23,7 +23,7 @@ from infinilm.server.bodies import BodyError
 from infinilm.server.exchange import Call, Operation, Raw, Reply, dumped_in_turns
 from infinilm.server.pooling_bodies import EmbeddingBody, Judged, RerankBody, ScoreBody
 from infinilm.server.service import BYTES_A_TOKEN, Served, Service
-from infinilm.tokenizer import TokenizerError
+from infinilm.tokenizer import TokenizerError, TooLong
 
 T = TypeVar("T")
 MAX_INPUTS = 2048  # of one request
@@ -72,8 +72,8 @@ def embedding_size(body: EmbeddingBody, service: Service) -> int:
 
 def input_ids(given: str | list[int], body: EmbeddingBody, service: Service, limit: int | None) -> list[int]:
     if isinstance(given, str):
-        pooling = service.llm.model.pooling
-        return pooling.encode(given, service.tokenizer, body.prompt_name, allow_special=False, limit=limit)
+        pooling, name, most = service.llm.model.pooling, body.prompt_name, service.max_model_len
+        return pooling.encode(given, service.tokenizer, name, False, limit=limit, max_tokens=most)
     if body.prompt_name is not None:
         raise BodyError("prompt_name is for texts, but input has token ids; leave it out", "prompt_name")
     for token_id in given:
@@ -135,7 +135,7 @@ async def judged(
     """The scores of queries and documents, and the usage"""
     service = call.service
     served = service.served(body.model)
-    judge = Judge(service.llm.model, service.tokenizer)
+    judge = Judge(service.llm.model, service.tokenizer, service.max_model_len)
     encoding = Encoding(call, body, served, name, "a query with ")
     instruction, limit = body.instruction, encoding.limit
     prompts = await encoding.begin(pairs, lambda: [judge.prompt(*pair, instruction, limit) for pair in pairs])
@@ -178,6 +178,8 @@ class Encoding:
     def _checked(self, encode_all: Callable[[], list[list[int]]]) -> list[list[int]]:
         try:
             prompts = encode_all()
+        except TooLong as error:
+            raise self._too_long(f"at least {error.least}") from error
         except TokenizerError as error:
             raise BodyError(f"{self.name}: {error}", self.name) from error
         except PoolingError as error:  # which names the field first, where it is about one
@@ -189,12 +191,7 @@ class Encoding:
 
     def _check(self, prompt: list[int]) -> None:
         if len(prompt) > self.service.max_model_len:
-            raise BodyError(
-                f"This model's maximum context length is {self.service.max_model_len} tokens, but "
-                f"{self.beside}one of {self.name} has {len(prompt)}; shorten it",
-                self.name,
-                "context_length_exceeded",
-            )
+            raise self._too_long(f"{len(prompt)}")
         try:
             self.service.llm.engine.make_encoding(
                 prompt, priority=self.priority, cache_salt=self.salt, lora_request=self.lora
@@ -202,6 +199,14 @@ class Encoding:
         except RequestError as error:
             wrong = error.field or self.name
             raise BodyError(f"{wrong}: {error}", wrong) from error
+
+    def _too_long(self, found: str) -> BodyError:
+        return BodyError(
+            f"This model's maximum context length is {self.service.max_model_len} tokens, but "
+            f"{self.beside}one of {self.name} has {found}; shorten it",
+            self.name,
+            "context_length_exceeded",
+        )
 
     async def state(self, prompt: list[int]) -> Tensor:
         with self.service.tally.watch():

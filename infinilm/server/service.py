@@ -24,7 +24,7 @@ from infinilm.server.reader import Reader, has_reasoning, starts_in_reasoning
 from infinilm.server.tally import Tally
 from infinilm.server.tools import family_of
 from infinilm.server.turn import Caller, Prepared, Reading, Run, Turn, encode, enforced
-from infinilm.tokenizer import Tokenizer
+from infinilm.tokenizer import Tokenizer, TooLong
 
 if TYPE_CHECKING:
     from infinilm.async_llm import AsyncLLM
@@ -64,9 +64,8 @@ class Preparer:
 
     def prepare(self, turn: Turn, request_id: str, served: Served) -> Prepared:
         """In any thread: make a turn's request, so that what is wrong is known before an answer begins."""
-        token_ids = self.tokens_of(turn)
         with turn.as_body_errors():
-            self.check_length(token_ids, turn.prompt_field)
+            token_ids = self._tokens_within(turn)
             starts = self._starts_in_reasoning(turn, token_ids)
             params = enforced(turn, self.family, starts)
             options = RequestOptions(
@@ -79,14 +78,22 @@ class Preparer:
         with turn.as_body_errors():
             return encode(turn, self.tokenizer, self.family)
 
-    def check_length(self, token_ids: Sequence[int], name: str) -> None:
+    def _tokens_within(self, turn: Turn) -> list[int]:
+        try:
+            token_ids = encode(turn, self.tokenizer, self.family, self.max_model_len)
+        except TooLong as error:
+            raise self._too_long(f"at least {error.least}", turn.prompt_field) from error
         if len(token_ids) >= self.max_model_len:
-            raise BodyError(
-                f"This model's maximum context length is {self.max_model_len} tokens, of a prompt and its "
-                f"answer together, but {name} has {len(token_ids)} tokens; shorten it",
-                name,
-                "context_length_exceeded",
-            )
+            raise self._too_long(f"{len(token_ids)}", turn.prompt_field)
+        return token_ids
+
+    def _too_long(self, found: str, name: str) -> BodyError:
+        return BodyError(
+            f"This model's maximum context length is {self.max_model_len} tokens, of a prompt and its "
+            f"answer together, but {name} has {found} tokens; shorten it",
+            name,
+            "context_length_exceeded",
+        )
 
     def readings(self, prepared: Sequence[Prepared]) -> list[list[Reading]]:
         """One for each choice of each turn, numbered through"""

@@ -116,15 +116,16 @@ class Caller:
         return (f"{self.request_id}-{key}-{number}" for number in count())
 
 
-def encode(turn: Turn, tokenizer: Tokenizer, family: Family) -> list[int]:
-    """The tokens of a turn's prompt. It may take long."""
+def encode(turn: Turn, tokenizer: Tokenizer, family: Family, max_tokens: int | None = None) -> list[int]:
+    """The tokens of a turn's prompt; TooLong, where they are sure to be more. It may take long."""
     if turn.messages is None:
-        return tokenizer.encode(turn.prompt) if isinstance(turn.prompt, str) else list(turn.prompt)
+        prompt = turn.prompt
+        return tokenizer.encode(prompt, max_tokens=max_tokens) if isinstance(prompt, str) else list(prompt)
     # All tools are shown, so that prompts begin alike, but where no grammar rules out those not allowed.
     is_limited = turn.choice == "auto" and not family.is_marked_by_text
     shown = turn.called if is_limited else turn.tools
     messages, tools = family.conversation(turn.messages, shown, turn.choice)
-    return tokenizer.encode_chat(messages, **{"tools": tools, **turn.variables})
+    return tokenizer.encode_chat(messages, max_tokens=max_tokens, **{"tools": tools, **turn.variables})
 
 
 def enforced(turn: Turn, family: Family, starts_in_reasoning: bool) -> SamplingParams:

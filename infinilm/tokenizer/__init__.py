@@ -6,6 +6,7 @@ Merging is done by the `tokenizers` library, templates by `jinja2`; both have th
 
 import codecs
 import functools
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,14 +27,15 @@ from infinilm.tokenizer.chat import (
     with_thoughts,
     without_marker,
 )
-from infinilm.tokenizer.error import TokenizerError, errors_of
+from infinilm.tokenizer.error import TokenizerError, TooLong, errors_of
 from infinilm.tokenizer.gguf import GgufVocabulary
 from infinilm.tokenizer.huggingface import eos_ids_in, read_names, read_vocabulary, templates_in
 from infinilm.tokenizer.library import mark_special, try_out, vocab_size, with_special_tokens_as_text
 from infinilm.tokenizer.normalizer import Normalizer, any_of, any_token
+from infinilm.tokenizer.reach import Reach, reach_of
 from infinilm.tokenizer.spelling import spelling_of
 
-__all__ = ["ChatPrompt", "Detokenizer", "Tokenizer", "TokenizerError"]
+__all__ = ["ChatPrompt", "Detokenizer", "Tokenizer", "TokenizerError", "TooLong"]
 
 # Texts come one by one: a pool of threads would serve nothing, and the library warns of it in every fork.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -99,12 +101,20 @@ class Tokenizer:
     def bos_token_id(self) -> int | None:
         return self._library.token_to_id(self._roles["bos_token"]) if "bos_token" in self._roles else None
 
-    def encode(self, text: str, add_special_tokens: bool = True, allow_special: bool = True) -> list[int]:
+    def encode(
+        self,
+        text: str,
+        add_special_tokens: bool = True,
+        allow_special: bool = True,
+        max_tokens: int | None = None,
+    ) -> list[int]:
         """The token ids of text, framed by BOS and EOS where the model asks for them.
 
         As in Hugging Face tokenizers, a special token written in the text ("<|im_end|>") becomes that token;
         with allow_special=False it stays plain text. A text that already begins with BOS gets no second one.
+        A long one that is sure to have more than max_tokens is not encoded: TooLong.
         """
+        self._check_reach(text, max_tokens)
         ids = self._encode_stretch(text, add_special_tokens, allow_special)
         has_two_bos = add_special_tokens and len(ids) > 1 and ids[0] == ids[1] == self.bos_token_id
         return ids[1:] if has_two_bos else ids
@@ -127,6 +137,14 @@ class Tokenizer:
             del found
             _native.release_memory()
         return ids
+
+    def _check_reach(self, text: str, max_tokens: int | None) -> None:
+        """TooLong for a text that cannot have so few tokens, unless it is encoded soon in any case."""
+        if max_tokens is None or len(text) <= LARGE_TEXT:
+            return
+        with errors_of("encode"):
+            if (fewest := self._reach.fewest_tokens(text)) > max_tokens:
+                raise TooLong(fewest, max_tokens)
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of token_ids; bytes that are not UTF-8 become U+FFFD."""
@@ -175,14 +193,17 @@ class Tokenizer:
         self,
         messages: Sequence[dict[str, Any]],
         add_generation_prompt: bool = True,
+        max_tokens: int | None = None,
         **template_variables: object,
     ) -> list[int]:
         """The token ids of a conversation, with the BOS its template writes and no other.
 
         Only the template makes special tokens: written inside a message, a tool or a variable they stay plain
-        text, so that nobody can end a turn or speak in another role from within one.
+        text, so that nobody can end a turn or speak in another role from within one. max_tokens is as for
+        `encode`.
         """
         text = self.apply_chat_template(messages, add_generation_prompt, **template_variables)
+        self._check_reach(text, max_tokens)
         marker = unused_character(text)
         given = {**template_variables, "messages": list(messages)}
         marked = break_up(given, self._special_words, marker)
@@ -201,6 +222,11 @@ class Tokenizer:
             whole = without_marker(piece, marker)
             ids += self._encode_stretch(whole, False, is_special, is_start=position == 0)
         return ids
+
+    @functools.cached_property
+    def _reach(self) -> Reach:
+        shortens = self._normalizer is not None and self._normalizer.shortens
+        return Reach(math.inf) if shortens else reach_of(self._library)
 
     @functools.cached_property
     def _inner_library(self) -> tokenizers.Tokenizer:

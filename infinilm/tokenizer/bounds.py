@@ -42,8 +42,8 @@ FIXED_GROWTH = {
 def check_bounds(content: Mapping[str, Any]) -> None:
     """Refuse a tokenizer.json, parsed, whose steps could make a text endless or search it endlessly, or that
     takes the library more memory or time to build than any vocabulary does."""
-    _check_growth(_steps(content, ENCODING))
-    _check_growth(_steps(content, DECODING))
+    _check_growth(steps_of(content, ENCODING))
+    _check_growth(steps_of(content, DECODING))
     _check_model(content.get("model"))
     check_added([token["content"] for token in content.get("added_tokens") or []])
 
@@ -88,7 +88,7 @@ def _check_merges(merges: Sequence[Any], prefix: str) -> None:
             raise ValueError(f"model: a merge has {right[:60]!r} on its right, {rule}")
 
 
-def _steps(content: Mapping[str, Any], stages: Mapping[str, str]) -> list[Any]:
+def steps_of(content: Mapping[str, Any], stages: Mapping[str, str]) -> list[Any]:
     return [step for stage, members in stages.items() for step in _flat(stage, content.get(stage), members)]
 
 

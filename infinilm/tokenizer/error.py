@@ -8,6 +8,14 @@ class TokenizerError(ValueError):
     """A tokenizer file, a chat template or an input to them that cannot be used, and why."""
 
 
+class TooLong(TokenizerError):
+    """A text that is sure to have more tokens than may be, which is known before it is encoded."""
+
+    def __init__(self, least: int, most: int) -> None:
+        super().__init__(f"the prompt has at least {least} tokens, but the model reads {most} at most")
+        self.least = least
+
+
 @contextmanager
 def errors_of(subject: str) -> Iterator[None]:
     """Whatever the Rust library or a template throws becomes TokenizerError, panics included. A system that

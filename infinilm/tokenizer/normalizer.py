@@ -142,6 +142,11 @@ class Normalizer:
     adds_prefix: bool
     prefixes_every_stretch: bool
 
+    @property
+    def shortens(self) -> bool:
+        """Whether a text may lose much of its length"""
+        return self.table is not None or self.removes_extra_spaces
+
     def rewrite_between(self, kept_whole: re.Pattern[str], text: str, is_start: bool) -> str:
         """A whole text, less the tokens that are found in it as they are written."""
         pieces = kept_whole.split(text)

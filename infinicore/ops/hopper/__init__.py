@@ -77,6 +77,13 @@ def code_of(source: str, options: Sequence[str]) -> bytes:
     return code
 
 
+def bind_context(device: torch.device) -> None:
+    """What is asked of the driver is asked in a context, which a thread has when torch has worked in it."""
+    if not int(checked(driver.cuCtxGetCurrent())):
+        context = checked(driver.cuDevicePrimaryCtxRetain(checked(driver.cuDeviceGet(device.index))))
+        checked(driver.cuCtxSetCurrent(context))
+
+
 def loaded(source: str, defines: Mapping[str, int], shared_bytes: int) -> Any:
     """The kernel of a source on the current device"""
     options = (*OPTIONS, *(f"-D{name}={value}" for name, value in defines.items()))

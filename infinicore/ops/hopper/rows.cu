@@ -193,8 +193,10 @@ __device__ unsigned finished(const Problem& p, int m, int n, float2 sums, float2
     return narrowed(sums);
 }
 
+__device__ bool is_there(const Problem& p, int m, int n) { return m < p.num_rows && n < p.num_outputs; }
+
 __device__ void store(const Problem& p, int m, int n, uint2 four) {
-    if (m < p.num_rows && n < p.num_outputs) *(uint2*)(p.y + (long long)m * p.num_outputs + n) = four;
+    if (is_there(p, m, n)) *(uint2*)(p.y + (long long)m * p.num_outputs + n) = four;
 }
 
 // ---- a program's own sums -----------------------------------------------------------------------------------
@@ -233,14 +235,16 @@ __device__ void share_sums(float* shared, const float (&sums)[kSums]) {
             *(float2*)(shared + (own_row() + 8 * j) * kPitch + own_column() + 8 * i) = pair_of(sums, i, j);
 }
 
-// Volatile keeps it behind the barrier. It names no memory, so that several can be on their way.
-__device__ float4 shared_four(const float* own, int rank) {
-    float4 four;
+// Volatile keeps it behind the barrier. It names no memory, so that several can be on their way. What is not
+// stored is not read: nobody would wait for it, and the program it is read from might have ended.
+__device__ float4 shared_four(const float* own, int rank, bool is_stored) {
+    float4 four = {0, 0, 0, 0};
     asm volatile(
-        "{\n.reg .u32 there;\nmapa.shared::cluster.u32 there, %4, %5;\n"
-        "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n}"
-        : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w)
-        : "r"(address(own)), "r"(rank));
+        "{\n.reg .u32 there;\n.reg .pred stored;\nsetp.ne.b32 stored, %6, 0;\n"
+        "mapa.shared::cluster.u32 there, %4, %5;\n"
+        "@stored ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n}"
+        : "+f"(four.x), "+f"(four.y), "+f"(four.z), "+f"(four.w)
+        : "r"(address(own)), "r"(rank), "r"((int)is_stored));
     return four;
 }
 
@@ -255,9 +259,10 @@ __device__ void store_shared(const Problem& p, int first, int rank, const float*
     for (int round = 0; round < kRounds; round++) {
         const int i = min(round * kThreads + (int)threadIdx.x, kFours - 1);
         m[round] = rank * (kRows / SPLITS) + i / (TILE / 4), n[round] = i % (TILE / 4) * 4;
+        const bool is_stored = is_there(p, m[round], first + n[round]);
 #pragma unroll
         for (int other = 0; other < SPLITS; other++)
-            parts[round][other] = shared_four(shared + m[round] * kPitch + n[round], other);
+            parts[round][other] = shared_four(shared + m[round] * kPitch + n[round], other, is_stored);
     }
 #pragma unroll
     for (int round = 0; round < kRounds; round++) {

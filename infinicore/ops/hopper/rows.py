@@ -89,6 +89,7 @@ def launch(
     is_gated: bool = False,
 ) -> None:
     """y = x @ weight.T + bias + residual, or silu(gate) * up where the weight has the rows of both"""
+    hopper.bind_context(x.device)
     place = y if y.data_ptr() % 8 == 0 else torch.empty_like(y)
     x = aligned(x)
     bias, residual = (None if t is None else aligned(t) for t in (bias, residual))
@@ -110,8 +111,9 @@ def launch(
 
 
 def is_aligned(t: Tensor) -> bool:
-    """Whether every row begins at 16 bytes"""
-    return t.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in t.stride()[:-1])
+    """Whether every row begins at 16 bytes, and none within another, as those of a broadcast tensor do"""
+    are_apart = all(stride % 8 == 0 and stride >= t.shape[-1] for stride in t.stride()[:-1])
+    return t.data_ptr() % 16 == 0 and are_apart
 
 
 def aligned(t: Tensor) -> Tensor:

@@ -167,8 +167,8 @@ def launch_project(  # noqa: PLR0913  those of the op
     num_blocks, num_kv_heads, block_size, size = values.shape
     num_heads = q.shape[-2]
     project_kernel[(num_pair_programs(len(weight) // 2, x.device),)](
-        q, keys, values, x, norm.contiguous(), weight, bias, where.positions, sin, cos, tables, streams,
-        slots, weight.stride(0), sin.stride(0), cos.stride(0), eps, len(sin), *tables.shape, num_blocks,
+        q, keys, values, x, norm, weight, bias, where.positions, sin, cos, tables, streams, slots,
+        weight.stride(0), sin.stride(0), cos.stride(0), eps, len(sin), *tables.shape, num_blocks,
         num_heads, num_kv_heads, size, weight.shape[1],
         HAS_BIAS=bias is not None, IS_INTERLEAVED=where.is_interleaved, S=block_size, LANES=LANES,
         maxnreg=REGISTERS, **pair_tile(weight), **overlap_reading(x.device, weight, norm),
@@ -262,5 +262,5 @@ def project_heads(out: Tensor | None, x: Tensor, norm: Tensor, eps: float, *rest
     weight, bias, where = *rest[:2], Where(*rest[2:])
     like = torch.empty(query_shape(weight, where), dtype=x.dtype, device=x.device)
     y = target(out, like, x, norm, *(t for t in rest if isinstance(t, Tensor)))
-    launch_project(y, rows_of(x), norm, eps, weight, bias, where)
+    launch_project(y, rows_of(x), norm.contiguous(), eps, weight, bias, where)
     return settled(y, out)

@@ -170,9 +170,10 @@ def launch_gated(
     y: Tensor, x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None
 ) -> None:
     num_rows, size = len(weight) // 2, weight.shape[1]
+    norm = None if norm is None else norm.contiguous()
     gated_kernel[(num_pair_programs(num_rows, x.device),)](
-        y, x, None if norm is None else norm.contiguous(), weight, bias, weight.stride(0), num_rows, size,
-        eps, NORMS=norm is not None, HAS_BIAS=bias is not None, **pair_tile(weight),
+        y, x, norm, weight, bias, weight.stride(0), num_rows, size, eps,
+        NORMS=norm is not None, HAS_BIAS=bias is not None, **pair_tile(weight),
         **overlap_reading(x.device, weight, norm),
     )  # fmt: skip
 

@@ -48,11 +48,11 @@ def rms_norm_kernel(
 
 
 def launch(y: Tensor, total: Tensor, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
-    rows, others = rows_of(x), rows_of(residual)
+    rows, others, weight = rows_of(x), rows_of(residual), weight.contiguous()
     num_rows, size = rows.shape
     tile = triton.next_power_of_2(size)
     rms_norm_kernel[(num_rows,)](
-        y, total, rows, others, weight.contiguous(), rows.stride(0), others.stride(0), size, eps,
+        y, total, rows, others, weight, rows.stride(0), others.stride(0), size, eps,
         ADDS=total is not y, TILE=tile, num_warps=min(max(tile // 256, 1), 16),
         **overlap_reading(x.device, weight),
     )  # fmt: skip

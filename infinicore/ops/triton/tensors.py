@@ -100,7 +100,7 @@ def overlap(device: torch.device) -> dict[str, Any]:
 
 def overlap_reading(device: torch.device, *early: Tensor | None) -> dict[str, Any]:
     """Those of a kernel that reads some tensors before all its inputs are there. Only of what a layer holds
-    is it sure that the kernel before is not still writing it."""
+    is it sure that the kernel before is not still writing it; of a copy of that it is not."""
     return overlap(device) if all(map(is_held, early)) else IN_TURN
 
 
