@@ -1170,7 +1170,7 @@ def test_a_tool_that_is_not_allowed_is_ruled_out_by_the_grammar_or_not_shown(cas
 class Shown:
     """What a template would be given"""
 
-    def encode_chat(self, messages, tools=None):
+    def encode_chat(self, messages, max_tokens=None, tools=None):
         self.shown = json.dumps([messages, tools])
         return []
 
