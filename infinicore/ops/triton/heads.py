@@ -42,8 +42,8 @@ from infinicore.tiles import RowTensor
 # N tokens, H query heads, K key/value heads, D head size, E hidden size, B streams, M blocks of a stream,
 # P blocks of a pool, S slots of a block. Heads are counted on: of the queries, of the keys, of the values.
 REGISTERS = 128  # of a thread that projects: with more, not all programs would be there at once
-# Programs that come early stand where the kernel before leaves room, all on a few processors, which attention
-# then has not: with more tokens than this it took a fifth longer.
+# Programs that come early, and attention after them, have the memory of a processor as the product before had
+# it split, with little cache: with more tokens than this attention took a fifth longer.
 EARLY_TOKENS = 16
 
 
