@@ -25,9 +25,10 @@ build = rm -rf build/$(1) && $(BIN)/python -c "from scikit_build_core import bui
 setup: .venv/.built .venv/.tests
 
 .venv/.runtime: pyproject.toml constraints.txt
+	@made_by=$$(test -x $(BIN)/pip && echo $(BIN)/python || echo $(PYTHON)); $$made_by -c "import tomllib" || { \
+	    echo "Python 3.11 or later is needed, which $$made_by is not: make PYTHON=python3.12, say, without a .venv"; \
+	    exit 1; }
 	$(call step,making .venv,test -x $(BIN)/pip || $(PYTHON) -m venv .venv)
-	@$(BIN)/python -c "import tomllib" 2>/dev/null || { rm -rf .venv; \
-	    echo "Python 3.11 or later is needed, and .venv had an older one: make PYTHON=python3.12, say"; exit 1; }
 	$(call step,installing what builds the native core,$(PIP) scikit-build-core nanobind cmake ninja)
 	$(call step,installing torch and what else is needed to run,$(PIP) $(call requirements,p['dependencies'] + \
 	    p['optional-dependencies']['serve']))

@@ -21,7 +21,6 @@ PEER = "llama.cpp"
 BANDWIDTH = "the read bandwidth"
 DENSE_MODEL = "1B BF16"
 LEAST_OPTIMISED = 0.2  # of the read bandwidth
-MEMORY_TASK = "prefill 512"  # peak memory is taken after it
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class ModelResult:
     name: str
     file_bytes: int
     weight_bytes: int  # read for each token: a tied embedding is read as the output
-    cache_bytes: int  # the keys and values of MEMORY_TASK
+    cache_bytes: int  # the keys and values of the first task, after which peak memory is taken
     load_seconds: dict[str, float]
     imported_bytes: dict[str, float]  # what a process held before it loaded the model, and libraries since
     rates: dict[str, dict[str, Measured]] = field(default_factory=dict)

@@ -364,6 +364,9 @@ class AsyncLLM:
     async def abort(self, request_id: str) -> None:
         """End a request: its loop sees a last output whose finish_reason is "abort"."""
         self._check_alive()
+        if not isinstance(request_id, str):  # in the engine's thread a wrong one would end all of them
+            found = reprlib.repr(request_id)
+            raise RequestError(f"request_id must be a string, but is {found}", "request_id")
         for listener in list(self._making):
             listener.is_unwanted |= listener.request_id == request_id
         worker = self._worker

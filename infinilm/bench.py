@@ -57,6 +57,13 @@ def check_sizes(sizes: object, **least: int) -> None:
             )
 
 
+def check_length(sizes: Workload | Requests, most: int, limit: str) -> None:
+    num_tokens = sizes.input_len + sizes.output_len
+    if num_tokens > most:
+        given = f"input-len {sizes.input_len} and output-len {sizes.output_len}"
+        raise ValueError(f"{given} are {num_tokens} tokens, but {limit}")
+
+
 def random_prompts(vocab_size: int, length: int, count: int, seed: int) -> list[list[int]]:
     chosen = random.Random(seed)
     return [[chosen.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
@@ -71,10 +78,10 @@ def greedy(num_tokens: int) -> SamplingParams:
 
 @dataclass(frozen=True)
 class Workload:
-    input_len: int = 512
-    output_len: int = 64
-    batch_size: int = 1
-    rounds: int = 5
+    input_len: int
+    output_len: int
+    batch_size: int
+    rounds: int
 
     def __post_init__(self) -> None:
         check_sizes(self, output_len=2)
@@ -90,7 +97,8 @@ def measure_latency(
     start = time.perf_counter()
     llama, _ = load_model(model, **options)  # type: ignore[arg-type]
     load_seconds = time.perf_counter() - start
-    check_context(llama, workload)
+    most = llama.config.longest  # what lies beyond it could be measured, but not asked for
+    check_length(workload, most, f"the model's context is {most}")
     return {
         **measure_rounds(llama, workload),
         "load_seconds": Measured((load_seconds,)),
@@ -111,16 +119,6 @@ def measure_rounds(model: LlamaForCausalLM, workload: Workload) -> dict[str, Mea
         "decode_tokens_per_second": Measured(tuple(num_decoded / run.decode for run in rounds)),
         **({"python_microseconds_per_step": Measured(tuple(1e6 * gap for gap in gaps))} if gaps else {}),
     }
-
-
-def check_context(model: LlamaForCausalLM, workload: Workload) -> None:
-    """What lies beyond it could be measured, but not asked for."""
-    num_tokens, most = workload.input_len + workload.output_len, model.config.longest
-    if num_tokens > most:
-        raise ValueError(
-            f"input-len {workload.input_len} and output-len {workload.output_len} are "
-            f"{num_tokens} tokens, but the model's context is {most}"
-        )
 
 
 class Lockstep:
@@ -206,10 +204,10 @@ def run_once(lockstep: Lockstep, workload: Workload) -> Round:
 
 @dataclass(frozen=True)
 class Requests:
-    num_prompts: int = 64
-    input_len: int = 128
-    output_len: int = 64
-    concurrency: int = 16
+    num_prompts: int
+    input_len: int
+    output_len: int
+    concurrency: int
 
     def __post_init__(self) -> None:
         check_sizes(self, output_len=2)
@@ -246,7 +244,8 @@ def measure_throughput(requests: Requests, model: str | None = None, **options: 
 
 
 def answer_all(engine: Engine, requests: Requests, seed: int) -> Answered:
-    check_room(engine, requests)
+    most = engine.max_length  # it would answer in fewer tokens where there is no room for more
+    check_length(requests, most, f"the model and its cache take {most} at most")
     vocab_size = engine.model.config.vocab_size
     waiting = deque(random_prompts(vocab_size, requests.input_len, requests.num_prompts, seed))
     params, times = greedy(requests.output_len), dict[str, list[float]]()
@@ -263,16 +262,6 @@ def answer_all(engine: Engine, requests: Requests, seed: int) -> Answered:
     seconds = time.perf_counter() - start
     gaps = [[b - a for a, b in pairwise(moments)] for moments in times.values()]
     return Answered(seconds, [own[0] for own in gaps], [gap for own in gaps for gap in own[1:]])
-
-
-def check_room(engine: Engine, requests: Requests) -> None:
-    """The engine would answer in fewer tokens where there is no room for more."""
-    num_tokens = requests.input_len + requests.output_len
-    if num_tokens > engine.max_length:
-        raise ValueError(
-            f"input-len {requests.input_len} and output-len {requests.output_len} are {num_tokens} tokens, "
-            f"but the model and its cache take {engine.max_length} at most"
-        )
 
 
 # ---- the machine -------------------------------------------------------------------------------------------

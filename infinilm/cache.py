@@ -19,7 +19,6 @@ from infinilm.batch import Batch
 # two calls only.
 CALL_WORK = 1 << 28
 LANES = 16  # keys that the kernel reads side by side
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "q8_0": torch.uint8}
 
 # B streams, S block size, P blocks of a pool, M blocks of a stream, N tokens, T positions,
 # K key/value heads, D head size

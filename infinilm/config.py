@@ -337,7 +337,7 @@ def rope_mapping(content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 # ---- how to run a model ------------------------------------------------------------------------------------
 
-KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "q8_0")
+KV_CACHE_DTYPES = {**DTYPES, "q8_0": torch.uint8}  # or "auto"
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 # What each number is at the least and at the most
 RANGES = {
@@ -396,7 +396,7 @@ class EngineConfig:
             value, default = getattr(self, name), getattr(EngineConfig, name)
             if value is not None or default is not None:  # else it is left to the engine
                 check_whole(name, value, low, high)
-        check_one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+        check_one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", *KV_CACHE_DTYPES))
         check_one_of("block_size", self.block_size, BLOCK_SIZES)
         for name in ("enable_prefix_caching", "deterministic", "enable_lora"):
             check_flag(name, getattr(self, name))

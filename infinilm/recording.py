@@ -124,7 +124,8 @@ class Recording:
         settings.fill(rows)
 
     def _fill_tokens(self, inputs: Inputs, at: int, item: Work, row: int) -> None:
-        """What the step is told of the tokens of one stream, whose blocks are in this row of the tables"""
+        """What the step is told of the tokens of one stream, whose blocks are in this row of the tables. The
+        runner's `flattened` tells as much, but takes twice as long, and this is done for every token."""
         stream, latest = item.stream, self._latest
         for slot, token_id in enumerate(stream.pending(item.num_tokens), item.start):
             source = latest.num_rows + at

@@ -50,7 +50,7 @@ class RopeParameters:
 
     @property
     def original_max_position(self) -> int:
-        return int(self.scaling.get("original_max_position_embeddings") or self.max_position)
+        return int(self.scaling.get(TRAINED) or self.max_position)
 
     @property
     def reach(self) -> int:
@@ -286,7 +286,7 @@ def checked_value(name: str, key: str, value: Any, rotary_dim: int) -> Any:
         if not isinstance(value, list | tuple) or len(value) != rotary_dim // 2:
             raise ValueError(f"{name} must be {rotary_dim // 2} positive numbers, but is {short(value)}")
         return [check_number(f"{name}[{i}]", factor, MAX_FACTOR) for i, factor in enumerate(value)]
-    if key == "original_max_position_embeddings":
+    if key == TRAINED:
         is_whole_float = isinstance(value, float) and value.is_integer()
         return check_whole(name, int(value) if is_whole_float else value, 2, MAX_POSITION)
     return check_number(name, value, MAX_FACTOR, 1.0 if key == "factor" else 0.0)

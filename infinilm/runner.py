@@ -47,6 +47,7 @@ class Pending:
     rows: Sequence[Row]
     outcome: tuple[Tensor, Tensor]  # states and logits
     tokens: list[int] | Readback | None  # None where they are still to be drawn
+    start: float  # of time.perf_counter(), when it was launched
     is_settled: bool  # it took what such steps will take from now on
     is_plain: bool  # nothing but tokens is wanted
     may_be_followed: bool  # by other work, before it is read
@@ -104,6 +105,7 @@ class Runner:
 
     def launch(self, work: Sequence[Work]) -> Pending:
         """Begin to compute the tokens of all work, which on a CPU ends it as well."""
+        start = time.perf_counter()
         self.tables.show(work)
         rows = drawn_rows(work)
         is_common = may_come_again(work, len(rows), self.device, self.step_tokens)
@@ -116,7 +118,7 @@ class Runner:
             tokens = self._latest.note(recording.drawn(len(rows)))
         elif is_followed and rows:
             tokens = self._latest.note(draw(outcome[1], rows))
-        return Pending(work, rows, outcome, tokens, is_settled, is_plain, may_be_followed=is_followed)
+        return Pending(work, rows, outcome, tokens, start, is_settled, is_plain, is_followed)
 
     def _adapted_for(self, work: Sequence[Work]) -> AdaptedModel | None:
         """The model with the adapters of all streams among them; None where no stream has one"""

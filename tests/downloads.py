@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import tokenizers
 import torch
 import transformers
 from parity import SIZES
 from safetensors.torch import load_file
-from test_models_gguf import add_metadata
+from test_models_gguf import add_metadata, write_tensors
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
@@ -123,15 +122,8 @@ def write_gguf(path: Path, folder: Path, score: Tensor | None = None, **keys: An
     add_vocabulary(writer, json.loads((folder / "tokenizer.json").read_text())["model"])
     for name, value in keys.items():
         getattr(writer, f"add_{name}")(value)
-    names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
-    weights = load_file(folder / "model.safetensors") | (
-        {} if score is None else {"cls.output.weight": score}
-    )
-    for theirs, weight in weights.items():
-        ours = names.get_name(theirs, try_suffixes=(".weight", ".bias")) or theirs
-        writer.add_tensor(ours, np.ascontiguousarray(weight.numpy()))
-    for finish in ("write_header_to_file", "write_kv_data_to_file", "write_tensors_to_file", "close"):
-        getattr(writer, finish)()
+    scores = {} if score is None else {"cls.output.weight": score}
+    write_tensors(writer, kind, config, load_file(folder / "model.safetensors") | scores)
 
 
 def add_vocabulary(writer: Any, model: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -219,6 +220,25 @@ def llama_file(weights: dict[str, Tensor] | None = None, **fields: Any) -> GGUFF
         for name, tensor in weights.items()
     ]
     return GGUFFile(llama_values(), tensors, **fields)
+
+
+def llama_writer(path: Path, num_layers: int, **options: Any) -> gguf.GGUFWriter:
+    """The gguf package's, with the metadata of a tiny model"""
+    writer = gguf.GGUFWriter(path, "llama", **options)
+    writer.add_block_count(num_layers)
+    writer.add_context_length(128)
+    writer.add_embedding_length(HIDDEN_SIZE)
+    writer.add_feed_forward_length(INTERMEDIATE_SIZE)
+    writer.add_head_count(NUM_HEADS)
+    writer.add_head_count_kv(NUM_KV_HEADS)
+    writer.add_layer_norm_rms_eps(1e-6)
+    return writer
+
+
+def write_out(writer: gguf.GGUFWriter) -> None:
+    """All that the gguf package's writer was given"""
+    for finish in ("write_header_to_file", "write_kv_data_to_file", "write_tensors_to_file", "close"):
+        getattr(writer, finish)()
 
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789ABCD"  # as many as the tiny model has embeddings

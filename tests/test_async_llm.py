@@ -8,7 +8,7 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -172,29 +172,36 @@ def test_a_users_mistake_is_a_request_error_and_harms_nobody(
     assert within_patience(outputs_of(llm, [5], SAMPLED))[-1].finished
 
 
+def come_during_a_step(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, launch: Callable[[Any], Any], count: int
+) -> list[Any]:
+    """What becomes of a request, and of others that come before its first step is launched"""
+    is_running, may_go_on = threading.Event(), threading.Event()
+
+    def launch_when_told(work: Any) -> Any:
+        is_running.set()
+        may_go_on.wait(PATIENCE)
+        return launch(work)
+
+    monkeypatch.setattr(llm.engine.runner, "launch", launch_when_told)
+
+    async def crowd() -> list[Any]:
+        tasks = [asyncio.create_task(outputs_of(llm, prompt(10), SAMPLED))]
+        await until(is_running.is_set)
+        tasks += [asyncio.create_task(outputs_of(llm, prompt(10, i), SAMPLED)) for i in range(count)]
+        await until(lambda: llm._worker.inbox.qsize() == count)
+        may_go_on.set()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    return within_patience(crowd())
+
+
 @pytest.mark.parametrize("limit", [{"max_queue": 2}, {"max_queue_tokens": 25}], ids=str)
 def test_more_than_may_wait_are_turned_away_and_the_others_answered(
     limit: dict[str, int], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = AsyncLLM(folder, **OPTIONS, max_num_seqs=1, **limit)
-    run, is_running, may_go_on = llm.engine.runner.launch, threading.Event(), threading.Event()
-
-    def run_when_told(work: Any) -> Any:
-        is_running.set()
-        may_go_on.wait(PATIENCE)
-        return run(work)
-
-    monkeypatch.setattr(llm.engine.runner, "launch", run_when_told)
-
-    async def crowd() -> list[Any]:
-        tasks = [asyncio.create_task(outputs_of(llm, prompt(10), SAMPLED))]
-        await until(is_running.is_set)
-        tasks += [asyncio.create_task(outputs_of(llm, prompt(10, i), SAMPLED)) for i in range(7)]
-        await until(lambda: llm._worker.inbox.qsize() == 7)
-        may_go_on.set()
-        return await asyncio.gather(*tasks, return_exceptions=True)
-
-    found = within_patience(crowd())
+    found = come_during_a_step(llm, monkeypatch, llm.engine.runner.launch, count=7)
     llm.shutdown()
     turned_away = [each for each in found if isinstance(each, BaseException)]
     assert [type(each) for each in turned_away] == [QueueFull] * 5
@@ -353,6 +360,29 @@ def test_whoever_comes_and_goes_when_nobody_is_forgotten_and_the_others_are_not_
 
 def test_aborting_nobody_is_nothing(llm: AsyncLLM) -> None:
     within_patience(llm.abort("nobody"))
+
+
+def test_a_request_that_has_ended_is_not_let_in_again(llm: AsyncLLM) -> None:
+    request = llm.engine.make(prompt(5), SAMPLED)
+
+    async def followed() -> list[RequestOutput]:
+        return [output async for output in llm.follow(request)]
+
+    assert within_patience(followed())[-1].finished
+    with pytest.raises(RequestError, match="has ended already"):
+        within_patience(asyncio.wait_for(followed(), 5))
+
+
+@pytest.mark.parametrize("given", [None, ["a"], 5], ids=repr)
+def test_what_is_no_id_ends_neither_the_engine_nor_a_request_without_one(given: Any, llm: AsyncLLM) -> None:
+    async def beside() -> list[RequestOutput]:
+        being_made = asyncio.create_task(outputs_of(llm, prompt(5), SAMPLED))
+        await until(lambda: bool(llm._making or llm.engine.requests))
+        with pytest.raises(RequestError, match="request_id must be a string"):
+            await llm.abort(given)
+        return await being_made
+
+    assert within_patience(beside())[-1].outputs[0].finish_reason == "length"
     assert within_patience(outputs_of(llm, prompt(5), SAMPLED))[-1].finished
 
 
@@ -409,24 +439,12 @@ def test_requests_that_the_engine_had_not_heard_of_when_it_died_fail_as_well(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = AsyncLLM(folder, **OPTIONS)
-    is_running, may_die = threading.Event(), threading.Event()
 
     def fail(work: Any) -> Any:
-        is_running.set()
-        may_die.wait(PATIENCE)
         raise OSError("no light")
 
-    monkeypatch.setattr(llm.engine.runner, "launch", fail)
-
-    async def late() -> list[Any]:
-        tasks = [asyncio.create_task(outputs_of(llm, prompt(5), ENDLESS))]
-        await until(is_running.is_set)
-        tasks += [asyncio.create_task(outputs_of(llm, prompt(5, i), ENDLESS)) for i in range(3)]
-        await until(lambda: llm._worker.inbox.qsize() == 3)
-        may_die.set()
-        return await asyncio.gather(*tasks, return_exceptions=True)
-
-    assert [type(error) for error in within_patience(late())] == [EngineDead] * 4
+    found = come_during_a_step(llm, monkeypatch, fail, count=3)
+    assert [type(error) for error in found] == [EngineDead] * 4
 
 
 def test_an_error_in_a_step_is_told_as_death_to_whoever_waits_for_it(

@@ -198,7 +198,11 @@ def test_urls_are_read_with_and_without_v1(url: str, authority: str, prefix: str
 
 
 @pytest.mark.parametrize(
-    "url", ["here:8000", "ftp://here", "http://", "http://here:99999", "http://a/?b=c", ""]
+    "url",
+    [
+        *("here:8000", "ftp://here", "http://", "", "http://here:99999", "http://here:0"),
+        *("http://a/?b=c", "http://a/#b", "http://me:secret@here:8000"),
+    ],
 )
 def test_other_urls_are_refused(url: str) -> None:
     with pytest.raises(ValueError, match="the base URL must be"):

@@ -33,12 +33,14 @@ from gguf_files import (
     integer,
     llama_file,
     llama_weights,
+    llama_writer,
     open_model,
     real,
     string,
     text,
     u32,
     u64,
+    write_out,
 )
 from safetensors.torch import save_file
 
@@ -278,21 +280,11 @@ def assert_same(found: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 def write_with_gguf_package(path: Path, raw: dict[str, np.ndarray], kind: gguf.GGMLQuantizationType) -> None:
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(1)
-    writer.add_context_length(128)
-    writer.add_embedding_length(HIDDEN_SIZE)
-    writer.add_feed_forward_length(96)
-    writer.add_head_count(NUM_HEADS)
-    writer.add_head_count_kv(NUM_KV_HEADS)
-    writer.add_layer_norm_rms_eps(1e-6)
+    writer = llama_writer(path, num_layers=1)
     writer.add_tensor("token_embd.weight", np.ones((5, HIDDEN_SIZE), dtype=np.float32))
     for name, data in raw.items():
         writer.add_tensor(f"blk.0.{name}.weight", data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_out(writer)
 
 
 def test_quantised_rows_are_permuted_without_leaving_their_blocks():

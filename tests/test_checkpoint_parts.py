@@ -8,15 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
 from gguf_files import (
     HEAD_DIM,
     HIDDEN_SIZE,
-    NUM_HEADS,
-    NUM_KV_HEADS,
     GGUFFile,
     TensorEntry,
     array,
@@ -25,10 +22,12 @@ from gguf_files import (
     interleaved,
     llama_file,
     llama_weights,
+    llama_writer,
     open_model,
     text,
     u32,
     whole_file,
+    write_out,
 )
 
 from infinilm.checkpoint import Checkpoint, CheckpointError, open_checkpoint
@@ -95,22 +94,11 @@ def test_the_first_part_opens_all_of_the_model(first, tmp_path):
 @pytest.mark.parametrize("is_first_small", [False, True])
 def test_parts_of_the_gguf_package_are_read(is_first_small, tmp_path):
     weights = llama_weights()
-    writer = gguf.GGUFWriter(
-        tmp_path / "model.gguf", "llama", split_max_tensors=6, small_first_shard=is_first_small
-    )
-    writer.add_block_count(2)
-    writer.add_context_length(128)
-    writer.add_embedding_length(HIDDEN_SIZE)
-    writer.add_feed_forward_length(96)
-    writer.add_head_count(NUM_HEADS)
-    writer.add_head_count_kv(NUM_KV_HEADS)
-    writer.add_layer_norm_rms_eps(1e-6)
+    parts = {"split_max_tensors": 6, "small_first_shard": is_first_small}
+    writer = llama_writer(tmp_path / "model.gguf", num_layers=2, **parts)
     for name, weight in weights.items():
         writer.add_tensor(gguf_name(name), np.ascontiguousarray(interleaved(name, weight).numpy()))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_out(writer)
     files = sorted(tmp_path.iterdir())
     assert len(files) > 3
     with open_model(files[0]) as checkpoint:

@@ -276,6 +276,15 @@ def test_a_length_bounds_the_prompt(tiny_folder: Path, capsys: pytest.CaptureFix
     assert "the prompt has 12 tokens" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", [("generate", "-"), ("generate", "-", "--raw"), ("chat",)])
+def test_a_hopeless_prompt_is_refused_before_it_is_encoded(
+    command: tuple[str, ...], here: Here, tmp_path: Path
+) -> None:
+    folder = write_model(tmp_path, chat_template="{{ messages[0].content }}")
+    child = here(*command, "--model", str(folder), "--kv-cache-memory", "1MB", stdin="x" * (1 << 20))
+    assert "the prompt has at least" in child.stderr
+
+
 def test_guesses_change_no_text(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["generate", "ab ab ab", "--raw", "--model", str(tiny_folder), "--kv-cache-memory", "1MB"]
     assert main(command) == 0

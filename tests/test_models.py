@@ -317,6 +317,16 @@ def test_the_text_of_a_gemma_that_also_sees_is_gemma(prefix: str, make: Any) -> 
     assert LlamaForCausalLM.from_pretrained(folder).config.eos_token_ids == (1, 106)
 
 
+def test_a_gemma_that_also_sees_has_the_dtype_that_is_said_of_the_whole(make: Any) -> None:
+    kind, options = MODELS["gemma3"]
+    _, folder = make(kind, **options)
+    text = json.loads((folder / "config.json").read_text())
+    text.pop("dtype")
+    whole = {"model_type": "gemma3", "text_config": text, "dtype": "float16"}
+    (folder / "config.json").write_text(json.dumps(whole))
+    assert LlamaForCausalLM.from_pretrained(folder).config.dtype == torch.float16
+
+
 def test_a_quantised_gemma_that_also_sees_is_refused_by_key(make: Any) -> None:
     kind, options = MODELS["gemma3"]
     _, folder = make(kind, **options)

@@ -12,6 +12,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from gguf_files import write_out
 from parity import prompt
 from safetensors.torch import load_file
 from test_models import LONGROPE, MODELS
@@ -143,14 +144,18 @@ def write(path: Path, name: str, config: Any, weights: Weights) -> None:
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
     add_metadata(writer, config)
     add_more(writer, config)
-    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     for change in changes:
         weights = change(weights, config)
+    write_tensors(writer, architecture, config, weights)
+
+
+def write_tensors(writer: Any, architecture: gguf.MODEL_ARCH, config: Any, weights: Weights) -> None:
+    """Under llama.cpp's names, where it has such"""
+    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     for theirs, weight in weights.items():
         ours = names.get_name(theirs, try_suffixes=(".weight", ".bias")) or theirs
         writer.add_tensor(ours, np.ascontiguousarray(weight.float().numpy()))
-    for finish in ("write_header_to_file", "write_kv_data_to_file", "write_tensors_to_file", "close"):
-        getattr(writer, finish)()
+    write_out(writer)
 
 
 def add_metadata(writer: Any, config: Any) -> None:

@@ -6,7 +6,6 @@ import shlex
 import shutil
 import subprocess
 import symtable
-import sys
 import venv
 from pathlib import Path
 
@@ -155,25 +154,30 @@ def test_setup_gives_an_environment_without_pip_what_it_lacks(tmp_path: Path) ->
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
     venv.create(tmp_path / ".venv", with_pip=False)
-    program = "import pathlib, sys; pathlib.Path('asked').write_text(' '.join(sys.argv[1:])); sys.exit(1)"
-    (tmp_path / "python").write_text(f"#!{sys.executable}\n{program}\n")
+    (tmp_path / "python").write_text('#!/bin/sh\necho "$@" > asked; test $1 = -c\n')
     (tmp_path / "python").chmod(0o755)
     subprocess.run(["make", ".venv/.runtime", "PYTHON=./python"], cwd=tmp_path, capture_output=True)
-    assert (tmp_path / "asked").read_text() == "-m venv .venv"
+    assert (tmp_path / "asked").read_text() == "-m venv .venv\n"
 
 
-def test_setup_says_that_a_python_is_too_old_and_keeps_nothing_of_it(tmp_path: Path) -> None:
-    """What it left behind, the next try with another Python would take for its own"""
+@pytest.mark.parametrize("programs", [["python"], ["python", ".venv/bin/python", ".venv/bin/pip"]])
+def test_setup_says_that_a_python_is_too_old_and_leaves_all_as_it_was(
+    programs: list[str], tmp_path: Path
+) -> None:
+    """What it made, the next try with another Python would take for its own; what was there is the user's."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     for name in ("pyproject.toml", "constraints.txt"):
         (tmp_path / name).touch()
-    (tmp_path / "python").write_text("#!/bin/sh\nmkdir -p .venv/bin; cp python .venv/bin; test $1 != -c\n")
-    (tmp_path / "python").chmod(0o755)
+    for name in programs:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("#!/bin/sh\nexit 1\n")
+        (tmp_path / name).chmod(0o755)
+    before = sorted(tmp_path.rglob("*"))
     result = subprocess.run(
         ["make", ".venv/.runtime", "PYTHON=./python"], cwd=tmp_path, capture_output=True, text=True
     )
     assert result.returncode == 2 and "Python 3.11 or later is needed" in result.stdout
-    assert not (tmp_path / ".venv").exists()
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

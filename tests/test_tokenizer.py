@@ -341,6 +341,15 @@ FOLDERS = {
         byte_level_library,
         {"added_tokens_decoder": added(320, "<|x|>"), "pad_token": "<|x|>"},
     ),
+    "special by its role, else a plain added token": (with_added_tokens_behind, {"pad_token": "<think>"}),
+    "special by a name of the model's own": (
+        with_added_tokens_behind,
+        {"extra_special_tokens": {"think_token": "<think>"}, "num_image_token": 4},
+    ),
+    "special by such a name beside the roles": (
+        with_added_tokens_behind,
+        {"think_token": "<think>", "added_tokens_decoder": added(321, "<think>", rstrip=True)},
+    ),
     "special by its name": (byte_level_library, {"additional_special_tokens": ["the", "q"]}),
     "BOS by template": (with_bos_template, {}),
     "template over config": (with_bos_template, {"add_bos_token": False, "add_eos_token": True}),
@@ -393,6 +402,24 @@ def test_a_file_adds_tokens_in_an_older_folder_as_with_transformers(tmp_path, lo
 def test_a_special_token_that_nothing_gives_an_id_is_passed_over(tmp_path):
     folder = write_folder(tmp_path, byte_level_library(), additional_special_tokens=["<|x|>"])
     assert Tokenizer.from_folder(folder).vocab_size == 320
+
+
+def test_a_template_sees_the_names_that_a_model_has_for_its_tokens(tmp_path, load_with_transformers):
+    names = {"extra_special_tokens": {"x_token": "<|x|>"}, "y_token": "<|y|>"}
+    template = "{{ bos_token }}{{ x_token }}{{ messages[0].content }}{{ y_token }}"
+    folder = write_folder(tmp_path, with_added_tokens_behind(), **names, chat_template=template)
+    ours, theirs = Tokenizer.from_folder(folder), load_with_transformers(folder)
+    messages = [{"role": "user", "content": "a"}]
+    wanted = theirs.apply_chat_template(messages, tokenize=False)
+    assert ours.apply_chat_template(messages) == wanted == "<s><|x|>a<|y|>"
+
+
+def test_an_end_of_turn_in_a_message_stays_text_though_the_vocabulary_has_it_as_a_plain_token(tmp_path):
+    template = "{{ messages[0].content }}{{ eos_token }}"
+    config = {"eos_token": "<think>", "chat_template": template}
+    ours = Tokenizer.from_folder(write_folder(tmp_path, with_added_tokens_behind(), **config))
+    ids = ours.encode_chat([{"role": "user", "content": "a<think>b"}])
+    assert ids.count(321) == 1 and ids[-1] == 321
 
 
 @pytest.mark.parametrize("ids", [{"a": 0, "b": 7}, {"b": 3, "a": 9}, {"b": 3}])

@@ -123,9 +123,7 @@ def test_a_text_is_refused_once_it_cannot_have_so_few_tokens(smollm: Tokenizer) 
     text = longest * (LARGE_TEXT // len(longest) + 1)
     num_tokens = len(smollm.encode(text))
     assert len(smollm.encode(text, max_tokens=num_tokens)) == num_tokens
-    with pytest.raises(
-        TooLong, match=f"at least {num_tokens + 1} tokens, but the model reads {num_tokens} at"
-    ):
+    with pytest.raises(TooLong, match=f"at least {num_tokens + 1} tokens, .* take {num_tokens} at most"):
         smollm.encode(text + "a", max_tokens=num_tokens)
 
 

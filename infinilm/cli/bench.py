@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from infinilm.cli.options import (
     add_engine_options,
     add_model_options,
+    add_number,
     engine_options,
     json_object,
     model_options,
@@ -39,10 +40,10 @@ def add(commands: Any) -> None:
 
 def add_latency(command: argparse.ArgumentParser) -> None:
     add_model_options(command)
-    command.add_argument("--input-len", type=int, default=512, metavar="N", help="tokens of a prompt: 512")
-    command.add_argument("--output-len", type=int, default=64, metavar="N", help="tokens of an answer: 64")
-    command.add_argument("--batch-size", type=int, default=1, metavar="N", help="streams at once: 1")
-    command.add_argument("--rounds", type=int, default=5, metavar="N", help="that are counted: 5")
+    add_number(command, "--input-len", 512, "tokens of a prompt")
+    add_number(command, "--output-len", 64, "tokens of an answer")
+    add_number(command, "--batch-size", 1, "streams at once")
+    add_number(command, "--rounds", 5, "that are counted")
     command.add_argument("--json", action="store_true", help="print one JSON object")
     command.set_defaults(run=run_latency)
 
@@ -50,14 +51,10 @@ def add_latency(command: argparse.ArgumentParser) -> None:
 def add_throughput(command: argparse.ArgumentParser) -> None:
     add_model_options(command)
     add_engine_options(command)
-    command.add_argument("--num-prompts", type=int, default=64, metavar="N", help="requests in all: 64")
-    command.add_argument(
-        "--input-len", type=int, default=128, metavar="N", help="tokens of each prompt, drawn at random: 128"
-    )
-    command.add_argument("--output-len", type=int, default=64, metavar="N", help="tokens of an answer: 64")
-    command.add_argument(
-        "--concurrency", type=int, default=16, metavar="N", help="requests in the engine at once, at most: 16"
-    )
+    add_number(command, "--num-prompts", 64, "requests in all")
+    add_number(command, "--input-len", 128, "tokens of each prompt, drawn at random")
+    add_number(command, "--output-len", 64, "tokens of an answer")
+    add_number(command, "--concurrency", 16, "requests in the engine at once, at most")
     command.add_argument("--json", action="store_true", help="print one JSON object")
     command.set_defaults(run=run_throughput)
 
@@ -88,7 +85,7 @@ def add_server_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--endpoint", choices=("completions", "chat"), default="completions", help="completions if left out"
     )
-    command.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="of a request: 600")
+    add_number(command, "--timeout", 600.0, "of a request", "SECONDS")
 
 
 def add_pace_options(command: argparse.ArgumentParser) -> None:
@@ -96,27 +93,19 @@ def add_pace_options(command: argparse.ArgumentParser) -> None:
         "--request-rate", type=float, nargs="+", metavar="R", help="requests a second, one or several; or inf"
     )
     command.add_argument("--max-concurrency", type=int, nargs="+", metavar="N", help="requests at once")
-    command.add_argument(
-        "--num-prompts", type=int, default=128, metavar="N", help="requests at each rate: 128"
-    )
+    add_number(command, "--num-prompts", 128, "requests at each rate")
 
 
 def add_question_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--input-len", type=int, default=128, metavar="N", help="tokens of a prompt on average: 128"
-    )
-    command.add_argument(
-        "--output-len", type=int, default=64, metavar="N", help="tokens of an answer on average: 64"
-    )
+    add_number(command, "--input-len", 128, "tokens of a prompt on average")
+    add_number(command, "--output-len", 64, "tokens of an answer on average")
     command.add_argument(
         "--lengths", choices=("lognormal", "fixed"), default="lognormal", help="lognormal if left out"
     )
     command.add_argument(
         "--token-ids", type=int, metavar="N", help="prompts of token ids below N, not of words"
     )
-    command.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of lengths, prompts and arrivals: 0"
-    )
+    add_number(command, "--seed", 0, "of lengths, prompts and arrivals")
     command.add_argument(
         "--extra-body",
         type=json_object,

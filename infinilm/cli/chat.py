@@ -105,7 +105,8 @@ class Chat:
     def turn(self, llm: LLM, text: str, options: argparse.Namespace) -> None:
         asked = [*self.messages, {"role": "user", "content": text}]
         try:
-            reply = answer(llm, llm.tokenizer.encode_chat(asked), options)
+            token_ids = llm.tokenizer.encode_chat(asked, max_tokens=llm.engine.max_length)
+            reply = answer(llm, token_ids, options)
         except KeyboardInterrupt:
             print("\n(stopped; the turn is forgotten)", file=sys.stderr)
             return

@@ -36,12 +36,14 @@ def run(options: argparse.Namespace) -> None:
     check_system(options.system, has_template=not options.raw)
     prompt = read_prompt() if options.prompt == "-" else options.prompt
     llm = load(options)
+    most = llm.engine.max_length
     if options.raw or llm.tokenizer.chat_template is None:
         check_system(options.system, has_template=False)
-        answer(llm, llm.tokenizer.encode(prompt), options)
+        answer(llm, llm.tokenizer.encode(prompt, max_tokens=most), options)
         return
     messages = [{"role": "system", "content": options.system}] if options.system else []
-    answer(llm, llm.tokenizer.encode_chat([*messages, {"role": "user", "content": prompt}]), options)
+    asked = [*messages, {"role": "user", "content": prompt}]
+    answer(llm, llm.tokenizer.encode_chat(asked, max_tokens=most), options)
 
 
 def check_system(system: str | None, has_template: bool) -> None:

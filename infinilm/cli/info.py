@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from infinilm.cli.options import MODEL_HELP
+
 
 def add(commands: Any) -> None:
     """`infinilm info`"""
     command = commands.add_parser("info", help="what a model is and the memory it needs")
-    command.add_argument(
-        "model", nargs="?", help="a path or a Hugging Face id; the built-in model if left out"
-    )
+    command.add_argument("model", nargs="?", help=MODEL_HELP)
     command.set_defaults(run=run)
 
 

@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from infinilm.llm import LLM
     from infinilm.sampling import SamplingParams
 
+MODEL_HELP = "a path or a Hugging Face id; the built-in model if left out"
+
 
 def add_model_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--model", help="a path or a Hugging Face id; the built-in model if left out")
+    command.add_argument("--model", help=MODEL_HELP)
     add_load_options(command)
 
 
@@ -101,21 +103,21 @@ def add_answer_options(command: argparse.ArgumentParser, system_help: str) -> No
     add_sampling_options(command)
 
 
+def add_number(command: Any, name: str, default: float, help_text: str, metavar: str = "N") -> None:
+    """An option of the default's type, which its help ends with"""
+    told = f"{help_text}: {default:g}"
+    command.add_argument(name, type=type(default), default=default, metavar=metavar, help=told)
+
+
 def add_sampling_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--max-tokens", type=int, default=256, metavar="N", help="of an answer: 256")
+    add_number(command, "--max-tokens", 256, "of an answer")
     command.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy"
     )
     command.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the likeliest; 0: all")
-    command.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest that have so much: 1"
-    )
-    command.add_argument(
-        "--min-p", type=float, default=0.0, metavar="P", help="keep what has this share of the likeliest: 0"
-    )
-    command.add_argument(
-        "--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1 against repeating: 1"
-    )
+    add_number(command, "--top-p", 1.0, "keep the likeliest that have so much", "P")
+    add_number(command, "--min-p", 0.0, "keep what has this share of the likeliest", "P")
+    add_number(command, "--repetition-penalty", 1.0, "above 1 against repeating", "R")
     command.add_argument("--seed", type=int, help="of what is drawn; another each time if left out")
     command.add_argument("--stats", action="store_true", help="print tokens per second at the end")
 

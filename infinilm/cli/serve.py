@@ -8,7 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infinilm.cli.options import add_engine_options, add_load_options, engine_options, positive
+from infinilm.cli.options import (
+    MODEL_HELP,
+    add_engine_options,
+    add_load_options,
+    add_number,
+    engine_options,
+    positive,
+)
 
 if TYPE_CHECKING:
     from infinilm import AsyncLLM, LoRARequest
@@ -47,13 +54,7 @@ class Several(argparse.Action):
 def add(commands: Any) -> None:
     """`infinilm serve`"""
     command = commands.add_parser("serve", help="answer over HTTP, as OpenAI's API does", epilog=SERVE_HELP)
-    command.add_argument(
-        "model",
-        metavar="MODEL",
-        nargs="?",
-        action=OneModel,
-        help="a path or a Hugging Face id; the built-in model if left out",
-    )
+    command.add_argument("model", metavar="MODEL", nargs="?", action=OneModel, help=MODEL_HELP)
     command.add_argument("--model", metavar="MODEL", action=OneModel, help="the same")
     add_listening_options(command.add_argument_group("where it listens"))
     add_caller_options(command.add_argument_group("whom it answers"))
@@ -85,29 +86,23 @@ def add_caller_options(who: Any) -> None:
         metavar="NAME=PATH",
         help="adapters, folders of PEFT's, each of which callers ask for as a model of its name",
     )
-    who.add_argument("--max-num-seqs", type=int, default=64, metavar="N", help="answers made at once: 64")
-    who.add_argument("--max-queue", type=int, default=1024, metavar="N", help="answers that may wait: 1024")
+    add_number(who, "--max-num-seqs", 64, "answers made at once")
+    add_number(who, "--max-queue", 1024, "answers that may wait")
     who.add_argument(
         "--max-queue-tokens", type=int, default=1 << 22, metavar="N", help="tokens of prompts that may wait"
     )
     who.add_argument(
         "--request-timeout", type=float, metavar="SECONDS", help="for an answer; any time if left out"
     )
-    who.add_argument(
-        "--shutdown-timeout",
-        type=float,
-        default=30.0,
-        metavar="SECONDS",
-        help="for answers under way when it is told to end: 30",
-    )
+    add_number(who, "--shutdown-timeout", 30.0, "for answers under way when it is told to end", "SECONDS")
 
 
 def add_running_options(how: Any) -> None:
     how.add_argument("--chat-template", type=Path, metavar="FILE", help="in place of the model's own")
     how.add_argument("--threads", type=int, metavar="N", help="of the CPU; all of them if left out")
     how.add_argument("--enable-lora", action="store_true", help=argparse.SUPPRESS)  # they always are
-    how.add_argument("--max-loras", type=int, default=64, metavar="N", help="adapters that are kept: 64")
-    how.add_argument("--max-lora-rank", type=int, default=512, metavar="N", help="of any adapter: 512")
+    add_number(how, "--max-loras", 64, "adapters that are kept")
+    add_number(how, "--max-lora-rank", 512, "of any adapter")
     how.add_argument(
         "--prefix-cache-file",
         metavar="FILE",

@@ -8,8 +8,8 @@ from contextlib import suppress
 
 import torch
 
-from infinilm.cache import DTYPES, BlockShape, PagedCache
-from infinilm.config import EngineConfig
+from infinilm.cache import BlockShape, PagedCache
+from infinilm.config import KV_CACHE_DTYPES, EngineConfig
 from infinilm.engine.memory import share_of, told_of_memory
 from infinilm.models.llama import LlamaForCausalLM
 
@@ -36,7 +36,7 @@ def make_caches(models: Sequence[LlamaForCausalLM], config: EngineConfig) -> lis
 
 
 def block_shape(model: LlamaForCausalLM, config: EngineConfig) -> BlockShape:
-    dtype = model.cache_dtype if config.kv_cache_dtype == "auto" else DTYPES[config.kv_cache_dtype]
+    dtype = KV_CACHE_DTYPES.get(config.kv_cache_dtype, model.cache_dtype)
     head_dim = model.config.head_dim
     if dtype == torch.uint8 and head_dim % 32:
         raise ValueError(f"kv_cache_dtype 'q8_0' needs heads of a multiple of 32, but they have {head_dim}")

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import infinicore
 from infinilm.cache import PagedCache
@@ -29,13 +29,6 @@ from infinilm.work import Drawn, Work, num_tokens_of
 
 # Parameters that say which tokens may not be drawn
 RULING_OUT = ("structured_outputs", "allowed_token_ids", "bad_words", "min_tokens")
-
-
-class Launched(NamedTuple):
-    """A step under way, and when it was launched"""
-
-    pending: Pending
-    time: float
 
 
 class Engine:
@@ -72,7 +65,7 @@ class Engine:
             self.runner.is_ahead = False
         self._passage: Passage | None = None
         self.requests: dict[str, Request] = {}
-        self._launched: Launched | None = None
+        self._launched: Pending | None = None
         self._last_read = 0.0
         self._moving: Request | None = None  # which is given its next tokens at this moment
 
@@ -112,6 +105,8 @@ class Engine:
         """Let a request in, or QueueFull at a time when too many wait."""
         if request.request_id in self.requests:
             raise RequestError(f"request_id {request.request_id!r} is in use")
+        if request.is_finished:  # no step would end it again
+            raise RequestError(f"request {request.request_id!r} has ended already; make another")
         if not self.has_room_for(request):
             raise QueueFull(
                 f"{self.scheduler.num_waiting} requests of {self.scheduler.num_waiting_tokens} tokens wait "
@@ -208,8 +203,8 @@ class Engine:
         work: Sequence[Work] = []
         drawn: list[Drawn] = []
         if (launched := self._launched or self._launch()) is not None:
-            self._launched = self._launch() if launched.pending.may_be_followed else None
-            work, drawn = launched.pending.work, self._finish(launched)
+            self._launched = self._launch() if launched.may_be_followed else None
+            work, drawn = launched.work, self._finish(launched)
         if self.scheduler.beside and (read := self._read_beside(self.scheduler.beside, work)) is not None:
             work, drawn = [*work, *self.scheduler.beside], [*drawn, *read]
             self.scheduler.beside = []
@@ -217,15 +212,15 @@ class Engine:
             self.step_sizes.add(num_tokens_of(work))
         return self._update(work, drawn)
 
-    def _finish(self, launched: Launched) -> list[Drawn]:
+    def _finish(self, pending: Pending) -> list[Drawn]:
         """What came of it; it ran since it was launched, or since the one before it was done."""
-        pending, drawn = launched.pending, launched.pending.read()
-        start, self._last_read = max(launched.time, self._last_read), time.perf_counter()
+        drawn = pending.read()
+        start, self._last_read = max(pending.start, self._last_read), time.perf_counter()
         if pending.is_settled and all(item.num_drawn == item.num_tokens for item in pending.work):
             self.scheduler.pace.note_answers(num_tokens_of(pending.work), self._last_read - start)
         return drawn
 
-    def _launch(self) -> Launched | None:
+    def _launch(self) -> Pending | None:
         """Begin the next step, if there is anything to do."""
         if self.drafter is not None:
             self.drafter.guess()
@@ -233,10 +228,9 @@ class Engine:
         if not work:
             return None
         prepare_masks(work)
-        start = time.perf_counter()
         pending = self.runner.launch(work)
         self.scheduler.advance(work)
-        return Launched(pending, start)
+        return pending
 
     def _read_beside(self, prompts: Sequence[Work], answers: Sequence[Work]) -> list[Drawn] | None:
         """Go on with what is read beside answers; what came of it, once it is done"""

@@ -39,7 +39,8 @@ class Address:
             raise wrong_url(url) from error
         if parts.scheme == "unix" and parts.path:
             return cls("localhost", uds=parts.path)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        is_more = parts.query or parts.fragment or "@" in parts.netloc  # which no request would have
+        if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or is_more:
             raise wrong_url(url)
         path, is_secure = parts.path.rstrip("/"), parts.scheme == "https"
         prefix = path if path.endswith("/v1") else f"{path}/v1"

@@ -14,10 +14,14 @@ from infinilm.config import LAYER_TYPES, LlamaConfig, rope_mapping
 from infinilm.models import gemma2
 from infinilm.models.gguf import GGUF
 from infinilm.models.llama import LlamaDecoderLayer
+from infinilm.models.qwen import Qwen3Attention
 from infinilm.models.registry import register
 from infinilm.models.stored import Stored
 from infinilm.rope import MAX_THETA, LlamaRoPE, RopeParameters, rope_type_of
 from infinilm.values import check_number, check_whole
+
+# What a model that also sees says of all its parts
+OF_THE_WHOLE = ("dtype", "torch_dtype", "quantization_config")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +41,7 @@ class Gemma3Config(gemma2.Gemma2Config):
     def adapted(cls, content: Mapping[str, Any]) -> Mapping[str, Any]:
         """The text's part of a model that also sees; newer files have two ropes in rope_parameters."""
         if isinstance(content.get("text_config"), Mapping):
-            whole = [key for key in content if key.endswith("token_id") or key == "quantization_config"]
+            whole = [key for key in content if key.endswith("token_id") or key in OF_THE_WHOLE]
             content = {
                 **content["text_config"],
                 **{key: content[key] for key in whole},
@@ -99,15 +103,8 @@ class Gemma3RoPE(LlamaRoPE):
         return longer
 
 
-class Gemma3Attention(gemma2.Gemma2Attention):
-    def __init__(self, config: Gemma3Config, layer_idx: int = 0) -> None:
-        super().__init__(config, layer_idx)
-        self.q_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
-
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = super().project(x)
-        return self.q_norm(q), self.k_norm(k), v
+class Gemma3Attention(Qwen3Attention, gemma2.Gemma2Attention):
+    """Gemma 2's, with Qwen3's norms of heads"""
 
     def rope_of(self, rope: nn.RoPE | None) -> nn.RoPE | None:
         return rope.local if isinstance(rope, Gemma3RoPE) and self.sliding_window is not None else rope

@@ -105,15 +105,14 @@ class GGUF:
 
 def tensor_names(checkpoint: Checkpoint, kind: GGUF) -> dict[str, str]:
     """The model's name of each tensor, and the file's"""
-    found: dict[str, str] = {}
+    fields, found = ModelFields(checkpoint, kind), dict[str, str]()
     for name in checkpoint.names():
         if name in ROPE_FACTORS:
             continue
         if (ours := kind.name_of(name)) is None:
-            fields = ModelFields(checkpoint, kind)
             raise fields.error(f"tensor {name!r} has no place in a {kind.architecture} model")
         if ours in found:
-            raise ModelFields(checkpoint, kind).error(f"{found[ours]!r} and {name!r} are both {ours!r}")
+            raise fields.error(f"{found[ours]!r} and {name!r} are both {ours!r}")
         found[ours] = name
     return found
 

@@ -19,8 +19,8 @@ from infinilm.checkpoint.gguf_fields import Fields
 from infinilm.checkpoint.gguf_format import Strings
 from infinilm.folder import Folder
 from infinilm.tokenizer import Tokenizer
+from infinilm.tokenizer.huggingface import MAX_NAMES_BYTES
 
-MAX_NAMES_BYTES = 1 << 22
 GGUF_MODES = {1: "mean", 2: "cls", 3: "lasttoken"}  # llama.cpp's; 0 is none, and 4 a reranker
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field, model_validator
 
 from infinilm.sampling import MAX_STOP_LENGTH, MAX_STOPS
-from infinilm.server.bodies import MAX_AGENT_TOOLS, Inner, Sampled, Variables
+from infinilm.server.bodies import MAX_AGENT_TOOLS, Inner, Sampled, Variables, of_kinds
 
 
 class TextBlock(Inner):
@@ -89,18 +89,14 @@ class ClientTool(Inner):
     strict: bool = False
 
 
-def client_tools(tools: Any) -> Any:
-    """Without those that Anthropic's servers would run"""
-    if not isinstance(tools, list):
-        return tools
-    return [one for one in tools if not isinstance(one, dict) or one.get("type") in (None, "custom")]
-
-
+# Without those that Anthropic's servers would run
 ClientTools = Annotated[
     list[ClientTool],
     FailFast(),
     Field(max_length=MAX_AGENT_TOOLS),
-    BeforeValidator(client_tools, json_schema_input_type=list[dict[str, Any]]),
+    BeforeValidator(
+        lambda given: of_kinds(given, (None, "custom")), json_schema_input_type=list[dict[str, Any]]
+    ),
 ]
 
 

@@ -29,6 +29,7 @@ from infinilm.server.pages import HEADERS, page_files
 
 ACCESS = logging.getLogger("infinilm.access")
 MAX_LOGGED_PATH = 200  # characters
+MAX_HEADERS = 256  # of a request
 REQUEST_ID = re.compile(r"[\w.-]{1,64}", re.ASCII)
 PAGE = page_files()
 # Paths that need no key; all others do, those that do not exist among them.
@@ -151,9 +152,8 @@ class Front:
     def refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> HttpError | None:
         if (refusal := self.server.reason_to_refuse) is not None:
             return refusal
-        limit = self.server.settings.max_header_count
-        if len(scope["headers"]) > limit:
-            return HttpError(431, f"a request must have at most {limit} headers, but has more")
+        if len(scope["headers"]) > MAX_HEADERS:
+            return HttpError(431, f"a request must have at most {MAX_HEADERS} headers, but has more")
         # By the path that was routed: a URL could be another by the Host that a caller names.
         if not self.keys or scope["path"] in PUBLIC or self.knows(headers):
             return None

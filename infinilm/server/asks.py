@@ -135,9 +135,9 @@ def structure_field(body: Generation) -> str:
 
 
 def response_format(wanted: Mapping[str, Any] | None) -> StructuredOutputsParams | None:
-    kind = "text" if wanted is None else wanted.get("type")
-    if wanted is None or kind == "text":
+    if wanted is None or wanted.get("type") == "text":
         return None
+    kind = wanted.get("type")
     with as_body_errors({}, "response_format"):
         if kind == "json_object":
             return json_object(wanted)

@@ -114,6 +114,13 @@ def is_ids(value: Any) -> bool:
     return isinstance(value, list) and set(map(type, value)) == {int}
 
 
+def of_kinds(given: Any, kinds: Sequence[str | None]) -> Any:
+    """Without objects of a type that others serve, and ours does not; what is no list is refused later."""
+    if not isinstance(given, list):
+        return given
+    return [one for one in given if not isinstance(one, dict) or one.get("type") in kinds]
+
+
 def template_variables(given: Any) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise ValueError("must be an object")

@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from infinilm.server.errors import ErrorBody, HttpError, http_error
 from infinilm.server.exchange import Call, Events, Operation, Raw, Server, Settings, dumps, too_large
+from infinilm.server.turn import end_tasks
 
 LINGER_SECONDS = 2.0  # for a caller to read why it was refused
 LOG = logging.getLogger("infinilm.server")
@@ -157,9 +158,7 @@ async def race(work: Any, call: Call, sender: Sender, receive: Receive) -> None:
             await asyncio.wait({task})
     finally:
         call.server.calls.discard(call)
-        for one in (task, gone):
-            one.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        await end_tasks(task, gone)
     if task.done() and not task.cancelled() and (error := task.exception()) is not None:
         raise error
 
@@ -194,8 +193,7 @@ class Sender:
                 async for data in source:
                     await self._write(data)
             finally:
-                beats.cancel()
-                await asyncio.gather(beats, return_exceptions=True)
+                await end_tasks(beats)
         await self.end(b"")
 
     async def end(self, data: bytes) -> None:

@@ -34,7 +34,6 @@ class Settings:
     keys: tuple[str, ...] = ()
     max_body: int = 16 << 20  # bytes
     max_bodies: int = 256 << 20  # of all bodies that are held at once
-    max_header_count: int = 256
     send_seconds: float = 30.0  # for a caller to send a request
     request_seconds: float | None = None  # for an answer
     heartbeat_seconds: float = 10.0  # of silence in a stream
@@ -84,12 +83,12 @@ def too_large(limit: int) -> HttpError:
     return HttpError(413, f"the body must have at most {limit} bytes, but has more")
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Call(Caller):
     """A request, read whole."""
 
-    server: Server = field(default_factory=Server)
-    scope: Scope = field(default_factory=dict)
+    server: Server
+    scope: Scope
     body: bytearray = field(default_factory=bytearray)
     task: asyncio.Task[None] | None = None
     error: BaseException | None = None  # the server's reason to end it

@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 from infinilm.engine.stats import Histogram
 from infinilm.server.exchange import Call, Raw, Reply
 from infinilm.server.service import Service
+from infinilm.server.tally import HISTOGRAMS
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4  # which every scraper reads
 LABELS = ["model_name", "engine"]
@@ -31,21 +32,6 @@ COUNTERS = {
     "spec_decode_num_drafts": ("drafts", "Steps of a stream with tokens that were guessed ahead."),
     "spec_decode_num_draft_tokens": ("draft_tokens", "Tokens that were guessed ahead."),
     "spec_decode_num_accepted_tokens": ("accepted_tokens", "Guesses that were right."),
-}
-HISTOGRAMS = {
-    "time_to_first_token_seconds": "From a request's arrival to its first token.",
-    "inter_token_latency_seconds": "From one token of a request to the next.",
-    "request_time_per_output_token_seconds": "From one token to the next, the mean of a request.",
-    "e2e_request_latency_seconds": "From a request's arrival to its end.",
-    "request_queue_time_seconds": "From a request's arrival to its first step.",
-    "request_inference_time_seconds": "From a request's first step to its last token.",
-    "request_prefill_time_seconds": "From a request's first step to its first token.",
-    "request_decode_time_seconds": "From a request's first token to its last.",
-    "request_prompt_tokens": "Tokens of a request's prompt.",
-    "request_generation_tokens": "Tokens that were drawn for a request.",
-    "request_max_num_generation_tokens": "Tokens of the longest of a request's answers.",
-    "request_params_max_tokens": "The max_tokens that requests ask for.",
-    "request_params_n": "The n that requests ask for.",
 }
 
 
@@ -87,7 +73,7 @@ class ServiceCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from self.gauges()
         yield from self.counters()
-        for name, help_text in HISTOGRAMS.items():
+        for name, (_, help_text) in HISTOGRAMS.items():
             yield self.histogram(name, help_text, self.service.tally.histograms[name])
         told = "Tokens that a step of the engine computed, of prompts and of answers."
         yield self.histogram("iteration_tokens_total", told, self.service.llm.engine.step_sizes)

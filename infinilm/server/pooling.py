@@ -23,6 +23,7 @@ from infinilm.server.bodies import BodyError
 from infinilm.server.exchange import Call, Operation, Raw, Reply, dumped_in_turns
 from infinilm.server.pooling_bodies import EmbeddingBody, Judged, RerankBody, ScoreBody
 from infinilm.server.service import BYTES_A_TOKEN, Served, Service
+from infinilm.server.turn import end_tasks
 from infinilm.tokenizer import TokenizerError, TooLong
 
 T = TypeVar("T")
@@ -232,9 +233,7 @@ class Encoding:
         try:
             return await asyncio.gather(*tasks)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(*tasks)
 
 
 OPERATIONS = (

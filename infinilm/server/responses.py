@@ -12,7 +12,7 @@ from typing import Any
 from infinilm.engine.stats import Progress
 from infinilm.sampling import SamplingParams, StructuredOutputsParams
 from infinilm.server.bodies import BodyError, as_body_errors, sampled
-from infinilm.server.conversation import led_by
+from infinilm.server.conversation import Message, led_by
 from infinilm.server.errors import HttpError
 from infinilm.server.exchange import Call, Events, Operation, Reply, named_event
 from infinilm.server.parts import CallArguments, CallEnd, CallStart, Part, Reasoning, Text
@@ -32,7 +32,6 @@ from infinilm.server.responses_bodies import (
 from infinilm.server.tools import Choice, Named, Tool, full_name
 from infinilm.server.turn import Piece, Run, Turn, Usage, cache_miss, progress_body
 
-Message = dict[str, Any]
 Event = dict[str, Any]
 
 

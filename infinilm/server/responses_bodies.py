@@ -15,6 +15,7 @@ from infinilm.server.bodies import (
     Limit,
     Sampled,
     Variables,
+    of_kinds,
 )
 
 
@@ -78,12 +79,6 @@ def known_items(given: Any) -> Any:
             way_out = "send the item itself, as clients do with store: false"
             raise ValueError(f"must not have an 'item_reference', for nothing is stored; {way_out}")
     return of_kinds(items, ITEM_KINDS)
-
-
-def of_kinds(given: Any, kinds: tuple[str, ...]) -> Any:
-    if not isinstance(given, list):
-        return given
-    return [one for one in given if not isinstance(one, dict) or one.get("type") in kinds]
 
 
 Items = Annotated[

@@ -120,9 +120,9 @@ class Service(Preparer):
         self,
         llm: AsyncLLM,
         names: Sequence[str],
-        max_answers: int = 1 << 10,
-        max_tokens: int = 1 << 22,
-        loras: Sequence[LoRARequest] = (),
+        max_answers: int,
+        max_tokens: int,
+        loras: Sequence[LoRARequest],
     ) -> None:
         super().__init__(llm)
         self.llm = llm

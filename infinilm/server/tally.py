@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from infinilm.engine.request import Aborted, RequestMetrics, RequestOutput
@@ -25,6 +25,25 @@ REQUEST_SECONDS = (
     *(960.0, 1920.0, 7680.0),
 )
 ANSWERS = (1, 2, 5, 10, 20)
+# Their bounds, None where these are lengths up to the model's, and what they are.
+HISTOGRAMS: dict[str, tuple[Sequence[float] | None, str]] = {
+    "time_to_first_token_seconds": (FIRST_TOKEN_SECONDS, "From a request's arrival to its first token."),
+    "inter_token_latency_seconds": (TOKEN_SECONDS, "From one token of a request to the next."),
+    "request_time_per_output_token_seconds": (
+        TOKEN_SECONDS,
+        "From one token to the next, the mean of a request.",
+    ),
+    "e2e_request_latency_seconds": (REQUEST_SECONDS, "From a request's arrival to its end."),
+    "request_queue_time_seconds": (REQUEST_SECONDS, "From a request's arrival to its first step."),
+    "request_inference_time_seconds": (REQUEST_SECONDS, "From a request's first step to its last token."),
+    "request_prefill_time_seconds": (REQUEST_SECONDS, "From a request's first step to its first token."),
+    "request_decode_time_seconds": (REQUEST_SECONDS, "From a request's first token to its last."),
+    "request_prompt_tokens": (None, "Tokens of a request's prompt."),
+    "request_generation_tokens": (None, "Tokens that were drawn for a request."),
+    "request_max_num_generation_tokens": (None, "Tokens of the longest of a request's answers."),
+    "request_params_max_tokens": (None, "The max_tokens that requests ask for."),
+    "request_params_n": (ANSWERS, "The n that requests ask for."),
+}
 
 
 def counts_up_to(most: int) -> list[int]:
@@ -39,21 +58,7 @@ class Tally:
     def __init__(self, max_length: int) -> None:
         lengths = counts_up_to(max_length)
         self.finished = dict.fromkeys(REASONS, 0)
-        self.histograms = {
-            "time_to_first_token_seconds": Histogram(FIRST_TOKEN_SECONDS),
-            "inter_token_latency_seconds": Histogram(TOKEN_SECONDS),
-            "request_time_per_output_token_seconds": Histogram(TOKEN_SECONDS),
-            "e2e_request_latency_seconds": Histogram(REQUEST_SECONDS),
-            "request_queue_time_seconds": Histogram(REQUEST_SECONDS),
-            "request_inference_time_seconds": Histogram(REQUEST_SECONDS),
-            "request_prefill_time_seconds": Histogram(REQUEST_SECONDS),
-            "request_decode_time_seconds": Histogram(REQUEST_SECONDS),
-            "request_prompt_tokens": Histogram(lengths),
-            "request_generation_tokens": Histogram(lengths),
-            "request_max_num_generation_tokens": Histogram(lengths),
-            "request_params_max_tokens": Histogram(lengths),
-            "request_params_n": Histogram(ANSWERS),
-        }
+        self.histograms = {name: Histogram(bounds or lengths) for name, (bounds, _) in HISTOGRAMS.items()}
 
     def add(self, name: str, value: float | None, times: int = 1) -> None:
         if value is not None:

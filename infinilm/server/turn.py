@@ -215,7 +215,7 @@ def progress_body(progress: Progress) -> dict[str, Any]:
 class Reading:
     """One choice on its way: what of it has been told. Without a reader it is text, which has no parts."""
 
-    def __init__(self, index: int, reader: Reader | None, is_parallel: bool = True) -> None:
+    def __init__(self, index: int, reader: Reader | None, is_parallel: bool) -> None:
         self.index = index
         self.reader = reader
         self.is_parallel = is_parallel  # if not, calls after the first are not told
@@ -346,9 +346,7 @@ class Run:
                 else:
                     yield item
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(*tasks)
 
     async def _tell(self, number: int, news: News) -> None:
         """All there is of one turn, then None, or the error that it ends with"""
@@ -371,12 +369,18 @@ class Run:
                         yield now
                 number = first.result()
             finally:
-                first.cancel()
-                await asyncio.gather(first, return_exceptions=True)
+                await end_tasks(first)
             yield Progress(self.usage.prompt, self.usage.cached, self.usage.prompt)
             yield number
             async for number in news:
                 yield number
+
+
+async def end_tasks(*tasks: asyncio.Future[Any]) -> None:
+    """Nothing of them goes on; what they fail with is told to nobody."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def rates(name: str, count: int, seconds: float) -> dict[str, Any]:

@@ -80,7 +80,7 @@ class Tokenizer:
         with errors_of(str(path)):
             config = read_names(folder)
             found = read_vocabulary(folder, config)
-            mark_special(found.library, {*found.roles.values(), *names_given(config)})
+            mark_special(found.library, {*found.roles.values()}, names_given(config))
             try_out(found.library, str(found.path))
             eos_ids, (template, for_tools) = eos_ids_in(folder, found), templates_in(folder, config)
             return cls(found.library, found.roles, eos_ids, template, found.normalizer, for_tools)
@@ -183,7 +183,7 @@ class Tokenizer:
         if self.chat_template is None:
             raise TokenizerError("the model has no chat template; complete plain text or take a chat model")
         with errors_of("chat template"):
-            variables = {"tools": None, "documents": None, **self._roles, **template_variables}
+            variables = {**self._roles, "tools": None, "documents": None, **template_variables}
             renderer = self._renderer if variables["tools"] is None else self._tool_renderer
             told = with_thoughts(with_content(messages, renderer.template))
             prompted = {"messages": told, "add_generation_prompt": add_generation_prompt}

@@ -12,7 +12,8 @@ class TooLong(TokenizerError):
     """A text that is sure to have more tokens than may be, which is known before it is encoded."""
 
     def __init__(self, least: int, most: int) -> None:
-        super().__init__(f"the prompt has at least {least} tokens, but the model reads {most} at most")
+        limit = f"the model and its cache take {most} at most"
+        super().__init__(f"the prompt has at least {least} tokens, but {limit}")
         self.least = least
 
 

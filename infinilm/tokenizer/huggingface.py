@@ -35,6 +35,8 @@ TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 
 # The special tokens that have a role, under the names configuration files and chat templates give them.
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# Where settings may list tokens under names of the model's own
+OWN_NAMES = ("extra_special_tokens", "model_specific_special_tokens")
 
 
 @dataclass(frozen=True)
@@ -122,16 +124,28 @@ def _read_file(folder: Folder, name: str, max_bytes: int) -> bytes | None:
 
 
 def _roles_in(config: Mapping[str, Any]) -> dict[str, str]:
-    """A role's token is written as its text, or as an object with the text under "content"."""
-    roles = {}
+    """What templates call tokens by, and their texts: the roles, and a model's own names"""
+    roles = _own_names_in(config)
     for role in ROLES:
-        value = config.get(role)
-        text = value.get("content") if isinstance(value, dict) else value
+        text = _text_of(config.get(role))
         if text is not None and not isinstance(text, str):
             raise TokenizerError(f"tokenizer_config.json: {role!r} must be a string, but is {short(text)}")
         if text:
             roles[role] = text
     return roles
+
+
+def _own_names_in(config: Mapping[str, Any]) -> dict[str, str]:
+    """Such as "image_token": older settings list them, newer ones have them beside the roles."""
+    listed = [found for key in OWN_NAMES if isinstance(found := config.get(key), dict)]
+    beside = {key: value for key, value in config.items() if key.endswith("_token") and key not in ROLES}
+    named = {name: _text_of(value) for group in (*listed, beside) for name, value in group.items()}
+    return {name: text for name, text in named.items() if isinstance(text, str) and text}
+
+
+def _text_of(token: Any) -> Any:
+    """It is written as its text, or as an object with the text under "content"."""
+    return token.get("content") if isinstance(token, dict) else token
 
 
 def eos_ids_in(folder: Folder, found: Vocabulary) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from reprlib import repr as short
 from typing import Any
 
@@ -87,7 +87,11 @@ def _without_first_space(state: Any) -> Any:
     return state
 
 
-def mark_special(library: tokenizers.Tokenizer, texts: Iterable[str]) -> None:
-    added = {token.content for token in library.get_added_tokens_decoder().values()}
-    new = [text for text in texts if text not in added and library.token_to_id(text) is not None]
-    library.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in new])
+def mark_special(library: tokenizers.Tokenizer, roles: Collection[str], others: Iterable[str]) -> None:
+    """What has a role is special whatever else is said of it; others unless they are added tokens already."""
+    added = {token.content: token for token in library.get_added_tokens_decoder().values()}
+    new = [text for text in {*roles, *others} - added.keys() if library.token_to_id(text) is not None]
+    again = [added[text] for text in roles if text in added and not added[text].special]
+    for token in again:
+        token.special = True
+    library.add_special_tokens([*again, *(AddedToken(text, normalized=False) for text in new)])
