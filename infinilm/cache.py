@@ -182,8 +182,12 @@ class DynamicCache:
             self.layers[layer] = tuple(map(grown, held, shape.pools(num_blocks, x.device)))  # type: ignore[assignment]
         elif any(pool.requires_grad for pool in held):  # gradients of earlier steps need them as they are
             self.layers[layer] = held[0].clone(), held[1].clone()
-        self._lengths[layer] = list(batch.lengths)
+        self.note_lengths(layer, batch)
         return self.layers[layer]
+
+    def note_lengths(self, layer: int, batch: Batch) -> None:
+        """What a layer's streams are as long as from now on, here or where else it is computed"""
+        self._lengths[layer] = list(batch.lengths)
 
     def truncate(self, length: int) -> None:
         """Forget the positions from `length` on."""

@@ -111,7 +111,7 @@ class LlamaConfig:
 
     model_types: ClassVar[tuple[str, ...]] = ("llama",)  # the first where config.json has none
     has_renewed_rope: ClassVar[bool] = False
-    activation_functions: ClassVar[tuple[str, ...]] = ("silu",)
+    activation_functions: ClassVar[tuple[str, ...]] = ("silu", "swish")  # two names of one
     without: ClassVar[tuple[str, ...]] = ()  # what the family never has, whatever its files say
     base_model_tp_plan: ClassVar[dict[str, str]] = {
         "layers.*.self_attn.q_proj": "colwise",

@@ -18,6 +18,7 @@ from infinicore.distributed import LocalCommunicator
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
+FORKING = ("tensor_parallel", "model_on_two_processes")
 Example = Callable[[str], ModuleType]
 
 
@@ -54,7 +55,7 @@ def plain_attention(x: Tensor, w_qkv: Tensor, w_out: Tensor, num_heads: int) -> 
     return heads.transpose(1, 2).flatten(-2) @ w_out.T
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "tensor_parallel"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in FORKING])
 def test_example_runs_and_prints(name: str, example: Example, capsys: pytest.CaptureFixture[str]) -> None:
     example(name).main()
     assert capsys.readouterr().out
@@ -120,6 +121,12 @@ def test_two_processes_each_get_the_unsharded_result(example: Example) -> None:
     whole = example("tensor_parallel").feed_forward(LocalCommunicator()).flatten()
     assert len(outputs) == 2 and outputs[0] == outputs[1]
     torch.testing.assert_close(torch.tensor(outputs[0]), whole)
+
+
+def test_a_model_on_two_processes_has_halves_and_the_tokens_of_the_whole() -> None:
+    lines = run_python("import model_on_two_processes as example; example.main()").splitlines()
+    assert len(lines) == 4
+    assert all("50% of the layers' weights, the whole model's tokens" in line for line in lines)
 
 
 def test_feed_forward_gates_with_silu(example: Example) -> None:

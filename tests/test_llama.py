@@ -243,6 +243,12 @@ def test_config_defaults() -> None:
     assert set(config.base_model_pp_plan) == {"embed_tokens", "layers", "norm"}
 
 
+def test_silu_may_be_called_swish() -> None:
+    assert LlamaConfig(hidden_act="swish").hidden_act == "swish"
+    with pytest.raises(ValueError, match="expected 'silu' or 'swish'"):
+        LlamaConfig(hidden_act="relu")
+
+
 def test_config_dtype_is_one_of_three() -> None:
     assert LlamaConfig(torch_dtype="bfloat16").dtype == torch.bfloat16
     assert LlamaConfig(dtype=torch.float16).dtype == torch.float16

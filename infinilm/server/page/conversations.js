@@ -55,9 +55,12 @@ const isMessage = (message) =>
 /** The first words of the first message, until the reader gives it a name */
 export function titleOf(conversation) {
   const first = conversation.messages[0]?.content.trim().split("\n")[0] ?? "";
-  const short = first.length > 60 ? first.slice(0, 60).replace(/\s+\S*$/, "") + "…" : first;
+  const short = first.length > 60 ? beginning(first, 60).replace(/\s+\S*$/, "") + "…" : first;
   return conversation.title || short || "New conversation";
 }
+
+/** So many units of a text, less the first half of an emoji that would be cut in two */
+export const beginning = (text, count) => text.slice(0, count).replace(/\p{Cs}$/u, "");
 
 /** The body of a request for the next answer */
 export function bodyOf({ settings, messages }, model) {

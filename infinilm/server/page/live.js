@@ -4,7 +4,7 @@ import { element, MarkdownView } from "./markdown.js";
 
 /** What a model thought, folded */
 export function reasoningNode(text) {
-  const body = element("div", { className: "body" }, [document.createTextNode(text)]);
+  const body = element("div", { className: "body", dir: "auto" }, [document.createTextNode(text)]);
   const summary = element("summary", { textContent: "Reasoning" });
   return element("details", { className: "reasoning" }, [summary, body]);
 }

@@ -37,7 +37,7 @@ export class MarkdownView {
     const before = this.shown[i];
     if (before?.kind === block.kind && before.source === block.source) return;
     if (before && grow(before, block)) return;
-    const node = render(block);
+    const node = Object.assign(render(block), { dir: "auto" }); // from the right where its letters are
     if (before) before.node.replaceWith(node);
     else this.root.append(node);
     this.shown[i] = { ...block, node };
@@ -331,11 +331,11 @@ class Inline {
     return true;
   }
 
-  /** https://... or <https://...> in the text itself */
+  /** https://... or <https://...> in the text itself; Chinese and Japanese marks end it, as a space would */
   #address() {
     const before = this.text[this.at - 1] ?? " ";
     if (!this.mayLink || /\w/.test(before)) return false;
-    const address = /<(https?:\/\/[^\s<>]+|mailto:[^\s<>]+)>|https?:\/\/[^\s<>"`*]+/iy;
+    const address = /<(https?:\/\/[^\s<>]+|mailto:[^\s<>]+)>|https?:\/\/[^\s<>"`*“”\u3000-\u303f\uff00-\uff65]+/iy;
     address.lastIndex = this.at;
     const found = address.exec(this.text);
     const text = found && (found[1] ?? withoutTrailingMarks(found[0]));
@@ -407,13 +407,17 @@ function matchBrackets(text) {
   return found;
 }
 
+// CommonMark tells where a word ends by the space after it, which these scripts do not write.
+const UNSPACED = /[\p{sc=Han}\p{sc=Hiragana}\p{sc=Katakana}\p{sc=Hangul}\p{sc=Thai}]/u;
+
 function flanking(text, at, length, mark) {
   const before = text[at - 1] ?? " ";
   const after = text[at + length] ?? " ";
   const isSpace = (c) => /\s/.test(c);
-  const isMark = (c) => /[\p{P}\p{S}]/u.test(c);
-  const left = !isSpace(after) && (!isMark(after) || isSpace(before) || isMark(before));
-  const right = !isSpace(before) && (!isMark(before) || isSpace(after) || isMark(after));
+  const isMark = (c) => /[\p{P}\p{S}\p{Cs}]/u.test(c); // Cs: half of an emoji
+  const isEdge = (c) => isSpace(c) || isMark(c) || UNSPACED.test(c);
+  const left = !isSpace(after) && (!isMark(after) || isEdge(before));
+  const right = !isSpace(before) && (!isMark(before) || isEdge(after));
   if (mark !== "_") return { canOpen: left, canClose: right };
   return { canOpen: left && (!right || isMark(before)), canClose: right && (!left || isMark(after)) };
 }

@@ -13,8 +13,9 @@ let running = null; // {conversation, message, controller, live, ...} while an a
 
 /** A line above the messages; `subject` tells whose it is. */
 function about(subject, text) {
+  const [said] = $("notice").children;
   $("notice").dataset.about = subject;
-  $("notice").firstElementChild.textContent = text;
+  if (said.textContent !== text) said.textContent = text; // writing it anew would read it aloud anew
   $("notice").hidden = !text;
 }
 
@@ -63,10 +64,12 @@ function askForKey() {
 
 // --- conversations -----------------------------------------------------------------------------------------
 
+const NO_ROOM = "The browser has no room to keep this conversation. Export it, or delete others.";
+
 function save(changed = conversation) {
   changed.updated = Date.now();
-  if (store.save(changed)) return;
-  about("storage", "The browser has no room to keep this conversation. Export it, or delete others.");
+  if (!store.save(changed)) about("storage", NO_ROOM);
+  else if ($("notice").dataset.about === "storage") about("", "");
 }
 
 function show(chosen) {
@@ -84,7 +87,7 @@ function open(chosen) {
 
 function listItem(kept) {
   const title = store.titleOf(kept);
-  const button = element("button", { type: "button", textContent: title, title });
+  const button = element("button", { type: "button", dir: "auto", textContent: title, title });
   button.dataset.id = kept.id;
   button.onclick = () => chooseConversation(kept.id);
   if (kept.id === conversation.id) button.setAttribute("aria-current", "page");
@@ -139,9 +142,9 @@ async function deleteConversation() {
 }
 
 function download(text, type, ending) {
-  const words = store.titleOf(conversation).match(/[\p{L}\p{N}]+/gu) ?? ["conversation"];
+  const words = store.titleOf(conversation).match(/[\p{L}\p{M}\p{N}]+/gu) ?? ["conversation"];
   const url = URL.createObjectURL(new Blob([text], { type }));
-  element("a", { href: url, download: `${words.join("-").slice(0, 40)}.${ending}` }).click();
+  element("a", { href: url, download: `${store.beginning(words.join("-"), 40)}.${ending}` }).click();
   setTimeout(() => URL.revokeObjectURL(url), 10000);
 }
 
@@ -163,14 +166,21 @@ function readSettings() {
 
 // --- messages ----------------------------------------------------------------------------------------------
 
+/** What is shown already stays: a long conversation is not drawn anew for each message. */
 function showMessages() {
-  $("messages").replaceChildren(...conversation.messages.map(messageNode));
-  $("welcome").hidden = conversation.messages.length > 0;
+  const { messages } = conversation;
+  const nodes = [...$("messages").children];
+  const isOther = (node, i) => node.message !== messages[i] || node.querySelector(".editor");
+  const changed = nodes.findIndex(isOther);
+  const same = changed < 0 ? nodes.length : changed;
+  nodes.slice(same).forEach((node) => node.remove());
+  $("messages").append(...messages.slice(same).map(messageNode));
+  $("welcome").hidden = messages.length > 0;
   showRunning();
 }
 
 function messageNode(message) {
-  const node = element("article", { className: message.role });
+  const node = element("article", { className: message.role, message });
   node.setAttribute("aria-label", message.role === "user" ? "You" : "Answer");
   if (running?.message !== message) fill(node, message);
   else {
@@ -182,7 +192,7 @@ function messageNode(message) {
 
 function fill(node, message) {
   const body = element("div", { className: "body" });
-  if (message.role === "user") body.textContent = message.content;
+  if (message.role === "user") Object.assign(body, { dir: "auto", textContent: message.content });
   else new MarkdownView(body).update(message.content);
   const thought = message.reasoning ? [reasoningNode(message.reasoning)] : [];
   node.replaceChildren(...thought, body, ...remarks(message), belowMessage(message));
@@ -250,7 +260,8 @@ function edit(message) {
   if (running) return;
   const node = nodeOf(message);
   const isQuestion = message.role === "user";
-  const box = element("textarea", { value: message.content, rows: 1, oninput: () => fitHeight(box) });
+  const text = { value: message.content, rows: 1, dir: "auto" };
+  const box = element("textarea", { ...text, oninput: () => fitHeight(box) });
   box.setAttribute("aria-label", "Edit the message");
   const cancel = () => {
     fill(node, message);
@@ -262,7 +273,7 @@ function edit(message) {
     applyEdit(message, box.value);
   };
   box.onkeydown = (event) => {
-    if (event.key === "Escape") cancel();
+    if (isEscape(event)) cancel();
     else if (isQuestion && isSend(event)) form.onsubmit(event);
   };
   node.replaceChildren(form);
@@ -291,7 +302,7 @@ function applyEdit(message, content) {
 }
 
 function regenerate(message) {
-  if (running) return;
+  if (!isFree()) return;
   conversation.messages.splice(conversation.messages.indexOf(message));
   generate(message);
 }
@@ -364,11 +375,13 @@ function statsOf({ started, firstAt, tokens, timings }) {
 
 function giveUp(run, error) {
   const { message, replaced } = run;
-  run.isRestored = replaced && !message.content && !message.reasoning;
+  run.isRestored = replaced && !hasBegun(run);
   if (run.isRestored) Object.assign(message, replaced);
   if (error.name !== "AbortError") complain(message, error);
   else if (!run.isRestored) message.finish = "stopped";
 }
+
+const hasBegun = ({ message }) => Boolean(message.content || message.reasoning);
 
 function complain(message, error) {
   const isKnown = error instanceof ServerError;
@@ -381,7 +394,12 @@ function complain(message, error) {
 function saveSometimes(run) {
   if (performance.now() - run.savedAt < 5000) return;
   run.savedAt = performance.now();
-  save(run.conversation);
+  saveRun(run);
+}
+
+/** Until an answer begins, the one it is to replace is what is kept. */
+function saveRun(run) {
+  if (!run.replaced || hasBegun(run)) save(run.conversation);
 }
 
 function finish(run) {
@@ -392,7 +410,8 @@ function finish(run) {
   if (run.conversation === conversation) showEnd(run);
   showRunning();
   showList();
-  say(run.message.error ?? "The answer is complete.");
+  const how = run.message.finish === "stopped" ? "was stopped" : "is complete";
+  say(run.message.error ?? `The answer ${how}.`);
 }
 
 /** Ends the answer that is being made; what came of it stays. */
@@ -434,6 +453,7 @@ function showEnd(run) {
 // --- scrolling ---------------------------------------------------------------------------------------------
 
 let isAtEnd = true; // the page follows the answer until the reader scrolls away from it
+let lastTop = 0;
 
 function followEnd() {
   if (isAtEnd) $("scroller").scrollTop = $("scroller").scrollHeight;
@@ -447,9 +467,13 @@ function stickToEnd() {
 
 $("scroller").onscroll = () => {
   const { scrollHeight, scrollTop, clientHeight } = $("scroller");
-  isAtEnd = scrollHeight - scrollTop - clientHeight < 48;
+  const left = scrollHeight - scrollTop - clientHeight;
+  isAtEnd = left < (scrollTop < lastTop ? 2 : 48); // the least move up is the reader's wish to stay there
+  lastTop = scrollTop;
   $("latest").hidden = isAtEnd;
 };
+// A message box that grows, or a phone's keyboard, does not hide the end.
+new ResizeObserver(followEnd).observe($("scroller"));
 $("latest").onclick = () => {
   stickToEnd();
   $("prompt").focus();
@@ -457,7 +481,10 @@ $("latest").onclick = () => {
 
 // --- what the reader does ----------------------------------------------------------------------------------
 
-const isSend = (event) => event.key === "Enter" && !event.shiftKey && !event.isComposing;
+// An input method's keys are its own: it takes a word with Enter, drops one with Escape. Safari shows it by 229.
+const isComposing = (event) => event.isComposing || event.keyCode === 229;
+const isSend = (event) => event.key === "Enter" && !event.shiftKey && !isComposing(event);
+const isEscape = (event) => event.key === "Escape" && !isComposing(event);
 
 function showRunning() {
   const isOwn = running?.conversation === conversation;
@@ -469,10 +496,15 @@ function showRunning() {
 
 const ELSEWHERE = "An answer is still being written in another conversation.";
 
+/** Whether an answer may be asked for; where another one is in the way unseen, the reader is told. */
+function isFree() {
+  if (running) about("running", running.conversation === conversation ? "" : ELSEWHERE);
+  return !running;
+}
+
 function sendPrompt() {
   const text = $("prompt").value;
-  if (!text.trim()) return;
-  if (running) return about("running", running.conversation === conversation ? "" : ELSEWHERE);
+  if (!text.trim() || !isFree()) return;
   $("prompt").value = "";
   promptChanged();
   send(text);
@@ -495,7 +527,7 @@ $("prompt").onkeydown = (event) => {
 };
 $("stop").onclick = stop;
 $("welcome").onclick = ({ target }) => {
-  if (target.matches(".ideas button") && !running) send(target.textContent);
+  if (target.matches(".ideas button") && isFree()) send(target.textContent);
 };
 $("messages").onclick = ({ target }) => {
   const code = target.matches(".copy") && target.closest("figure").querySelector("code");
@@ -504,7 +536,7 @@ $("messages").onclick = ({ target }) => {
 $("notice").lastElementChild.onclick = () => about("", "");
 
 document.addEventListener("keydown", (event) => {
-  if (event.key !== "Escape" || document.querySelector("dialog[open], :popover-open")) return;
+  if (!isEscape(event) || document.querySelector("dialog[open], :popover-open")) return;
   if (document.body.classList.contains("menu-open")) closeSidebar();
   else if (running?.conversation === conversation) stop();
 });
@@ -536,7 +568,8 @@ $("rename").onclick = renameConversation;
 $("delete").onclick = deleteConversation;
 $("export-markdown").onclick = () => download(store.asMarkdown(conversation), "text/markdown", "md");
 $("export-json").onclick = () => download(store.asJson(conversation), "application/json", "json");
-$("actions").onclick = () => $("actions").hidePopover();
+// Before the action itself, so that a dialog it opens gives the focus back to what is still seen.
+$("actions").addEventListener("click", () => $("actions").hidePopover(), { capture: true });
 
 $("tune").onclick = () => $("settings").showModal();
 $("settings").oninput = readSettings;
@@ -561,11 +594,13 @@ function showHash() {
 function openFromHash() {
   const id = location.hash.slice(1);
   if (id === conversation.id && conversation.messages.length) return;
-  open(find(id) ?? store.create(store.list()[0]?.settings));
+  const found = find(id);
+  if (!found) history.replaceState(null, "", location.pathname); // a new entry would catch who goes back
+  open(found ?? store.create(store.list()[0]?.settings));
 }
 
 addEventListener("popstate", openFromHash);
-addEventListener("pagehide", () => running && save(running.conversation));
+addEventListener("pagehide", () => running && saveRun(running));
 addEventListener("storage", ({ key }) => {
   if (!store.isKey(key)) return;
   const fresh = store.isKeyOf(key, conversation) && store.load(conversation.id);

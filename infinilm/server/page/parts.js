@@ -52,11 +52,13 @@ export async function copy(text, button, show) {
 }
 
 function copyBySelection(text) {
+  const focused = document.activeElement;
   const area = element("textarea", { value: text, className: "hidden" });
   document.body.append(area);
   area.select();
   document.execCommand("copy");
   area.remove();
+  focused.focus();
 }
 
 export const showWord = (button, isDone) => (button.textContent = isDone ? "Copied" : "Copy");

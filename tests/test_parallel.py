@@ -1,0 +1,112 @@
+"""Models on several ranks, as real processes over loopback: every rank has the logits of the whole model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_distributed import results_of
+
+from infinicore.distributed import LocalCommunicator, TorchCommunicator
+from infinicore.quantization import BlockType, quantize
+from infinilm.cache import DynamicCache
+from infinilm.models.gemma2 import Gemma2Config, Gemma2ForCausalLM
+from infinilm.models.llama import LlamaConfig, LlamaForCausalLM
+from infinilm.models.olmo2 import Olmo2ForCausalLM
+from infinilm.models.olmoe import OlmoeConfig, OlmoeForCausalLM
+from infinilm.models.parallel import split_layers, split_tensors
+from infinilm.models.qwen import Qwen3Config, Qwen3ForCausalLM
+
+SIZES = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "eos_token_id": None,
+}  # fmt: skip
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9, 10]]
+IDS = torch.tensor([[5, 6, 7, 8, 9]])
+SPLITS = {"tensors": split_tensors, "layers": split_layers}
+
+
+def models() -> dict[str, LlamaForCausalLM]:
+    """The same in every process"""
+    torch.manual_seed(0)
+    return {
+        "llama": LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True)),
+        "qwen3": Qwen3ForCausalLM(Qwen3Config(**SIZES)),
+        "gemma2": Gemma2ForCausalLM(Gemma2Config(**SIZES, sliding_window=4)),
+    }
+
+
+def outcome(model: LlamaForCausalLM) -> dict[str, torch.Tensor]:
+    cache = DynamicCache()
+    with torch.inference_mode():
+        first = model(IDS, past_key_values=cache, logits_to_keep=0)
+        return {
+            "logits": torch.cat([first, model(IDS + 9, past_key_values=cache, logits_to_keep=0)], 1),
+            "greedy": model.generate(PROMPTS, max_new_tokens=8),
+            "drawn": model.generate(PROMPTS, max_new_tokens=8, temperature=1.0, seed=3),
+        }
+
+
+def all_outcomes(rank: int, size: int) -> dict:
+    communicator = TorchCommunicator(timeout=120)
+    found = {}
+    for how, split in SPLITS.items():
+        for name, model in models().items():
+            part = split(model, communicator)
+            found[how, name] = {**outcome(part), "held": num_held(part)}
+    return found
+
+
+def num_held(model: LlamaForCausalLM) -> int:
+    return sum(parameter.numel() for parameter in model.model.layers.parameters())
+
+
+@pytest.fixture(name="ranks", scope="module")
+def _ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    return results_of(all_outcomes, 2, tmp_path_factory.mktemp("ranks"), 2)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
+@pytest.mark.parametrize("how", SPLITS)
+def test_two_ranks_give_what_the_whole_model_gives(how: str, name: str, ranks: list[dict]) -> None:
+    whole = models()[name]
+    wanted, found = outcome(whole), [rank[how, name] for rank in ranks]
+    for key in ("logits", "greedy", "drawn"):
+        assert torch.equal(found[0][key], found[1][key])
+    torch.testing.assert_close(found[0]["logits"], wanted["logits"], rtol=1e-5, atol=1e-5)
+    assert torch.equal(found[0]["greedy"], wanted["greedy"])
+    assert torch.equal(found[0]["drawn"], wanted["drawn"])
+    assert all(rank["held"] < 0.7 * num_held(whole) for rank in found)
+
+
+@pytest.mark.parametrize("split", SPLITS.values())
+def test_one_rank_alone_has_the_bits_of_the_model(split) -> None:
+    for name, model in models().items():
+        wanted, found = outcome(models()[name]), outcome(split(model, LocalCommunicator()))
+        assert all(torch.equal(found[key], wanted[key]) for key in wanted), name
+
+
+class Ranks(LocalCommunicator):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
+def test_what_cannot_be_shared_is_refused_and_left_whole() -> None:
+    model = models()["llama"]
+    names = set(model.state_dict())
+    with pytest.raises(ValueError, match="num_key_value_heads is 2, which 3 ranks cannot share evenly"):
+        split_tensors(model, Ranks(3))
+    with pytest.raises(ValueError, match="num_hidden_layers is 3, which 4 ranks cannot share"):
+        split_layers(model, Ranks(4))
+    with pytest.raises(ValueError, match="a OlmoeForCausalLM cannot be split: no plan says how layers.0.mlp"):
+        split_tensors(OlmoeForCausalLM(OlmoeConfig(**SIZES, num_experts=2, num_experts_per_tok=1)), Ranks(2))
+    with pytest.raises(ValueError, match="a Olmo2ForCausalLM cannot be split: it has norms of all heads"):
+        split_tensors(Olmo2ForCausalLM(LlamaConfig(**SIZES)), Ranks(2))
+    assert set(model.state_dict()) == names and model.config.num_attention_heads == 4
+    for split in SPLITS.values():
+        part = split(models()["llama"], Ranks(2))
+        with pytest.raises(ValueError, match="this LlamaForCausalLM has been split already"):
+            split(part, Ranks(2))
+    layer = model.model.layers[0].mlp.up_proj
+    layer.set_weight(quantize(layer.weight.detach(), BlockType.Q8_0))
+    with pytest.raises(ValueError, match="layers.0.mlp.up_proj is quantised"):
+        split_tensors(model, Ranks(2))
