@@ -17,6 +17,7 @@ from infinilm.sampling import SamplingParams
 from infinilm.tokenizer import ChatPrompt, TokenizerError
 
 NO_VARIABLES = (
+    "self",
     "messages",
     "tokenize",
     "chat_template",
@@ -26,6 +27,7 @@ NO_VARIABLES = (
     "mm_processor_kwargs",
     "tokenization_kwargs",
 )
+NO_LISTS = str, bytes, bytearray, memoryview, Mapping
 SAMPLING = tuple(f.name for f in fields(SamplingParams))
 
 
@@ -61,19 +63,25 @@ def as_conversations(given: Any) -> list[Any]:
     return [items] if items and isinstance(items[0], Mapping) else items
 
 
-def as_variables(given: Mapping[str, Any]) -> dict[str, Any]:
+def as_variables(keywords: Mapping[str, Any], more: Any) -> dict[str, Any]:
     """Variables of a chat template. What others take beside them would change nothing here, unheard."""
+    more = {} if more is None else more
+    if not isinstance(more, Mapping) or not all(isinstance(name, str) for name in more):
+        raise RequestError(
+            f"chat_template_kwargs must be a dict of variables by name, but are {reprlib.repr(more)}"
+        )
+    given = {**keywords, **more}
     for name in given:
         if name in NO_VARIABLES or name in SAMPLING:
             instead = "sampling_params" if name in SAMPLING else "LLM" if name == "chat_template" else None
             advice = f"; give it to {instead}" if instead else ""
             raise RequestError(f"chat does not know {name}, which is no variable of a template{advice}")
-    return dict(given)
+    return given
 
 
 def items_of(name: str, wanted: str, value: Any, kind: Any) -> list[Any]:
     """The items of whatever can be iterated over, all of one kind."""
-    is_list = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
+    is_list = isinstance(value, Iterable) and not isinstance(value, NO_LISTS)
     items = list(value) if is_list else []
     if not is_list or not all(isinstance(item, kind) for item in items):
         raise RequestError(f"{name} must be {wanted}, but are {reprlib.repr(value)}")

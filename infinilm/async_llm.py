@@ -27,7 +27,7 @@ from infinilm.engine.engine import Engine
 from infinilm.engine.intake import Prompt, RequestOptions
 from infinilm.engine.request import EngineDead, QueueFull, Request, RequestError, RequestOutput
 from infinilm.engine.stats import Progress, Stats
-from infinilm.sampling import SamplingParams
+from infinilm.sampling import SamplingParams, plain_text
 from infinilm.startup import Report, make_engine, tell_nobody
 
 News = RequestOutput | BaseException
@@ -125,8 +125,10 @@ class Worker:
             return
         try:
             self.engine.enqueue(request)
-        except (RequestError, QueueFull) as error:
+        except BaseException as error:  # what is no fault of its caller ends the engine, and nobody hangs
             self.post.add(listener, error)
+            if not isinstance(error, RequestError | QueueFull):
+                raise
         else:
             self.listeners[request.request_id] = listener
 
@@ -184,7 +186,8 @@ class Worker:
         """Wait for the end of the step that is on; what still waits fails."""
         if self.thread.is_alive():  # in a fork it is not
             self.inbox.put(None)
-            self.thread.join()
+            if self.thread is not threading.current_thread():  # which `run` may have called from
+                self.thread.join()
 
 
 WORKERS: weakref.WeakSet[Worker] = weakref.WeakSet()
@@ -352,6 +355,7 @@ class AsyncLLM:
 
     async def _made(self, make: Callable[[], Request], listener: Listener) -> Request:
         def encoded() -> Request:
+            self._check_alive()  # it may have waited for its turn until after a shutdown
             with as_request_errors():
                 return make()
 
@@ -369,14 +373,14 @@ class AsyncLLM:
             raise RequestError(f"request_id must be a string, but is {found}", "request_id")
         for listener in list(self._making):
             listener.is_unwanted |= listener.request_id == request_id
-        worker = self._worker
-        worker.inbox.put(lambda: worker.abort(request_id))
+        worker, name = self._worker, plain_text(request_id)
+        worker.inbox.put(lambda: worker.abort(name))
 
     def shutdown(self) -> None:
         """Stop the engine; what still waits fails."""
         if self._pid == os.getpid():
             self._worker.stop()
-            self._encoders.shutdown(wait=False, cancel_futures=True)
+            self._encoders.shutdown(wait=False)
 
     def __del__(self) -> None:
         if hasattr(self, "_encoders") and self._pid == os.getpid():

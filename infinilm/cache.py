@@ -141,7 +141,7 @@ class DynamicCache:
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """How many positions a layer holds, of its longest stream."""
-        return max(self._lengths.get(layer_idx, [0]))
+        return max(self._lengths.get(integer("DynamicCache", "layer_idx", layer_idx), [0]))
 
     def lengths(self, batch_size: int, layer_idx: int = 0) -> list[int]:
         """How many positions each stream has in a layer."""
@@ -191,7 +191,8 @@ class DynamicCache:
 
     def truncate(self, length: int) -> None:
         """Forget the positions from `length` on."""
-        if integer("DynamicCache", "length", length) < 0:
+        length = integer("DynamicCache", "length", length)
+        if length < 0:
             raise ValueError(f"DynamicCache: length must be 0 or more, but is {length}")
         for layer, lengths in self._lengths.items():
             self._lengths[layer] = [min(length, held) for held in lengths]

@@ -150,11 +150,11 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several. A template that knows tools is given them. What is
         left of the keywords are its variables, also those of chat_template_kwargs."""
-        variables = as_variables({**template_variables, **(chat_template_kwargs or {})})
+        variables = as_variables({"tools": tools, **template_variables}, chat_template_kwargs)
         most = self.engine.max_length
         with as_request_errors():
             prompts = [
-                self.tokenizer.encode_chat(conversation, max_tokens=most, tools=tools, **variables)
+                self.tokenizer.encode_chat(conversation, max_tokens=most, **variables)
                 for conversation in as_conversations(messages)
             ]
         return self.generate(

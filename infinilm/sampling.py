@@ -191,12 +191,17 @@ def is_text(value: str) -> bool:
     return True
 
 
+def plain_text(value: str) -> str:
+    """Of a subclass, which may compare and hash in its own way or not at all, the text alone"""
+    return str.__str__(value)
+
+
 def string(max_length: int, name: str, value: Any) -> str:
     if not isinstance(value, str) or not 1 <= len(value) <= max_length:
         raise refused(name, f"a string of 1 to {max_length} characters", value)
     if not is_text(value):
         raise refused(name, "text, without halves of surrogate pairs", value)
-    return value
+    return plain_text(value)
 
 
 def stop(name: str, value: Any) -> tuple[str, ...]:

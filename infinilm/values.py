@@ -28,5 +28,5 @@ def check_flag(name: str, value: Any) -> bool:
 
 
 def check_one_of(name: str, value: Any, allowed: Sequence[Any]) -> None:
-    if isinstance(value, bool) or value not in allowed:
+    if isinstance(value, bool) or not any(isinstance(value, type(one)) and value == one for one in allowed):
         raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}, but is {short(value)}")

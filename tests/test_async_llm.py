@@ -386,7 +386,91 @@ def test_what_is_no_id_ends_neither_the_engine_nor_a_request_without_one(given: 
     assert within_patience(outputs_of(llm, prompt(5), SAMPLED))[-1].finished
 
 
+class Unhashable(str):
+    """A text as some libraries have it, equal and without a hash"""
+
+    def __eq__(self, other: object) -> bool:
+        return str.__eq__(self, other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Incomparable(int):
+    def __lt__(self, other: object) -> bool:
+        raise TypeError("no order")
+
+    __gt__ = __le__ = __ge__ = __lt__
+
+
+def test_names_and_numbers_of_odd_classes_end_nobody(llm: AsyncLLM) -> None:
+    odd = {"request_id": Unhashable("odd"), "cache_salt": Unhashable("salt"), "priority": Incomparable(1)}
+    params = SamplingParams(max_tokens=4, stop=[Unhashable("end")])
+
+    async def beside() -> list[list[RequestOutput]]:
+        others = [outputs_of(llm, prompt(5), SAMPLED, priority=Incomparable(2)) for _ in range(3)]
+        found = await asyncio.gather(outputs_of(llm, prompt(5), params, **odd), *others)
+        await llm.abort(Unhashable("nobody"))
+        return [*found, await outputs_of(llm, prompt(5), SAMPLED)]
+
+    assert all(outputs[-1].finished for outputs in within_patience(beside()))
+
+
+def test_a_name_that_a_caller_chose_is_in_nobodys_way(llm: AsyncLLM) -> None:
+    async def beside() -> list[RequestOutput]:
+        named = [llm.generate(prompt(5), ENDLESS, f"request-{i}") for i in range(1, 9)]
+        for each in named:
+            await anext(each)
+        found = [await outputs_of(llm, prompt(5), SAMPLED) for _ in range(4)]
+        for each in named:
+            await each.aclose()  # type: ignore[attr-defined]
+        return [outputs[-1] for outputs in found]
+
+    outputs = within_patience(beside())
+    assert all(output.finished for output in outputs)
+    assert len({output.request_id for output in outputs}) == 4
+
+
 # ---- death -------------------------------------------------------------------------------------------------
+
+
+def test_whoever_the_engine_dies_of_letting_in_hears_of_it(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(request: Any) -> None:
+        raise MemoryError("no memory for another")
+
+    monkeypatch.setattr(llm.engine, "enqueue", fail)
+    with pytest.raises(MemoryError, match="no memory for another"):
+        within_patience(asyncio.wait_for(outputs_of(llm, prompt(5), SAMPLED), 10))
+    wait_until(lambda: llm.death is not None)
+
+
+def test_who_waited_to_be_encoded_hears_of_the_shutdown(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = AsyncLLM(folder, **OPTIONS)
+    make, may_go_on = llm.engine.make, threading.Event()
+
+    def make_when_told(*args: Any, **options: Any) -> Any:
+        may_go_on.wait(PATIENCE)
+        return make(*args, **options)
+
+    monkeypatch.setattr(llm.engine, "make", make_when_told)
+
+    async def cut_off() -> list[Any]:
+        tasks = [asyncio.create_task(outputs_of(llm, prompt(5), SAMPLED)) for _ in range(5)]
+        await until(lambda: len(llm._making) == len(tasks))
+        llm.shutdown()
+        may_go_on.set()
+        await asyncio.wait(tasks)
+        return [not task.cancelled() and type(task.exception()) for task in tasks]
+
+    assert within_patience(cut_off()) == [EngineDead] * 5
+
+
+def test_the_engines_own_thread_may_shut_it_down(llm: AsyncLLM) -> None:
+    assert within_patience(llm.run(llm.shutdown)) is None
+    wait_until(lambda: llm.death is not None)
 
 
 def test_a_thread_for_masks_that_cannot_start_is_the_failure_of_its_request_alone(

@@ -247,6 +247,40 @@ def test_the_frequency_divisors_of_llama_3_become_longrope_factors():
     assert checkpoint.names() == list(llama_weights())
 
 
+def with_divisors(kind: str, factor: float) -> GGUFFile:
+    file = llama_file()
+    file.tensors.append(TensorEntry("rope_freqs.weight", [8], struct.pack("<8f", *[2.0] * 8)))
+    file.set("llama.rope.scaling.type", text(kind))
+    file.set("llama.rope.scaling.factor", real(factor))
+    return file
+
+
+@pytest.mark.parametrize("kind", ["linear", "longrope", "yarn"])
+def test_divisors_and_a_factor_of_the_frequencies_are_not_both_taken(kind):
+    both = "has both tensor 'rope_freqs.weight' and metadata key 'llama.rope.scaling.factor'"
+    with pytest.raises(CheckpointError, match=both):
+        opened(with_divisors(kind, 4.0))
+
+
+@pytest.mark.parametrize("kind, factor", [("linear", 1.0), ("longrope", 1.0), ("none", 4.0)])
+def test_a_factor_that_changes_nothing_may_stand_beside_divisors(kind, factor):
+    assert opened(with_divisors(kind, factor)).config["rope_scaling"]["long_factor"] == [2.0] * 8
+
+
+def test_the_factor_of_a_linear_rope_is_read_under_its_first_name():
+    file = llama_file()
+    file.set("llama.rope.scale_linear", real(4.0))
+    assert opened(file).config["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
+
+
+def test_a_number_that_is_the_same_for_every_layer_may_be_an_array():
+    file = llama_file()
+    for key in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
+        number = {name: value for name, value in file.values}[f"llama.{key}"][4:]
+        file.set(f"llama.{key}", array(UINT32, 2, number * 2))
+    assert opened(file).config == opened(llama_file()).config
+
+
 ELEMENT_TYPES = ["F32", "F16", "BF16", *(block_type.name for block_type in BlockType)]
 
 
@@ -577,6 +611,10 @@ BAD_FILES: dict[str, tuple[Change, str]] = {
     "heads an array": (
         llama("attention.head_count", array(UINT32, 1, u32(4))),
         "head_count' is of type array, not int",
+    ),
+    "heads of each layer": (
+        llama("attention.head_count_kv", array(UINT32, 2, u32(2) + u32(1))),
+        "head_count_kv' is of type array, not int",
     ),
     "heads more than width": (llama("attention.head_count", integer(65)), "key_length' is 0, not 2 to"),
     "heads that do not fit": (

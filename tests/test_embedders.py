@@ -237,6 +237,8 @@ def test_a_prompt_of_no_such_name_or_for_token_ids_is_refused(headless: Path) ->
     llm = engine(headless)
     with pytest.raises(RequestError, match="prompt_name 'passage' .*'query', 'document'"):
         llm.embed("a", prompt_name="passage")
+    with pytest.raises(RequestError, match=r"prompt_name \['query'\] is not one of the model's"):
+        llm.embed("a", prompt_name=["query"])  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="prompt_name is for texts"):
         llm.embed([5], prompt_name="query")
 

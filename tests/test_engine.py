@@ -917,7 +917,7 @@ def test_logprobs_are_not_given_unasked(tiny: Tiny) -> None:
         "max_model_len": (0, 1, -5, 2.5, "8", True, 1 << 40),
         "max_num_seqs": (0, -1, None, "many", 1 << 20),
         "max_num_batched_tokens": (0, -1, 1.0, 1 << 40),
-        "block_size": (0, 1, 8, 15, 17, 48, 512, 16.5, "16", True, None),
+        "block_size": (0, 1, 8, 15, 17, 48, 512, 16.5, 16.0, "16", True, None),
         "kv_cache_dtype": ("int8", "", None, 16, "bf16"),
         "kv_cache_memory": (0, -1, "much", "1PB", "9999TiB", 1.5, "-1GB", True),
         "enable_prefix_caching": (1, "yes", None),

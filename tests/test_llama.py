@@ -934,8 +934,11 @@ def test_a_cache_is_cut_to_a_length_alone() -> None:
     for length, error in ((-1, ValueError), (1.5, TypeError)):
         with pytest.raises(error, match="length"):
             cache.truncate(length)  # type: ignore[arg-type]
-    cache.truncate(2)
+    length = torch.tensor(2)
+    cache.truncate(length)  # type: ignore[arg-type]
+    length += 1
     assert cache.get_seq_length() == 2
+    assert cache.get_seq_length(torch.tensor(1)) == 2  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,8 @@ def test_a_setting_that_does_not_exist_is_a_type_error_before_anything_is_read(t
     [
         None,
         b"x",
+        bytearray(b"x"),
+        memoryview(b"x"),
         5,
         1.5,
         {"a": 1},
@@ -199,6 +201,9 @@ def test_a_conversation_is_answered_as_its_template_has_it(llm: LLM) -> None:
         ({"chat_template": "{{ 1 }}"}, "chat does not know chat_template.*give it to LLM"),
         ({"continue_final_message": True}, "chat does not know continue_final_message"),
         ({"chat_template_kwargs": {"temperature": 0.0}}, "chat does not know temperature"),
+        ({"chat_template_kwargs": {"self": 1}}, "chat does not know self"),
+        ({"chat_template_kwargs": ["date"]}, r"chat_template_kwargs must be a dict.*but are \['date'\]"),
+        ({"chat_template_kwargs": {1: 2}}, r"chat_template_kwargs must be a dict.*but are \{1: 2\}"),
     ],
 )
 def test_what_is_no_variable_of_a_template_is_refused(

@@ -138,12 +138,13 @@ KINDS: dict[str, tuple[str, tuple[Callable[[Weights, Any], Weights], ...], Calla
 }
 
 
-def write(path: Path, name: str, config: Any, weights: Weights) -> None:
+def write(path: Path, name: str, config: Any, weights: Weights, edit: Callable[..., None] = nothing) -> None:
     kind, changes, add_more = KINDS[name]
     architecture = gguf.MODEL_ARCH[kind]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
     add_metadata(writer, config)
     add_more(writer, config)
+    edit(writer, config)
     for change in changes:
         weights = change(weights, config)
     write_tensors(writer, architecture, config, weights)
@@ -188,6 +189,91 @@ def test_a_gguf_file_has_the_logits_of_the_folder_it_was_made_from(
     )
     found, wanted = other(prompt(), logits_to_keep=0), one(prompt(), logits_to_keep=0)
     assert torch.equal(found, wanted)
+
+
+@pytest.fixture
+def edited(make: Any, tmp_path: Path) -> Callable[..., tuple[LlamaForCausalLM, LlamaForCausalLM]]:
+    """A model, and that of its GGUF file, from whose metadata some are taken and to which others are added"""
+
+    def both(name: str, without: tuple[str, ...] = (), more: Any = nothing, **options: Any) -> Any:
+        def edit(writer: Any, config: Any) -> None:
+            for key in without:
+                del writer.kv_data[0][f"{writer.arch}.{key}"]
+            more(writer, config)
+
+        kind, usual = MODELS[name]
+        theirs, folder = make(kind, **{**usual, **options})
+        path = tmp_path / "model.gguf"
+        write(path, name, theirs.config, load_file(folder / "model.safetensors"), edit)
+        return tuple(LlamaForCausalLM.from_pretrained(p, dtype=torch.float32) for p in (folder, path))
+
+    return both
+
+
+def test_a_granite_file_without_a_scale_of_scores_has_that_of_llama(edited: Any) -> None:
+    wanted, found = edited("granite", without=("attention.scale",), attention_multiplier=16**-0.5)
+    assert torch.equal(found(prompt()), wanted(prompt()))
+
+
+def granite_4(writer: Any, config: Any) -> None:
+    """As its models without Mamba layers are written"""
+    writer.kv_data[0].pop("granite.attention.head_count_kv")
+    writer.add_head_count_kv([config.num_key_value_heads] * config.num_hidden_layers)
+    writer.add_expert_count(0)
+    writer.add_expert_used_count(0)
+    writer.add_expert_shared_feed_forward_length(config.intermediate_size)
+    writer.add_ssm_conv_kernel(4)
+    writer.add_ssm_group_count(1)
+    writer.add_ssm_inner_size(128)
+    writer.add_ssm_state_size(16)
+    writer.add_ssm_time_step_rank(4)
+    writer.add_rope_scaling_finetuned(True)
+
+
+def test_a_granite_4_file_without_mamba_layers_is_a_granite(edited: Any) -> None:
+    wanted, found = edited("granite", more=granite_4)
+    assert torch.equal(found(prompt()), wanted(prompt()))
+
+
+def test_a_granite_file_may_have_no_rotation(edited: Any) -> None:
+    wanted, found = edited("granite", more=lambda writer, config: writer.add_rope_scaling_finetuned(False))
+    at_the_start = wanted(prompt(), position_ids=torch.zeros_like(prompt()))
+    assert torch.allclose(found(prompt()), at_the_start, rtol=1e-4, atol=1e-5)
+
+
+def test_a_gemma2_file_without_a_window_has_the_usual_one(edited: Any) -> None:
+    _, found = edited("gemma2", without=("attention.sliding_window",))
+    assert found.config.sliding_window == 4096
+
+
+def test_a_gemma3_file_without_a_window_has_none_in_any_layer(edited: Any) -> None:
+    types = ["full_attention"] * 7
+    wanted, found = edited("gemma3", without=("attention.sliding_window",), layer_types=types)
+    assert torch.equal(found(prompt()), wanted(prompt()))
+
+
+def test_what_a_gemma3_file_says_of_its_eyes_does_not_matter_to_its_text(edited: Any) -> None:
+    def eyes(writer: Any, config: Any) -> None:
+        writer.add_uint32("gemma3.mm.tokens_per_image", 256)
+        writer.add_uint32("gemma3.vision.block_count", 27)
+
+    wanted, found = edited("gemma3", more=eyes)
+    assert torch.equal(found(prompt()), wanted(prompt()))
+
+
+def test_yarn_of_a_phi3_file_is_yarn(edited: Any) -> None:
+    def yarn(writer: Any, config: Any) -> None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(4.0)
+
+    _, found = edited("phi3", more=yarn)
+    assert found.config.rope.scaling["rope_type"] == "yarn"
+
+
+@pytest.mark.parametrize("name", ["olmoe", "qwen2moe", "qwen3moe"])
+def test_what_llama_cpp_does_not_read_of_the_shares_of_experts_is_refused(name: str, edited: Any) -> None:
+    with pytest.raises(CheckpointError, match=rf"'{name}.expert_weights_norm' is not supported"):
+        edited(name, more=lambda writer, config: writer.add_expert_weights_norm(True))
 
 
 def test_two_tensors_of_a_gguf_file_for_one_weight_are_refused(make: Any, tmp_path: Path) -> None:

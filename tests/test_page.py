@@ -288,6 +288,45 @@ def test_a_text_that_grew_letter_by_letter_looks_as_when_it_is_shown_at_once(tab
         assert grown == whole
 
 
+@pytest.mark.parametrize(
+    "text, strong",
+    [
+        ("**注意：**这里", "注意："),
+        ("这是**「强调」**文字", "「强调」"),
+        ("**Done!**🎉", "Done!"),
+        ('**"강조"**는', '"강조"'),
+    ],
+)
+def test_emphasis_ends_beside_letters_without_spaces_and_emoji(
+    tab: Tab, server: Server, text: str, strong: str
+) -> None:
+    server.answers = [answer(text)]
+    ask(tab, "Hello")
+    wait_for_answers(tab, 1)
+    assert tab.text(".assistant strong") == strong
+    assert tab.text(".assistant .body") == text.replace("**", "")
+
+
+def test_a_link_ends_where_a_chinese_sentence_goes_on(tab: Tab, server: Server) -> None:
+    server.answers = [answer("请访问https://example.com/a，然后点击。")]
+    ask(tab, "Hello")
+    wait_for_answers(tab, 1)
+    assert tab.text(".assistant a") == "https://example.com/a"
+
+
+def test_hebrew_and_arabic_are_read_from_the_right_and_code_from_the_left(tab: Tab, server: Server) -> None:
+    server.answers = [answer("שלום, עולם!\n\n- פריט\n\n  ```\n  x\n  ```\n\nEnglish.")]
+    tab.type("مرحبا، كيف حالك؟")
+    direction = "getComputedStyle(document.querySelector('{}')).direction"
+    assert tab.js(direction.format("#prompt")) == "rtl"
+    tab.press("Enter")
+    wait_for_answers(tab, 1)
+    for selector in (".user .body", "#title", "#conversations button", ".assistant p", ".assistant ul"):
+        assert tab.js(direction.format(selector)) == "rtl", selector
+    for selector in ("#prompt", ".assistant pre", ".assistant p:last-child"):
+        assert tab.js(direction.format(selector)) == "ltr", selector
+
+
 HOSTILE = """<script>window.wasRun = true</script><img src=x onerror="window.wasRun = true">
 <b>bold?</b> &lt;i&gt; **<u>under</u>**
 
@@ -332,6 +371,16 @@ def test_code_is_copied_as_it_was_written(tab: Tab, server: Server) -> None:
     assert tab.js("navigator.clipboard.readText()") == "echo '<a>'\n\tmake  all"
 
 
+def test_the_focus_stays_where_it_was_without_a_clipboard_to_write_to(tab: Tab, server: Server) -> None:
+    ask(tab, "Hello")
+    wait_for_answers(tab, 1)
+    tab.js("Object.defineProperty(navigator, 'clipboard', {value: undefined})")  # as over plain HTTP
+    tab.js("document.querySelector('.assistant [aria-label=Copy]').focus()")
+    tab.press("Enter")
+    tab.wait("document.querySelector('.assistant [aria-label=Copy] use').href.baseVal === '#i-done'")
+    assert tab.js("document.activeElement.ariaLabel") == "Copy"
+
+
 def test_a_long_prompt_shows_how_far_it_was_read(tab: Tab, server: Server) -> None:
     gate, later = Gate(), Gate()
     server.answers = [[progress(8000, 2000, 3000), gate, progress(8000, 2000, 6000), later, *answer("Read.")]]
@@ -354,10 +403,36 @@ def test_stop_keeps_what_came_and_tells_the_server(tab: Tab, server: Server) -> 
     tab.click("#stop")
     wait_for_answers(tab, 1)
     assert tab.text(".assistant .body") == "Never" and tab.text(".remark") == "Stopped."
+    assert tab.js("document.getElementById('status').textContent") == "The answer was stopped."
     assert server.reader_left.wait(30)
     ask(tab, "And now?")
     wait_for_answers(tab, 2)
     assert server.said() == [("user", "Go on"), ("assistant", "Never"), ("user", "And now?")]
+
+
+@pytest.mark.parametrize("key, code", [("Escape", 27), ("Enter", 13), ("Enter", 229)])
+def test_keys_of_an_input_method_neither_send_nor_stop_nor_end_an_edit(
+    tab: Tab, server: Server, key: str, code: int
+) -> None:
+    press = f"""document.activeElement.dispatchEvent(new KeyboardEvent("keydown",
+        {{key: "{key}", keyCode: {code}, isComposing: {str(code != 229).lower()}, bubbles: true}}))"""
+    ask(tab, "Hello")
+    wait_for_answers(tab, 1)
+    tab.click(".user [aria-label=Edit]")
+    tab.js(press)
+    assert tab.count(".editor") == 1
+    tab.press("Escape")
+    gate = Gate()
+    server.answers = [[delta(content="Half"), gate, *end()]]
+    ask(tab, "Go on")
+    tab.wait("document.querySelector('article:nth-child(4) .body')?.innerText === 'Half'")
+    tab.type("かん")
+    tab.js(press)
+    gate.set()
+    wait_for_answers(tab, 2)
+    assert tab.count(".remark") == 0 and tab.js("document.getElementById('prompt').value") == "かん"
+    tab.js(press)
+    assert len(server.bodies) == 2
 
 
 def test_regenerate_asks_again_for_the_same_conversation(tab: Tab, server: Server) -> None:
@@ -393,6 +468,22 @@ def test_an_answer_stays_whose_next_one_was_stopped_before_it_began(tab: Tab, se
     assert tab.text(".assistant .body") == "First." and tab.count(".remark") == 0
     tab.reload()
     assert tab.text(".assistant .body") == "First."
+
+
+def test_an_answer_is_kept_until_the_one_in_its_place_begins(tab: Tab, server: Server) -> None:
+    gate = Gate()
+    server.answers = [answer("First."), [progress(10, 0, 5), gate, *answer("Second.")]]
+    ask(tab, "Hello")
+    wait_for_answers(tab, 1)
+    tab.click(".assistant [aria-label=Regenerate]")
+    tab.wait("document.querySelector('progress')?.value === 5")
+    kept = (
+        "JSON.parse(localStorage['infinilm.conversation.' + location.hash.slice(1)]).messages.at(-1).content"
+    )
+    tab.js("dispatchEvent(new Event('pagehide'))")
+    assert tab.js(kept) == "First."
+    gate.set()
+    tab.wait(f"{kept} === 'Second.'")
 
 
 def test_an_edited_message_is_sent_with_what_stood_before_it_alone(tab: Tab, server: Server) -> None:
@@ -446,6 +537,20 @@ def test_a_number_out_of_range_is_neither_kept_nor_shown_as_if_it_were(tab: Tab,
     ask(tab, "Hello")
     wait_for_answers(tab, 1)
     assert "temperature" not in server.bodies[0]
+
+
+def test_settings_are_closed_by_their_button_by_enter_and_by_a_click_beside_them(tab: Tab) -> None:
+    tab.click("#tune")
+    tab.click("#settings [aria-label=Close]")
+    tab.wait("!settings.open")
+    tab.click("#tune")
+    tab.js("temperature.focus()")
+    tab.type("0.5")
+    tab.press("Enter")
+    tab.wait("!settings.open")
+    tab.click("#tune")
+    tab.click("#title")
+    tab.wait("!settings.open")
 
 
 def test_reasoning_is_folded_and_not_sent_back(tab: Tab, server: Server) -> None:
@@ -505,6 +610,34 @@ def test_the_conversation_that_was_asked_about_is_deleted_though_the_reader_went
     assert tab.texts("#conversations button") == ["Keep me"] and tab.text("#title") == "Keep me"
 
 
+def test_who_goes_back_is_not_caught_by_a_conversation_that_is_gone(tab: Tab, server: Server) -> None:
+    for question in ("Keep me", "Delete me"):
+        tab.click("#new")
+        ask(tab, question)
+        wait_for_answers(tab, 1)
+    choose(tab, "delete")
+    tab.click("#ask .strong")
+    tab.wait("title.innerText === 'Keep me'")
+    for title in ("New conversation", "New conversation", "Keep me"):
+        tab.js("window.isBack = false; addEventListener('popstate', () => { isBack = true }, {once: true})")
+        tab.js("history.back()")
+        tab.wait("isBack")
+        assert tab.text("#title") == title
+
+
+def test_a_renamed_conversation_gives_the_focus_back_to_its_menu(tab: Tab, server: Server) -> None:
+    ask(tab, "Hello")
+    wait_for_answers(tab, 1)
+    tab.js("more.focus()")
+    for key in ("Enter", "Tab", "Tab", "Tab", "Enter"):
+        tab.press(key)
+    tab.wait("ask.open")
+    tab.type("!")
+    tab.press("Enter")
+    tab.wait("title.innerText === 'Hello!'")
+    assert tab.js("document.activeElement.id") == "more"
+
+
 def test_what_another_tab_writes_leaves_the_reader_where_he_is(tab: Tab, server: Server) -> None:
     server.answers = [answer("\n\n".join(f"Paragraph {i}" for i in range(100)))]
     ask(tab, "A long story")
@@ -532,6 +665,9 @@ def test_an_answer_goes_on_while_another_conversation_is_read(tab: Tab, server: 
     assert tab.count("article") == 0
     ask(tab, "Me too")
     assert "still being written in another conversation" in tab.text("#notice") and len(server.bodies) == 1
+    tab.click("#notice button")
+    tab.click(".ideas button")
+    assert "still being written in another conversation" in tab.text("#notice") and len(server.bodies) == 1
     tab.click("#conversations button")
     assert tab.text(".assistant .body") == "Half"
     gate.set()
@@ -539,13 +675,28 @@ def test_an_answer_goes_on_while_another_conversation_is_read(tab: Tab, server: 
     assert tab.text(".assistant .body") == "Half done."
 
 
-def test_storage_that_is_full_is_said_and_the_conversation_goes_on(tab: Tab, server: Server) -> None:
+def fill_storage(tab: Tab) -> None:
     tab.js("""for (let size = 1 << 23; size; size >>= 1)
                 try { localStorage['x' + size] = 'x'.repeat(size) } catch {}""")
+
+
+def test_storage_that_is_full_is_said_and_the_conversation_goes_on(tab: Tab, server: Server) -> None:
+    fill_storage(tab)
     ask(tab, "Is there room?")
     wait_for_answers(tab, 1)
     assert "no room to keep this conversation" in tab.text("#notice")
     assert tab.text(".assistant .body") == "Fine."
+
+
+def test_room_that_was_made_takes_the_notice_away(tab: Tab, server: Server) -> None:
+    fill_storage(tab)
+    ask(tab, "Is there room?")
+    tab.wait("notice.innerText.includes('no room')")
+    wait_for_answers(tab, 1)
+    tab.js("for (const key of Object.keys(localStorage)) if (key[0] === 'x') localStorage.removeItem(key)")
+    ask(tab, "And now?")
+    wait_for_answers(tab, 2)
+    assert tab.js("notice.hidden")
 
 
 def test_what_is_broken_in_storage_is_passed_over(tab: Tab, server: Server) -> None:
@@ -569,6 +720,17 @@ def test_a_conversation_is_exported_as_json_and_as_markdown(tab: Tab, server: Se
     assert [message["content"] for message in messages] == ["What is 2 + 2?", "It is **4**."]
     lines = ["# What is 2 + 2?", "## You", "What is 2 + 2?", "## Answer", "It is **4**."]
     assert as_markdown.read_text() == "\n\n".join(lines) + "\n"
+
+
+def test_titles_and_names_of_files_cut_no_letter_in_two(tab: Tab, server: Server) -> None:
+    ask(tab, "x" + "😀" * 50)
+    wait_for_answers(tab, 1)
+    assert tab.text("#title") == "x" + "😀" * 29 + "…"
+    tab.click("#new")
+    ask(tab, "नमस्ते दुनिया")
+    wait_for_answers(tab, 1)
+    choose(tab, "export-json")
+    wait_until((tab.browser.downloads / "नमस्ते-दुनिया.json").exists)
 
 
 def test_a_server_with_a_key_is_asked_again_with_it_until_the_tab_is_closed(tab: Tab, server: Server) -> None:
@@ -641,6 +803,20 @@ def test_a_model_that_is_loading_is_waited_for(tab: Tab, server: Server) -> None
     server.is_loading = False
     tab.wait("model.value === 'team/tiny-chat'")
     assert tab.js("notice.hidden")
+
+
+def test_a_notice_that_says_the_same_again_is_read_aloud_once(tab: Tab, server: Server) -> None:
+    server.is_loading = True
+    tab.reload()
+    tab.wait("notice.innerText.includes('being loaded')")
+    tab.js("""window.isSaidAgain = false;
+              const watcher = new MutationObserver(() => { isSaidAgain = true });
+              watcher.observe(notice, {subtree: true, childList: true})""")
+    asked = len(tab.requests())
+    wait_until(lambda: len(tab.requests()) > asked + 1)
+    assert not tab.js("isSaidAgain")
+    server.is_loading = False
+    tab.wait("model.value === 'team/tiny-chat'")
 
 
 @pytest.mark.parametrize(
@@ -744,6 +920,28 @@ def test_a_phone_of_360_pixels_needs_no_scrolling_to_the_side(tab: Tab, server: 
     tab.screenshot(SCREENSHOTS / "phone-menu.png")
     tab.click("#conversations button")
     tab.wait("sidebar.inert")
+
+
+def test_a_low_window_shows_the_beginning_of_the_welcome(tab: Tab) -> None:
+    tab.resize(640, 400)  # as at twice the size
+    tab.reload()
+    tab.wait("model.value && scroller.scrollHeight > scroller.clientHeight")
+    assert tab.js("scroller.scrollTop") == 0
+
+
+def test_on_paper_a_conversation_is_whole_and_dark_on_white(tab: Tab, server: Server) -> None:
+    tab.prefer("light")
+    tab.click("#theme")
+    server.answers = [answer("```\n" + "word " * 100 + "\n```")]
+    ask(tab, "\n".join(f"line {i}" for i in range(200)))
+    wait_for_answers(tab, 1)
+    tab.call("Emulation.setEmulatedMedia", media="print")
+    for selector in (".user .body", "pre"):
+        node = f"document.querySelector('{selector}')"
+        assert tab.js(
+            f"{node}.scrollHeight <= {node}.clientHeight && {node}.scrollWidth <= {node}.clientWidth"
+        )
+    assert tab.js("getComputedStyle(document.body).color") == "rgb(32, 37, 31)"
 
 
 def test_dark_and_light_follow_the_system_until_the_reader_chooses(tab: Tab, server: Server) -> None:
@@ -868,6 +1066,43 @@ def test_the_readers_place_is_kept_while_an_answer_grows(tab: Tab, server: Serve
     assert tab.js("scroller.scrollTop") == 100
     tab.click("#latest")
     tab.wait(at_end)
+
+
+def test_the_least_scrolling_up_holds_and_a_taller_message_box_hides_nothing(
+    tab: Tab, server: Server
+) -> None:
+    gate, lines = Gate(), "A line.\n\n" * 60
+    server.answers = [[delta(content=lines), gate, *answer(lines)]]
+    ask(tab, "Lines")
+    at_end = "scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < 2"
+    tab.wait(f"document.querySelectorAll('.assistant p').length === 60 && {at_end}")
+    before = tab.js("scroller.scrollTop")
+    tab.js("scroller.scrollTop -= 20")
+    tab.wait("!latest.hidden")
+    gate.set()
+    wait_for_answers(tab, 1)
+    assert tab.js("scroller.scrollTop") == before - 20
+    tab.click("#latest")
+    tab.wait(at_end)
+    tab.type("a\nb\nc\nd\ne")
+    tab.wait(at_end)
+
+
+def test_what_is_shown_of_a_conversation_is_not_drawn_anew_for_a_message(tab: Tab, server: Server) -> None:
+    ask(tab, "First")
+    wait_for_answers(tab, 1)
+    tab.js("window.before = [...messages.children]")
+    tab.click(".user [aria-label=Edit]")
+    tab.press("Escape")
+    ask(tab, "Second")
+    wait_for_answers(tab, 2)
+    tab.click("article:last-child [aria-label=Regenerate]")
+    wait_for_answers(tab, 2)
+    assert tab.js("before.every((node, i) => node === messages.children[i])")
+    tab.click("article:nth-child(1) [aria-label=Edit]")
+    ask(tab, "Third")
+    wait_for_answers(tab, 3)
+    assert tab.count(".editor") == 0 and tab.text("article") == "First"
 
 
 def test_nothing_leads_to_an_end_that_is_seen_already(tab: Tab, server: Server) -> None:

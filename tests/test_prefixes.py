@@ -248,6 +248,12 @@ def test_what_is_no_file_is_not_replaced_by_one(tiny: Tiny, tmp_path: Path) -> N
     assert (tmp_path / "pipe").is_fifo()
 
 
+def test_a_pipe_is_refused_and_not_waited_for(tiny: Tiny, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match=f"^{tmp_path / 'pipe'}: it is no file"):
+        tiny.engine().load_prefixes(tmp_path / "pipe")
+
+
 def test_what_is_written_is_on_the_disk_and_kept_from_others_until_it_has_its_name(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

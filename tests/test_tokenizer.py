@@ -9,8 +9,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tokenizers
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -106,6 +108,19 @@ def test_streamed_pieces_are_whole_characters(smollm, text):
 def test_streamed_pieces_join_to_what_the_library_decodes(smollm, ids, skip):
     expected = smollm._library.decode(ids, skip_special_tokens=skip)
     assert "".join(stream(smollm, ids, skip)) == smollm.decode(ids, skip) == expected
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.tensor, tuple, iter])
+def test_special_tokens_are_left_out_of_ids_of_any_kind(smollm, kind):
+    ids = smollm.encode("<|im_start|>Hello<|im_end|>")
+    assert smollm.decode(kind(ids)) == "Hello"
+    assert smollm.decode(kind(ids), skip_special_tokens=False) == "<|im_start|>Hello<|im_end|>"
+
+
+@pytest.mark.parametrize("ids", [[[5]], [5.0], "5", [None]], ids=repr)
+def test_ids_that_are_no_numbers_are_named(smollm, ids):
+    with pytest.raises(TypeError, match="decode: a token id must be an integer, but is"):
+        smollm.decode(ids)
 
 
 def test_an_unfinished_character_shows_only_at_the_end(smollm):
@@ -901,13 +916,14 @@ def test_the_ends_of_a_turn_and_of_a_message_also_end_generation(name):
 )
 def test_tokens_that_end_a_turn_are_known_by_name(added, ends):
     """Phi, Gemma, Qwen, Llama and GPT-OSS, of whose files many name the end of a text alone."""
-    for kind in (CONTROL, USER_DEFINED):
+    for kind in (CONTROL, USER_DEFINED, NORMAL):
         metadata = byte_level_metadata(["a b"])
         metadata["tokenizer.ggml.tokens"] += added
         metadata["tokenizer.ggml.token_type"] += [kind] * len(added)
         ours = Tokenizer.from_gguf(metadata)
         assert [ours._library.id_to_token(i) for i in ours.eos_token_ids] == ends
         assert ours.special_token_ids >= set(ours.eos_token_ids)
+        assert ours.encode(ends[-1])[-1] == ours.eos_token_ids[-1]
 
 
 @pytest.mark.parametrize(
@@ -929,13 +945,6 @@ def test_a_closing_tag_of_html_is_no_end():
     metadata = byte_level_metadata(["a b"], eos_token_id=0, token_type=None)
     metadata["tokenizer.ggml.token_type"] = [CONTROL, USER_DEFINED] + [NORMAL] * (len(LETTERS) + 1)
     assert Tokenizer.from_gguf(metadata).eos_token_ids == (0,)
-
-
-def test_an_ordinary_token_that_is_called_so_ends_nothing():
-    metadata = byte_level_metadata(["a b"])
-    metadata["tokenizer.ggml.tokens"] += ["<|end|>"]
-    metadata["tokenizer.ggml.token_type"] += [NORMAL]
-    assert Tokenizer.from_gguf(metadata).eos_token_ids == (1,)
 
 
 def test_arrays_may_be_tuples():

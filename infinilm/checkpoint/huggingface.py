@@ -124,7 +124,10 @@ def _header_of(tensors: Iterable[tuple[str, Tensor]], metadata: dict[str, str]) 
 
 def read_tensors(path: str | Path, metadata: dict[str, str]) -> dict[str, Tensor]:
     """What write_tensors wrote, if it was with this metadata."""
-    shard = _Shard(Path(path))
+    path = Path(path)
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise ValueError(f"{path}: it is no file")
+    shard = _Shard(path)
     found = shard.map.metadata() or {}
     for name, wanted in metadata.items():
         if found.get(name) != wanted:

@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 import reprlib
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from infinilm.engine.blocks import Blocks
 from infinilm.engine.request import Request, RequestError
 from infinilm.generation import NO_HEAD
 from infinilm.models.llama import LlamaForCausalLM
-from infinilm.sampling import SamplingParams, is_text
+from infinilm.sampling import SamplingParams, is_text, plain_text
 from infinilm.tokenizer import ChatPrompt, Tokenizer
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class Intake:
 
     def __post_init__(self) -> None:
         self._serials = itertools.count()
+        self._name = f"request-{secrets.token_hex(4)}"  # of those without one, which no caller gives another
         self._seeds = random.Random(self.config.seed)
         self._pool: tuple[int, ThreadPoolExecutor] | None = None
 
@@ -99,7 +101,7 @@ class Intake:
         request_id = options.get("request_id")
         ends = frozenset() if params.ignore_eos else frozenset(self._eos_ids)
         return Request(
-            f"request-{serial}" if request_id is None else request_id,
+            f"{self._name}-{serial}" if request_id is None else plain_text(request_id),
             text,
             token_ids,
             params,
@@ -110,7 +112,7 @@ class Intake:
             eos_ids=ends,
             stop_ids=ends | frozenset(params.stop_token_ids),
             bad_words=self._bad_words(params),
-            priority=options.get("priority", 0),
+            priority=int.__int__(options.get("priority", 0)),  # a subclass may compare in its own way
             cache_salt=options.get("cache_salt") or "",
             adapter=self.adapters.of(options.get("lora_request")),
         )
@@ -239,7 +241,7 @@ def content_of(prompt: Mapping[str, Any]) -> Any:
 
 
 def token_ids_of(prompt: Any) -> list[int]:
-    if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Iterable):
+    if isinstance(prompt, bytes | bytearray | memoryview) or not isinstance(prompt, Iterable):
         raise RequestError(f"a prompt must be a text or a list of token ids, but is {reprlib.repr(prompt)}")
     ids = list(prompt)
     try:

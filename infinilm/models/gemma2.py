@@ -114,7 +114,16 @@ class Gemma2Model(llama.LlamaModel):
         return ops.scale(embedded, self.roots[embedded.dtype])
 
 
-@register(GGUF("gemma2", {cap: cap for cap in CAPS}, GGUF_NORMS, GGUF_SCALE, has_windows=True))
+@register(
+    GGUF(
+        "gemma2",
+        {cap: cap for cap in CAPS},
+        GGUF_NORMS,
+        GGUF_SCALE,
+        has_windows=True,
+        usual_window=4096,  # which the first files do not say
+    )
+)
 class Gemma2ForCausalLM(llama.LlamaForCausalLM):
     config_class: type[Gemma2Config] = Gemma2Config
     layer_class: type[Gemma2DecoderLayer] = Gemma2DecoderLayer

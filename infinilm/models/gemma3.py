@@ -50,6 +50,8 @@ class Gemma3Config(gemma2.Gemma2Config):
         content, kinds = dict(super().adapted(content)), rope_mapping(content, "rope_parameters")
         check_ropes(kinds, rope_mapping(content, "rope_scaling"))
         content["attn_logit_softcapping"] = None  # of which its attention knows nothing
+        if "model_type" not in content and content.get("sliding_window", 0) is None:
+            content["sliding_window_pattern"] = 1  # a GGUF file without windows
         if kinds:
             scaling = {**rope_mapping(kinds, "full_attention"), **rope_mapping(content, "rope_scaling")}
             content |= {"rope_parameters": None, "rope_scaling": scaling}
@@ -127,6 +129,7 @@ class Gemma3Model(gemma2.Gemma2Model):
         gemma2.GGUF_NORMS,
         gemma2.GGUF_SCALE,
         has_windows=True,
+        other_parts=("mm.", "vision."),
     )
 )
 class Gemma3ForCausalLM(gemma2.Gemma2ForCausalLM):

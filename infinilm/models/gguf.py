@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from reprlib import repr as short
 from typing import Any
 
+import numpy as np
+
 from infinicore.quantization import QuantizedTensor
 from infinilm.checkpoint import Checkpoint
 from infinilm.checkpoint.gguf_fields import Fields, as_written
@@ -50,6 +52,7 @@ KNOWN_KEYS = {
     "pooling_type",  # of embeddings, not of text
     "rope.dimension_count",
     "rope.freq_base",
+    "rope.scale_linear",
     "rope.scaling.attn_factor",
     "rope.scaling.factor",
     "rope.scaling.finetuned",
@@ -61,6 +64,8 @@ KNOWN_KEYS = {
     "tensor_data_layout",
     "vocab_size",
 }
+# What a file may give as one number, or as an array of each layer's
+LAYER_KEYS = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
     "attention.clamp_kqv": (0,),
@@ -89,7 +94,9 @@ class GGUF:
     constants: Mapping[str, Any] = field(default_factory=dict)  # of config.json, where files are silent
     has_paired_rows: bool = False  # the two rows of q or k that are rotated together lie side by side
     has_windows: bool = False
+    usual_window: int = 0  # where files are silent
     has_experts: bool = False
+    other_parts: tuple[str, ...] = ()  # what keys begin with that say nothing of the text
 
     def name_of(self, name: str) -> str | None:
         """The model's name of a tensor"""
@@ -123,11 +130,20 @@ class ModelFields(Fields):
     def __init__(self, checkpoint: Checkpoint, kind: GGUF) -> None:
         super().__init__(checkpoint.metadata, checkpoint.path)
         self.kind = kind
+        self.metadata = {**self.metadata, **self._of_equal_layers()}
+
+    def _of_equal_layers(self) -> dict[str, Any]:
+        """The one number of arrays that have the same for each layer"""
+        count, keys = self.metadata.get(self.key("block_count")), map(self.key, LAYER_KEYS)
+        arrays = {key: self.metadata[key] for key in keys if isinstance(self.metadata.get(key), np.ndarray)}
+        numbers = {key: array.tolist() for key, array in arrays.items() if len(array) == count}
+        return {key: each[0] for key, each in numbers.items() if len(set(each)) == 1}
 
     def check_keys(self) -> None:
         for key, value in self.metadata.items():
             prefix, _, name = key.partition(".")
-            if prefix != self.kind.architecture or name in KNOWN_KEYS or name in self.kind.keys:
+            is_known = name in KNOWN_KEYS or name in self.kind.keys or name.startswith(self.kind.other_parts)
+            if prefix != self.kind.architecture or is_known:
                 continue
             if not isinstance(value, bool | int | float) or value not in HARMLESS.get(name, ()):
                 raise self.error(f"metadata key {key!r} is not supported; its value is {short(value)}")
@@ -217,7 +233,7 @@ def _head_dim(fields: ModelFields, num_heads: int) -> int:
 def _sliding_window(fields: ModelFields) -> int | None:
     """0 is how llama.cpp writes that there is none; in some files nothing says which layers have one."""
     key = fields.key("attention.sliding_window")
-    window = fields.integer(key, 0, minimum=0) or None
+    window = fields.integer(key, fields.kind.usual_window, minimum=0) or None
     if fields.kind.has_windows or window is None:
         return window
     if window < fields.integer(fields.key("context_length")):
@@ -236,22 +252,29 @@ def _token_id(fields: ModelFields, role: str, vocab_size: int) -> int | None:
 def _rope_scaling(fields: ModelFields, checkpoint: Checkpoint) -> dict[str, Any] | None:
     prefix = fields.key("rope.")
     # As llama.cpp reads it, a factor without a type is linear.
-    default = "linear" if prefix + "scaling.factor" in fields.metadata else "none"
+    default = "linear" if _factor_key(fields) in fields.metadata else "none"
     kind = fields.value(prefix + "scaling.type", str, default)
     if kind not in ("none", "linear", "yarn", "longrope"):
         known = "none, linear, yarn, longrope"
         raise fields.error(f"metadata key {prefix + 'scaling.type'!r} is {short(kind)}; known are {known}")
     _check_yarn_factor(fields, kind)
     factors = [name for name in ROPE_FACTORS if name in checkpoint.names()]
-    if factors and kind in ("linear", "yarn"):
-        raise fields.error(f"has both tensor {factors[0]!r} and rope scaling of type {kind!r}")
+    is_scaled = kind != "none" and fields.number(_factor_key(fields), 1.0) != 1.0
+    if factors and (is_scaled or kind == "yarn"):
+        raise fields.error(f"has both tensor {factors[0]!r} and metadata key {_factor_key(fields)!r}")
     if factors:
         return _longrope(fields, checkpoint, factors)
     _check_no_factors(fields, kind)
     if kind == "none":
         return None
-    scaling = {"rope_type": kind, "factor": fields.number(prefix + "scaling.factor")}
+    scaling = {"rope_type": kind, "factor": fields.number(_factor_key(fields))}
     return scaling if kind == "linear" else scaling | _yarn(fields, prefix + "scaling.")
+
+
+def _factor_key(fields: ModelFields) -> str:
+    """The factor had another name at first."""
+    new, old = (fields.key(f"rope.{name}") for name in ("scaling.factor", "scale_linear"))
+    return old if old in fields.metadata and new not in fields.metadata else new
 
 
 def _check_no_factors(fields: ModelFields, kind: str) -> None:
@@ -267,7 +290,7 @@ def _check_yarn_factor(fields: ModelFields, kind: str) -> None:
     """Only yarn's usual factor of attention means one thing: converters write here a key of config.json that
     replaces it, or else one that multiplies it, and for these models llama.cpp reads neither."""
     key = fields.key("rope.scaling.yarn_attn_factor")
-    scaling = {"factor": fields.number(fields.key("rope.scaling.factor")) if kind == "yarn" else 1.0}
+    scaling = {"factor": fields.number(_factor_key(fields)) if kind == "yarn" else 1.0}
     usual = yarn_attention_factor(scaling)
     found = fields.number(key, usual)
     if not math.isclose(found, usual, rel_tol=1e-6):

@@ -1,4 +1,7 @@
-"""Granite 3: Llama with a multiplier for what is embedded, what is added, scores, and logits."""
+"""Granite 3: Llama with a multiplier for what is embedded, what is added, scores, and logits.
+
+GGUF files of Granite 4 that have no Mamba layers are the same, and may not rotate.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from infinicore import ops
+from infinicore import nn, ops
 from infinilm.config import LlamaConfig
 from infinilm.models.gguf import GGUF
 from infinilm.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
@@ -16,6 +19,15 @@ from infinilm.values import check_number
 
 MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 MAX_MULTIPLIER = 1e6
+# Of Granite 4: sizes of layers that are not there
+IDLE_KEYS = {
+    "expert_shared_feed_forward_length": "shared_intermediate_size",
+    "ssm.conv_kernel": "mamba_d_conv",
+    "ssm.group_count": "mamba_n_groups",
+    "ssm.inner_size": "mamba_d_inner",
+    "ssm.state_size": "mamba_d_state",
+    "ssm.time_step_rank": "mamba_n_heads",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,19 +35,26 @@ class GraniteConfig(LlamaConfig):
     model_types = ("granite",)
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
-    attention_multiplier: float = 1.0
+    attention_multiplier: float | None = 1.0  # None: that of Llama
     logits_scaling: float = 1.0
+    has_rope: bool = True
 
     def _check(self) -> None:
         super()._check()
         for name in MULTIPLIERS:
-            self._set(**{name: check_number(name, getattr(self, name), MAX_MULTIPLIER)})
+            if getattr(self, name) is not None:
+                self._set(**{name: check_number(name, getattr(self, name), MAX_MULTIPLIER)})
 
 
 class GraniteAttention(LlamaAttention):
     def __init__(self, config: GraniteConfig, layer_idx: int = 0) -> None:
         super().__init__(config, layer_idx)
-        self.scaling = config.attention_multiplier
+        self.has_rope = config.has_rope
+        if config.attention_multiplier is not None:
+            self.scaling = config.attention_multiplier
+
+    def rope_of(self, rope: nn.RoPE | None) -> nn.RoPE | None:
+        return rope if self.has_rope else None
 
 
 class GraniteDecoderLayer(LlamaDecoderLayer):
@@ -65,7 +84,10 @@ class GraniteModel(LlamaModel):
             "residual_scale": "residual_multiplier",
             "attention.scale": "attention_multiplier",
             "logit_scale": "logits_scaling",
+            "rope.scaling.finetuned": "has_rope",  # as llama.cpp reads it here
+            **IDLE_KEYS,
         },
+        constants={"attention_multiplier": None},
         has_paired_rows=True,
     )
 )

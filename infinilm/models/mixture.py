@@ -19,7 +19,6 @@ GGUF_KEYS = {
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
-    "expert_weights_norm": "norm_topk_prob",
 }
 GGUF_MODULES = {
     "ffn_gate_inp": "mlp.gate",

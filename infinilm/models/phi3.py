@@ -37,9 +37,10 @@ class Phi3Config(LlamaConfig):
     @classmethod
     def adapted(cls, content: Mapping[str, Any]) -> Mapping[str, Any]:
         """The first files call longrope "su" or "yarn". The length of training stands beside it, or is
-        theirs; GGUF files, which have no model_type, have it among the scaling."""
-        if "model_type" in content:
-            content = {"original_max_position_embeddings": 4096, **content}
+        theirs. GGUF files, which have no model_type, have it among the scaling, and mean what they say."""
+        if "model_type" not in content:
+            return content
+        content = {"original_max_position_embeddings": 4096, **content}
         scaling = scaling_of(content)
         if scaling.get("type", scaling.get("rope_type")) not in ("su", "yarn"):
             return content

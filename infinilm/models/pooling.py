@@ -69,7 +69,7 @@ class Pooling:
     def prompt(self, name: str | None) -> str:
         if name is None:
             return self.default_prompt
-        if name not in self.prompts:
+        if name not in list(self.prompts):  # it may be anything
             known = ", ".join(map(repr, self.prompts)) or "none"
             raise PoolingError(f"prompt_name {short(name)} is not one of the model's; it has {known}")
         return self.prompts[name]

@@ -16,6 +16,7 @@ from typing import Any, Self
 import tokenizers
 
 from infinicore import _native
+from infinicore.checks import integer
 from infinilm.folder import Folder
 from infinilm.tokenizer.added_tokens import names_given
 from infinilm.tokenizer.chat import (
@@ -149,7 +150,9 @@ class Tokenizer:
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of token_ids; bytes that are not UTF-8 become U+FFFD."""
         detokenizer = Detokenizer(self, skip_special_tokens)
-        return "".join(map(detokenizer.add, token_ids)) + detokenizer.finish()
+        # Those of a tensor equal numbers and are found among none.
+        ids = [i if isinstance(i, int) else integer("decode", "a token id", i) for i in token_ids]
+        return "".join(map(detokenizer.add, ids)) + detokenizer.finish()
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one token stands for, which may be only a part of a character.

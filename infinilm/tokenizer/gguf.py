@@ -116,10 +116,10 @@ class GgufVocabulary:
         return added
 
     def _ends_by_name(self) -> list[int]:
+        """Whatever their type: there are files that have them as normal tokens, which no text could hold."""
         found = [token for token in ENDS if token in self._ids]
         inner = [ENDS_OF_MESSAGES.get(token) for token in found]
-        ids = [self._ids[token] for token in found if token not in inner]
-        return [index for index in ids if self._types[index] in (CONTROL, USER_DEFINED)]
+        return [self._ids[token] for token in found if token not in inner]
 
     def _strips_behind(self, token: str) -> bool:
         others = STRIPPING.get(str(self._metadata.get("general.architecture")))

@@ -331,7 +331,7 @@ class Inline {
     return true;
   }
 
-  /** https://... or <https://...> in the text itself; Chinese and Japanese marks end it, as a space would */
+  /** https://... or <https://...> in the text itself; Chinese and Japanese marks end it as a space does */
   #address() {
     const before = this.text[this.at - 1] ?? " ";
     if (!this.mayLink || /\w/.test(before)) return false;

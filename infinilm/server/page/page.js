@@ -4,7 +4,7 @@ import { answer, hasKey, keepKey, models, ServerError } from "./chat.js";
 import * as store from "./conversations.js";
 import { LiveAnswer, reasoningNode } from "./live.js";
 import { element, MarkdownView } from "./markdown.js";
-import { $, ask, copy, fitHeight, iconButton, showIcon, showWord } from "./parts.js";
+import { $, ask, copy, fitText, iconButton, showIcon, showWord } from "./parts.js";
 
 const isNarrow = matchMedia("(max-width: 800px)");
 
@@ -260,8 +260,7 @@ function edit(message) {
   if (running) return;
   const node = nodeOf(message);
   const isQuestion = message.role === "user";
-  const text = { value: message.content, rows: 1, dir: "auto" };
-  const box = element("textarea", { ...text, oninput: () => fitHeight(box) });
+  const box = element("textarea", { value: message.content, rows: 1, oninput: () => fitText(box) });
   box.setAttribute("aria-label", "Edit the message");
   const cancel = () => {
     fill(node, message);
@@ -277,7 +276,7 @@ function edit(message) {
     else if (isQuestion && isSend(event)) form.onsubmit(event);
   };
   node.replaceChildren(form);
-  fitHeight(box);
+  fitText(box);
   box.focus();
 }
 
@@ -453,10 +452,12 @@ function showEnd(run) {
 // --- scrolling ---------------------------------------------------------------------------------------------
 
 let isAtEnd = true; // the page follows the answer until the reader scrolls away from it
-let lastTop = 0;
+let lastTop = 0; // where the messages were scrolled to, as far as it is known
 
 function followEnd() {
-  if (isAtEnd) $("scroller").scrollTop = $("scroller").scrollHeight;
+  if (!isAtEnd) return;
+  $("scroller").scrollTop = conversation.messages.length ? $("scroller").scrollHeight : 0;
+  lastTop = $("scroller").scrollTop;
 }
 
 function stickToEnd() {
@@ -468,7 +469,8 @@ function stickToEnd() {
 $("scroller").onscroll = () => {
   const { scrollHeight, scrollTop, clientHeight } = $("scroller");
   const left = scrollHeight - scrollTop - clientHeight;
-  isAtEnd = left < (scrollTop < lastTop ? 2 : 48); // the least move up is the reader's wish to stay there
+  const isUp = scrollTop < lastTop; // the least move up is the reader's wish to stay there
+  isAtEnd = isUp ? left < 2 : isAtEnd || left < 48;
   lastTop = scrollTop;
   $("latest").hidden = isAtEnd;
 };
@@ -481,7 +483,7 @@ $("latest").onclick = () => {
 
 // --- what the reader does ----------------------------------------------------------------------------------
 
-// An input method's keys are its own: it takes a word with Enter, drops one with Escape. Safari shows it by 229.
+// An input method takes a word with Enter and drops one with Escape: its own keys. Safari shows them by 229.
 const isComposing = (event) => event.isComposing || event.keyCode === 229;
 const isSend = (event) => event.key === "Enter" && !event.shiftKey && !isComposing(event);
 const isEscape = (event) => event.key === "Escape" && !isComposing(event);
@@ -511,7 +513,7 @@ function sendPrompt() {
 }
 
 function promptChanged() {
-  fitHeight($("prompt"));
+  fitText($("prompt"));
   showRunning();
 }
 
@@ -574,7 +576,9 @@ $("actions").addEventListener("click", () => $("actions").hidePopover(), { captu
 $("tune").onclick = () => $("settings").showModal();
 $("settings").oninput = readSettings;
 $("settings").onclose = showSettings; // a value that was refused is not shown as if it held
-$("settings").onclick = ({ target }) => target === $("settings") && $("settings").close();
+$("settings").onclick = ({ target }) => {
+  if (target === $("settings")) $("settings").close(); // beside it; to return false would undo other clicks
+};
 
 $("theme").onclick = () => {
   const { dataset } = document.documentElement;

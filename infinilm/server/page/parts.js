@@ -64,7 +64,9 @@ function copyBySelection(text) {
 export const showWord = (button, isDone) => (button.textContent = isDone ? "Copied" : "Copy");
 export const showIcon = (button, isDone) => button.replaceChildren(icon(isDone ? "done" : "copy"));
 
-export function fitHeight(box) {
+/** A long text keeps the direction it has: to find one, the browser reads all of it at each key. */
+export function fitText(box) {
+  box.dir = box.value.length < 20000 ? "auto" : getComputedStyle(box).direction;
   box.style.height = "auto";
   box.style.height = `${Math.min(box.scrollHeight + 2, innerHeight * 0.4)}px`;
 }
