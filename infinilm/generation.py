@@ -169,7 +169,7 @@ def sampling_params(
     do_sample: bool | None, choice: Mapping[str, float | None], **others: Any
 ) -> SamplingParams:
     """Greedy unless sampling is asked for, or something of how tokens are chosen; None leaves it as usual."""
-    if isinstance(do_sample, Tensor):
+    if not isinstance(do_sample, bool | None):  # "no" would be a yes
         raise TypeError(f"do_sample must be True, False or None, but is {short(do_sample)}")
     chosen: dict[str, Any] = {name: value for name, value in choice.items() if value is not None}
     params = SamplingParams(**chosen, **others)

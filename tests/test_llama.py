@@ -991,6 +991,7 @@ def test_ids_positions_and_masks_may_be_integers_of_any_kind(kind: str) -> None:
         ("attention_mask", "111"),
         ("attention_mask", {}),
         ("do_sample", torch.ones(2)),
+        ("do_sample", "no"),
         ("temperature", torch.ones(2)),
         ("top_k", torch.ones(2)),
     ],
