@@ -25,7 +25,8 @@ build = rm -rf build/$(1) && $(BIN)/python -c "from scikit_build_core import bui
 setup: .venv/.built .venv/.tests
 
 .venv/.runtime: pyproject.toml constraints.txt
-	@made_by=$$(test -x $(BIN)/pip && echo $(BIN)/python || echo $(PYTHON)); $$made_by -c "import tomllib" || { \
+	@made_by=$$(test -x $(BIN)/pip && echo $(BIN)/python || echo $(PYTHON)); \
+	    $$made_by -c "import tomllib" 2>/dev/null || { \
 	    echo "Python 3.11 or later is needed, which $$made_by is not: make PYTHON=python3.12, say, without a .venv"; \
 	    exit 1; }
 	$(call step,making .venv,test -x $(BIN)/pip || $(PYTHON) -m venv .venv)

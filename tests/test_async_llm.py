@@ -370,7 +370,7 @@ def test_a_request_that_has_ended_is_not_let_in_again(llm: AsyncLLM) -> None:
 
     assert within_patience(followed())[-1].finished
     with pytest.raises(RequestError, match="has ended already"):
-        within_patience(asyncio.wait_for(followed(), 5))
+        within_patience(followed())
 
 
 @pytest.mark.parametrize("given", [None, ["a"], 5], ids=repr)
@@ -441,7 +441,7 @@ def test_whoever_the_engine_dies_of_letting_in_hears_of_it(
 
     monkeypatch.setattr(llm.engine, "enqueue", fail)
     with pytest.raises(MemoryError, match="no memory for another"):
-        within_patience(asyncio.wait_for(outputs_of(llm, prompt(5), SAMPLED), 10))
+        within_patience(outputs_of(llm, prompt(5), SAMPLED))
     wait_until(lambda: llm.death is not None)
 
 

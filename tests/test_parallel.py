@@ -10,11 +10,16 @@ from infinicore.distributed import LocalCommunicator, TorchCommunicator
 from infinicore.quantization import BlockType, quantize
 from infinilm.cache import DynamicCache
 from infinilm.models.gemma2 import Gemma2Config, Gemma2ForCausalLM
+from infinilm.models.gemma3 import Gemma3ForCausalLM
+from infinilm.models.granite import GraniteForCausalLM
 from infinilm.models.llama import LlamaConfig, LlamaForCausalLM
+from infinilm.models.mistral import MistralForCausalLM
 from infinilm.models.olmo2 import Olmo2ForCausalLM
 from infinilm.models.olmoe import OlmoeConfig, OlmoeForCausalLM
 from infinilm.models.parallel import split_layers, split_tensors
-from infinilm.models.qwen import Qwen3Config, Qwen3ForCausalLM
+from infinilm.models.phi3 import Phi3ForCausalLM
+from infinilm.models.qwen import Qwen3ForCausalLM
+from infinilm.models.smollm3 import SmolLM3ForCausalLM
 
 SIZES = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
@@ -22,6 +27,14 @@ SIZES = {
 }  # fmt: skip
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9, 10]]
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
+OTHERS: dict[str, type[LlamaForCausalLM]] = {
+    "gemma3": Gemma3ForCausalLM,
+    "granite": GraniteForCausalLM,
+    "mistral": MistralForCausalLM,
+    "phi3": Phi3ForCausalLM,
+    "qwen3": Qwen3ForCausalLM,
+    "smollm3": SmolLM3ForCausalLM,
+}
 SPLITS = {"tensors": split_tensors, "layers": split_layers}
 
 
@@ -30,8 +43,8 @@ def models() -> dict[str, LlamaForCausalLM]:
     torch.manual_seed(0)
     return {
         "llama": LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True)),
-        "qwen3": Qwen3ForCausalLM(Qwen3Config(**SIZES)),
         "gemma2": Gemma2ForCausalLM(Gemma2Config(**SIZES, sliding_window=4)),
+        **{name: kind(kind.config_class(**SIZES)) for name, kind in OTHERS.items()},
     }
 
 
@@ -65,7 +78,7 @@ def _ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     return results_of(all_outcomes, 2, tmp_path_factory.mktemp("ranks"), 2)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", *OTHERS])
 @pytest.mark.parametrize("how", SPLITS)
 def test_two_ranks_give_what_the_whole_model_gives(how: str, name: str, ranks: list[dict]) -> None:
     whole = models()[name]

@@ -34,7 +34,7 @@ def split_tensors(model: LlamaForCausalLM, communicator: Communicator) -> LlamaF
         parent, _, own = name.rpartition(".")
         setattr(model.model.get_submodule(parent), own, SHARES[kinds[name]](layer, communicator))
     for attention in attentions_of(model):
-        split_heads(attention, communicator)
+        attention.num_key_value_heads //= size
     config = model.config
     model.config = model.model.config = replace(
         config,
@@ -102,17 +102,11 @@ def sizes_of(layer: nn.Linear) -> tuple[int, int, bool, torch.dtype]:
     return layer.in_features, layer.out_features, layer.bias is not None, layer.get_parameter("weight").dtype
 
 
-def split_heads(attention: LlamaAttention, communicator: Communicator) -> None:
-    attention.num_key_value_heads //= communicator.size
-    if isinstance(attention.sinks, Tensor):
-        attention.sinks = nn.Parameter(attention.sinks.detach(), 0, communicator.rank, communicator.size)
-
-
 # ---- some layers whole -------------------------------------------------------------------------------------
 
 
 def split_layers(model: LlamaForCausalLM, communicator: Communicator) -> LlamaForCausalLM:
-    """Keep this rank's layers alone, in place; states go from rank to rank, and at last to all."""
+    """Keep this rank's layers alone, in place; the states that the last of them makes go to all ranks."""
     layers, size = model.model.layers, communicator.size
     if any(isinstance(layer, Away) for layer in layers):
         raise ValueError(f"this {type(model).__name__} has been split already")
