@@ -98,12 +98,12 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run -Werror csrc/*.h csrc/*.cpp infinicore/ops/hopper/*.cu
+	$(BIN)/clang-format --dry-run -Werror csrc/*.h csrc/*.cpp infinicore/ops/hopper/*.cu*
 
 format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
-	$(BIN)/clang-format -i csrc/*.h csrc/*.cpp infinicore/ops/hopper/*.cu
+	$(BIN)/clang-format -i csrc/*.h csrc/*.cpp infinicore/ops/hopper/*.cu*
 
 # For this Python, or for every one from 3.12 on; the tag tells which Linux it runs on.
 wheel: .venv/.runtime

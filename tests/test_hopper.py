@@ -13,8 +13,12 @@ from torch.nn import functional as F
 
 from infinicore import ops
 from infinicore.ops import hopper
-from infinicore.ops.hopper import rows
+from infinicore.ops.hopper import one, rows
 from infinicore.ops.hopper.rows import Tile
+from infinicore.ops.samples import random_blocks
+from infinicore.ops.triton.beside import ALONE, Beside
+from infinicore.quantization import BlockType
+from infinicore.tiles import tile
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 on_hopper = [
@@ -206,6 +210,16 @@ def test_a_tile_fits_into_shared_memory_with_some_stages(device: torch.device) -
                     assert tile.splits <= max(-(-length // rows.STEP), 1)
                     num_tiles = -(-num_outputs // rows.outputs_of(tile, is_gated))
                     assert tile.splits == 1 or num_tiles <= H200[tile.splits]
+
+
+@pytest.mark.parametrize("type", one.TYPES, ids=lambda type: type.name)
+def test_stages_of_one_row_fit_into_shared_memory_and_belong_to_teams(type: BlockType) -> None:
+    for length in (256, 4096, 14336, 28672):
+        weight = tile(random_blocks(type, 64, length // type.elements_per_block))
+        for beside in (ALONE, Beside(is_gated=True), Beside(norm=torch.ones(length))):
+            kind = one.kind_of(weight, beside, has_bias=False)
+            assert kind.stages >= one.TEAMS and kind.stages % one.TEAMS == 0
+            assert one.shared_bytes(weight, kind.num_tiles, kind.stages) <= one.MOST_ROOM
 
 
 def test_the_instruction_names_every_sum() -> None:

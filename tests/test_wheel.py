@@ -77,7 +77,7 @@ def test_it_holds_the_two_packages_with_their_types_and_nothing_else(wheel: Path
     names = [Path(name) for name in zipfile.ZipFile(wheel).namelist() if not name.endswith("/")]
     files = {name for name in names if not name.parts[0].endswith(".dist-info")}
     assert {file.parts[0] for file in files} == {"infinicore", "infinilm"}
-    kinds = {".py", ".pyi", ".so", ".cu", ".typed", ".html", ".css", ".js", ".svg"}
+    kinds = {".py", ".pyi", ".so", ".cu", ".cuh", ".typed", ".html", ".css", ".js", ".svg"}
     assert {file.suffix for file in files} == kinds
     assert {Path("infinicore/py.typed"), Path("infinilm/py.typed")} <= files
     assert len([file for file in files if file.match("infinicore/_native.*so")]) == 1

@@ -84,6 +84,16 @@ def bind_context(device: torch.device) -> None:
         checked(driver.cuCtxSetCurrent(context))
 
 
+def source(name: str) -> str:
+    """A family's, behind what all have in common"""
+    return "".join((Path(__file__).parent / part).read_text("utf-8") for part in ("hopper.cuh", name))
+
+
+@cache
+def num_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def loaded(source: str, defines: Mapping[str, int], shared_bytes: int) -> Any:
     """The kernel of a source on the current device"""
     options = (*OPTIONS, *(f"-D{name}={value}" for name, value in defines.items()))

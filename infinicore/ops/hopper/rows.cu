@@ -9,9 +9,6 @@
 // ADDS (a residual), IS_BFLOAT16, and multiply(sums, x, weight, adds): 64 rows and 16 columns of x times those
 // of the weight.
 
-using half_t = unsigned short;  // either type of 16 bits
-using long_t = unsigned long long;
-
 constexpr int kRows = 64 * GROUPS;
 constexpr int kStep = 64;  // columns: 128 bytes, which is as far as memory is swizzled
 constexpr int kOutputs = GATES ? TILE / 2 : TILE;
@@ -36,59 +33,9 @@ struct Shared {
     long_t full[STAGES], empty[STAGES];
 };
 
-__device__ unsigned address(const void* shared) { return (unsigned)__cvta_generic_to_shared(shared); }
 __device__ bool is_first_lane() { return threadIdx.x % 32 == 0; }
 
-// ---- barriers -----------------------------------------------------------------------------------------------
-
-__device__ void init(long_t& barrier, int count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(&barrier)), "r"(count));
-}
-
-__device__ void arrive(long_t& barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address(&barrier)) : "memory");
-}
-
-__device__ void arrive_expecting(long_t& barrier, int bytes) {
-    const unsigned at = address(&barrier);
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
-}
-
-__device__ void wait(long_t& barrier, int parity) {
-    const unsigned at = address(&barrier);
-    asm volatile(
-        "{\n.reg .pred done;\nagain:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}"
-        :
-        : "r"(at), "r"(parity)
-        : "memory");
-}
-
-__device__ void wait_for_inputs() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;"); }
-
-__device__ void share_with_cluster() {
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-}
-
-// Without waiting for what this program wrote
-__device__ void wait_for_cluster() {
-    asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
-}
-
 // ---- loading ------------------------------------------------------------------------------------------------
-
-__device__ long_t read_once() {
-    long_t policy;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
-    return policy;
-}
-
-__device__ long_t read_by_all() {
-    long_t policy;
-    asm volatile("createpolicy.fractional.L2::evict_last.b64 %0;" : "=l"(policy));
-    return policy;
-}
 
 __device__ void load(char* to, const TensorMap& map, int column, int row, long_t& barrier, long_t policy) {
     const unsigned target = address(to), at = address(&barrier);

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -156,7 +155,7 @@ def tile_of(num_rows: int, num_outputs: int, num_columns: int, is_gated: bool, d
 def most_tiles(splits: int, device: torch.device) -> int:
     """How many are there at once; the programs of a cluster are on processors that lie together"""
     if splits == 1:
-        return torch.cuda.get_device_properties(device).multi_processor_count
+        return hopper.num_processors(device)
     tile = Tile(64, splits, 2)
     kernel = kernel_of(tile, After(), torch.bfloat16, device)
     return hopper.most_clusters(kernel, splits, tile.num_threads, tile.shared_bytes)
@@ -167,7 +166,7 @@ def most_tiles(splits: int, device: torch.device) -> int:
 
 @cache
 def kernel_of(tile: Tile, after: After, dtype: torch.dtype, device: torch.device) -> Any:
-    source = multiply_of(tile.size, TYPES[dtype]) + Path(__file__).with_suffix(".cu").read_text("utf-8")
+    source = multiply_of(tile.size, TYPES[dtype]) + hopper.source("rows.cu")
     defines = {
         "TILE": tile.size, "SPLITS": tile.splits, "GROUPS": tile.groups, "STAGES": tile.num_stages,
         "GATES": int(after.gates), "HAS_BIAS": int(after.has_bias), "ADDS": int(after.adds),

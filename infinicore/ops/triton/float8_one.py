@@ -13,11 +13,11 @@ from torch import Tensor
 
 import infinicore
 from infinicore.float8 import Float8Tensor
+from infinicore.ops.triton.beside import ALONE, Beside
 from infinicore.ops.triton.cache import LANES, block_of
 from infinicore.ops.triton.heads import angles, put, row_of
 from infinicore.ops.triton.tensors import LARGEST_TILE, num_processors, overlap, pairs_of, wait_for_inputs
 from infinicore.ops.triton.tiles import IS_INTERPRETED
-from infinicore.ops.triton.tiles_one import ALONE, Beside
 
 # N rows of the weight, K their length in pieces of 16 values, R rows that a program takes at once, P pieces
 ROWS = 4

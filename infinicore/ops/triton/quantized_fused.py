@@ -14,12 +14,12 @@ import infinicore
 from infinicore.float8 import Float8Tensor
 from infinicore.ops.fused_reference import Where
 from infinicore.ops.triton import float8_one, fragment_rows, tiles_one
+from infinicore.ops.triton.beside import Beside, Heads
 from infinicore.ops.triton.cache import note_stored
 from infinicore.ops.triton.heads import are_heads, are_projected_heads, query_shape
 from infinicore.ops.triton.norm import are_rows, rms_norm
 from infinicore.ops.triton.quantized import accepts_quantized_linear
 from infinicore.ops.triton.tensors import are_plain, fits, rows_of, settled, target
-from infinicore.ops.triton.tiles_one import Beside, Heads
 from infinicore.tiles import TILE_ROWS, TiledTensor
 
 Weight = TiledTensor | Float8Tensor

@@ -17,7 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 import infinicore
-from infinicore.ops.fused_reference import Where
+from infinicore.ops.hopper import one
+from infinicore.ops.triton.beside import ALONE, Beside
 from infinicore.ops.triton.cache import LANES, block_of
 from infinicore.ops.triton.heads import angles, put
 from infinicore.ops.triton.tensors import num_processors, overlap, pairs_of, wait_for_inputs
@@ -367,38 +368,6 @@ def store_row(y_ptr, bias_ptr, y, residual, row, N, HAS_BIAS: tl.constexpr, GATE
     tl.store(y_ptr + row, result.to(y_ptr.dtype.element_ty), mask=row < N)
 
 
-class Heads(NamedTuple):
-    """How heads are rotated, and where they belong: what `rotation_of` reads, sizes, and slots of a block"""
-
-    pointers: tuple[Tensor, ...]
-    sizes: tuple[int, ...]
-    block_size: int
-
-    @classmethod
-    def of(cls, num_heads: int, where: Where) -> Heads:
-        positions, tables, streams, slots = (t.contiguous() for t in (where.positions, *where.places))
-        num_blocks, num_kv_heads, block_size, _ = where.values.shape
-        sin, cos = where.sin, where.cos
-        strides = sin.stride(0), cos.stride(0), len(sin)
-        sizes = *strides, *tables.shape, num_blocks, num_heads, num_kv_heads
-        pointers = positions, sin, cos, streams, slots, tables, where.keys, where.values
-        return cls(pointers, sizes, block_size)
-
-
-class Beside(NamedTuple):
-    """What comes before and after a product: a norm, in bfloat16; a residual, or the gate of its last rows by
-    its first ones, or what becomes of heads"""
-
-    norm: Tensor | None = None
-    eps: float = 0.0
-    residual: Tensor | None = None
-    is_gated: bool = False
-    heads: Heads | None = None
-
-
-ALONE = Beside()
-
-
 class Plan(NamedTuple):
     """How many warps share a tile, and how far ahead they load"""
 
@@ -417,6 +386,8 @@ def launch_one(
     y: Tensor, x: Tensor, weight: TiledTensor, bias: Tensor | None, beside: Beside = ALONE
 ) -> None:
     """y [1, N] of x [1, K]; of a gate, y [1, N / 2]; of heads [1, H, D], the queries"""
+    if one.suits(x, weight, beside):
+        return one.launch(y, x, weight, bias, beside)
     shape, plan, heads = Shape.of(weight), plan_of(weight, x.device), beside.heads
     num_tiles, num_warps, apart = len(weight.blocks), plan.num_warps, 1
     if beside.is_gated or heads is not None:
