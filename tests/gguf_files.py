@@ -1,12 +1,13 @@
 """Tiny models for the checkpoint tests, and GGUF bytes in which any field can be made wrong."""
 
+from __future__ import annotations
+
 import json
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import gguf
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -16,6 +17,9 @@ from infinilm.checkpoint.gguf import GGUFCheckpoint
 from infinilm.models.gguf import read_gguf_config
 from infinilm.models.registry import entry_of, read_config
 from infinilm.models.weights import stored_weights
+
+if TYPE_CHECKING:
+    import gguf
 
 ALIGNMENT = 32
 HIDDEN_SIZE, INTERMEDIATE_SIZE, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, VOCAB_SIZE = 64, 96, 4, 2, 16, 40
@@ -224,6 +228,8 @@ def llama_file(weights: dict[str, Tensor] | None = None, **fields: Any) -> GGUFF
 
 def llama_writer(path: Path, num_layers: int, **options: Any) -> gguf.GGUFWriter:
     """The gguf package's, with the metadata of a tiny model"""
+    import gguf  # which is not there where kernels are tested on a GPU
+
     writer = gguf.GGUFWriter(path, "llama", **options)
     writer.add_block_count(num_layers)
     writer.add_context_length(128)
