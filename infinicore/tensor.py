@@ -28,6 +28,9 @@ __all__ = [
     "zeros",
 ]
 
+# Of which torch makes a tensor without a scale, and dies when it is used
+QUANTISED = frozenset((torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4))
+
 
 def from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
     """A tensor over the array's memory; a read-only array is copied, so that nobody writes through it."""
@@ -62,6 +65,8 @@ def from_blob(
 def tensor_from_bytes(data: Buffer, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> Tensor:
     """A tensor with a copy of the bytes of any buffer object, strided ones read in row-major order; errors
     call what is loaded `name`."""
+    if dtype in QUANTISED:
+        raise TypeError(f"{name}: bytes alone cannot be {dtype}, which has scales beside them")
     try:
         view = memoryview(data)
     except TypeError as error:

@@ -117,7 +117,7 @@ class PagedCache:
 class DynamicCache:
     """The streams of one batch, which grow as keys come: block i of stream b is block i * B + b of its layer.
 
-    Streams may have different lengths: padding is never stored. dtype None is that of the keys.
+    Streams may have different lengths: padding is never stored. dtype None is that of a layer's first keys.
     """
 
     def __init__(self, block_size: int = 64, dtype: torch.dtype | None = None) -> None:
@@ -172,7 +172,7 @@ class DynamicCache:
 
     def room(self, layer: int, batch: Batch, heads: tuple[int, int], x: Tensor) -> tuple[Tensor, Tensor]:
         """A layer's pools, large enough for the streams' new lengths, which are noted."""
-        shape = BlockShape(*heads, self.block_size, self.dtype or x.dtype)
+        shape = BlockShape(*heads, self.block_size, self._dtype_of(layer) or x.dtype)
         held = self.layers.setdefault(layer, shape.pools(0, x.device))
         if (held[1].shape[1], held[1].shape[3]) != heads:
             shapes = f"heads {heads} to those of {(held[1].shape[1], held[1].shape[3])}"
@@ -184,6 +184,10 @@ class DynamicCache:
             self.layers[layer] = held[0].clone(), held[1].clone()
         self.note_lengths(layer, batch)
         return self.layers[layer]
+
+    def _dtype_of(self, layer: int) -> torch.dtype | None:
+        """That of the first keys: what a layer holds is not rounded when others come."""
+        return self.layers[layer][0].dtype if layer in self.layers else self.dtype
 
     def note_lengths(self, layer: int, batch: Batch) -> None:
         """What a layer's streams are as long as from now on, here or where else it is computed"""

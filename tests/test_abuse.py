@@ -47,6 +47,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/messages/count_tokens": {"messages": HELLO},
     "/v1/embeddings": {"input": "x"},
     "/v1/rerank": {"query": "x", "documents": ["y"]},
+    "/v2/rerank": {"query": "x", "documents": ["y"]},
     "/rerank": {"query": "x", "documents": ["y"]},
     "/v1/score": {"text_1": "x", "text_2": "y"},
     "/score": {"text_1": "x", "text_2": "y"},

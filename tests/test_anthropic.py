@@ -551,6 +551,16 @@ def test_a_wrong_field_is_told_by_its_name(name: str, value: Any, idle: Running)
     assert name.rstrip("s").split("_")[0] in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("kind, words", [("image", "process image"), ("document", "process PDF")])
+def test_media_are_refused_in_the_words_by_which_claude_code_takes_them_out(
+    kind: str, words: str, idle: Running
+) -> None:
+    medium = {"type": kind, "source": {"type": "base64", "media_type": "x/y", "data": "aGk="}}
+    for content in ([medium], [RESULT | {"content": [medium]}]):
+        message = ask(idle, messages=[{"role": "user", "content": content}]).json()["error"]["message"]
+        assert f"could not {words}" in message and message.startswith("messages[0].content[0]")
+
+
 def test_the_client_raises_what_each_error_is(folder: Path) -> None:
     import anthropic
 

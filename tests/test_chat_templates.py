@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from patience import wait_until
+from patience import is_gone, wait_until
 
 from infinilm.tokenizer import TokenizerError, chat
 from infinilm.tokenizer.chat import Renderer
@@ -274,12 +276,15 @@ def test_the_process_has_no_files_but_its_socket_and_cannot_be_interrupted_from_
 
 # --- The process that asks: it forks, it exits, it is killed ------------------------------------------------
 
-ASKING = """
-import os, sys, time
+# Without the rest of the package, which imports torch
+ASKING = f"""
+import os, sys, time, types
+sys.modules["infinilm.tokenizer"] = package = types.ModuleType("infinilm.tokenizer")
+package.__path__ = [{str(Path(chat.__file__).parent)!r}]
 from infinilm.tokenizer import chat
 from infinilm.tokenizer.chat import Renderer
-renderer = Renderer("{{ x }}")
-assert renderer.render({"x": 1}) == "1"
+renderer = Renderer("{{{{ x }}}}")
+assert renderer.render({{"x": 1}}) == "1"
 pid = renderer._process._process.pid
 print(pid, flush=True)
 """
@@ -311,7 +316,9 @@ def run(code: str, ending: str = "") -> int:
 
 
 def wait_until_gone(pid: int) -> None:
-    wait_until(lambda: not psutil.pid_exists(pid))
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        wait_until(lambda: is_gone(process))
 
 
 KILLED = "os.kill(os.getpid(), 9)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from functools import partial
 
 import numpy as np
@@ -400,6 +401,17 @@ def test_an_argument_of_a_wrong_type_is_refused_by_its_name(function: str, argum
         if not is_left_out:
             with pytest.raises((TypeError, ValueError), match=rf"^{function}: .*\b{argument}\b"):
                 getattr(F, function)(**{**CALLS[function], argument: wrong})
+
+
+@pytest.mark.parametrize(
+    "function, argument",
+    [(f, name) for f in CALLS for name in CALLS[f] if isinstance(CALLS[f][name], Tensor)],
+)
+def test_a_nested_tensor_is_refused_by_its_name(function: str, argument: str) -> None:
+    with warnings.catch_warnings(action="ignore"):  # of torch, that nested tensors may change
+        nested = torch.nested.nested_tensor([X, X])
+    with pytest.raises(TypeError, match=rf"^{function}: .*\b{argument}\b"):
+        getattr(F, function)(**{**CALLS[function], argument: nested})
 
 
 def test_every_function_is_called_with_wrong_types() -> None:

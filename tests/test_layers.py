@@ -96,6 +96,8 @@ def test_embedding_takes_tensors_lists_and_lists_of_lists() -> None:
         (3, TypeError),
         ([10], IndexError),
         ([-1], IndexError),
+        ([1, 2**63], IndexError),
+        ([[-(10**5000)]], IndexError),
     ],
 )
 def test_embedding_refuses_empty_ragged_mistyped_and_foreign_ids(ids: object, error: type[Exception]) -> None:
@@ -274,6 +276,12 @@ def test_blobs_are_copied_and_their_size_is_checked() -> None:
     for bad_data in (1234, "text", None):
         with pytest.raises(TypeError):
             infinicore.from_blob(bad_data, (1,))
+
+
+@pytest.mark.parametrize("dtype", [torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4])
+def test_bytes_as_a_dtype_that_needs_scales_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(TypeError, match=f"^from_blob: .*{dtype}"):
+        infinicore.from_blob(bytes(dtype.itemsize), 1, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

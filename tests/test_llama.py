@@ -816,6 +816,14 @@ def test_cache_appends_grows_and_returns_all() -> None:
     assert cache.get_seq_length() == 307 and cache.get_seq_length(1) == 0
 
 
+def test_a_cache_keeps_the_bits_of_its_first_keys_when_it_grows_by_others() -> None:
+    cache = DynamicCache()
+    first, more = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 300, 4).half()
+    cache.update(first, -first, 0)
+    keys, values = cache.update(more, -more, 0)
+    assert torch.equal(keys, torch.cat([first, more.float()], 2)) and torch.equal(values, -keys)
+
+
 def test_cache_refuses_what_does_not_belong() -> None:
     cache = DynamicCache()
     cache.update(torch.ones(2, 3, 1, 4), torch.ones(2, 3, 1, 4), 0)

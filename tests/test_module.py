@@ -91,6 +91,11 @@ def test_parameter_of_a_list_is_refused():
         Parameter([1.0])
 
 
+def test_a_wish_to_learn_in_the_place_of_the_split_is_refused():
+    with pytest.raises(TypeError, match="tp_dim.*requires_grad"):
+        Parameter(whole_matrix(), True)
+
+
 @pytest.mark.parametrize("tp_dim, kept", [(0, whole_matrix()[2:]), (1, whole_matrix()[:, 3:])])
 def test_load_takes_the_whole_tensor_and_keeps_this_ranks_slice(tp_dim, kept):
     shard = Parameter(torch.zeros(4, 6), tp_dim, 1, 2)

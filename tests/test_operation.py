@@ -23,7 +23,7 @@ import psutil
 import pytest
 import torch
 from engines import write_model
-from patience import PATIENCE, wait_until
+from patience import PATIENCE, is_gone, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 from servers import ENDLESS, GREEDY, NAME, Running, read_until, running
 
@@ -559,10 +559,6 @@ def lone(folder: Path) -> Iterator[Child]:
     """For tests of which the last kills it"""
     with child(folder) as made:
         yield made
-
-
-def is_gone(process: psutil.Process) -> bool:
-    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
 def test_sigterm_ends_a_process_well_and_the_next_one_knows_its_prefixes_bit_for_bit(

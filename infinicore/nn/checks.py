@@ -24,6 +24,8 @@ class ShapeError(ValueError, AssertionError):
 def check_tensor(function: str, name: str, tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{function}: {name} must be a tensor, but is {type(tensor).__name__}")
+    if tensor.is_nested:  # of which torch tells no shape
+        raise TypeError(f"{function}: {name} must be dense, but is nested; call to_padded_tensor")
     if tensor.layout is not torch.strided:
         raise TypeError(f"{function}: {name} must be dense, but its layout is {tensor.layout}; call to_dense")
 

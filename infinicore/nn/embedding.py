@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from numbers import Integral  # numpy's too
 from reprlib import repr as short
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ class Embedding(WeightLayer):
 
     def forward(self, indices: Ids, dtype: torch.dtype | None = None) -> Tensor:
         """The rows in `dtype`, or as the weight has them."""
-        ids, weight = ids_tensor(indices, self.weight.device), self.weight
+        ids, weight = ids_tensor(indices, self.num_embeddings, self.weight.device), self.weight
         # The padding row does not learn
         is_learning = isinstance(weight, Tensor) and weight.requires_grad and torch.is_grad_enabled()
         padding_idx = self.padding_idx if is_learning else None
@@ -71,7 +72,7 @@ def normal(
     return weight if weight.is_meta else weight.normal_(0, std)
 
 
-def ids_tensor(indices: Ids, device: torch.device) -> Tensor:
+def ids_tensor(indices: Ids, num_embeddings: int, device: torch.device) -> Tensor:
     """Ids as a tensor; an empty or ragged list is refused rather than padded."""
     if isinstance(indices, Tensor):
         return indices
@@ -88,10 +89,13 @@ def ids_tensor(indices: Ids, device: torch.device) -> Tensor:
             raise ValueError(
                 f"Embedding: sequence {i} has length {len(row)}, but sequence 0 has {len(rows[0])}"
             )
-    items = [item for row in rows for item in row] if rows else list(indices)
+    items: list[Any] = [item for row in rows for item in row] if rows else list(indices)
     for other in (item for item in items if type(item) is not int):
         if not isinstance(other, Integral) or isinstance(other, bool):
             raise TypeError(f"Embedding: ids must be integers, but {short(other)} is among them")
+    num_bits = max((int(item).bit_length() for item in items), default=0)
+    if num_bits > 63:  # which torch cannot hold, and Python may find too long to show
+        raise IndexError(f"Embedding: an id of {num_bits} bits is outside [0, {num_embeddings})")
     return torch.tensor(rows or items, dtype=torch.int64, device=device)
 
 

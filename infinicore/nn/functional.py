@@ -317,7 +317,7 @@ def is_last(input: Tensor, normalized_shape: int | Sequence[int]) -> bool:
     try:
         (size,) = normalized_shape  # type: ignore[misc]
         return type(size) is int and input.shape[-1] == size
-    except (TypeError, ValueError, AttributeError, IndexError):
+    except (TypeError, ValueError, AttributeError, IndexError, RuntimeError):  # the last by nested tensors
         return False
 
 

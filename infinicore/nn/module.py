@@ -140,6 +140,8 @@ def owned(shard: Tensor) -> Tensor:
 def checked_split(data: Tensor, tp_dim: int, tp_rank: int, tp_size: int) -> Split:
     if not isinstance(data, Tensor):
         raise TypeError(f"Parameter data must be a tensor, found {type(data).__name__}")
+    if tp_dim is True:  # what torch's Parameter takes here, and would be lost
+        raise TypeError("Parameter: tp_dim must be an integer, but is True; requires_grad goes by its name")
     tp_dim = integer("Parameter", "tp_dim", tp_dim)
     tp_rank = integer("Parameter", "tp_rank", tp_rank)
     tp_size = integer("Parameter", "tp_size", tp_size)

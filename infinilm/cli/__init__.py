@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
 import io
 import logging
 import os
@@ -18,6 +20,7 @@ from infinilm.cli.unknown import Command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    atexit.register(gc.freeze)  # to search all that torch has made for cycles would take half a second
     prepare_streams()
     options = parser().parse_args(arguments)
     logging.basicConfig(format="infinilm: warning: %(message)s")  # of warnings and worse

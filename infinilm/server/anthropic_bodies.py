@@ -37,8 +37,22 @@ def as_blocks(content: Any) -> Any:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
+MEDIA = {"image": "image", "document": "PDF or other document"}
+
+
+def readable(block: Any) -> Any:
+    """A block that is neither image nor document. Their refusal is in Anthropic's words, by which Claude Code
+    takes them out of a conversation: it would be refused for ever."""
+    kind = block.get("type") if isinstance(block, dict) else None
+    if isinstance(kind, str) and kind in MEDIA:
+        raise ValueError(f"must be text, but is of type {kind!r}: could not process {MEDIA[kind]}")
+    return block
+
+
 TextBlocks = Annotated[
-    list[TextBlock], FailFast(), BeforeValidator(as_blocks, json_schema_input_type=str | list[TextBlock])
+    list[Annotated[TextBlock, BeforeValidator(readable)]],
+    FailFast(),
+    BeforeValidator(as_blocks, json_schema_input_type=str | list[TextBlock]),
 ]
 
 
@@ -54,7 +68,9 @@ Block = Annotated[
     Field(discriminator="type"),
 ]
 Blocks = Annotated[
-    list[Block], FailFast(), BeforeValidator(as_blocks, json_schema_input_type=str | list[Block])
+    list[Annotated[Block, BeforeValidator(readable)]],
+    FailFast(),
+    BeforeValidator(as_blocks, json_schema_input_type=str | list[Block]),
 ]
 # The blocks that each role may say
 SAID: dict[str, tuple[type[Inner], ...]] = {

@@ -239,6 +239,7 @@ class Encoding:
 OPERATIONS = (
     Operation("POST", "/v1/embeddings", embeddings, EmbeddingBody),
     Operation("POST", "/v1/rerank", rerank, RerankBody),
+    Operation("POST", "/v2/rerank", rerank, RerankBody),  # as Cohere's client asks
     Operation("POST", "/rerank", rerank, RerankBody),
     Operation("POST", "/v1/score", score, ScoreBody),
     Operation("POST", "/score", score, ScoreBody),

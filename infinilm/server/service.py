@@ -88,9 +88,11 @@ class Preparer:
         return token_ids
 
     def _too_long(self, found: str, name: str) -> BodyError:
+        """In words that agents know, and shorten a conversation by: OpenAI's and Anthropic's"""
         return BodyError(
             f"This model's maximum context length is {self.max_model_len} tokens, of a prompt and its "
-            f"answer together, but {name} has {found} tokens; shorten it",
+            f"answer together, but the prompt is too long: {found} tokens > {self.max_model_len - 1}; "
+            f"shorten {name}",
             name,
             "context_length_exceeded",
         )
