@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import re
 import select
@@ -23,7 +24,7 @@ from engines import write_model
 from patience import PATIENCE, wait_until
 
 from infinilm.cli import main, parser
-from infinilm.cli.serve import api_keys
+from infinilm.cli.serve import api_keys, load_async
 from infinilm.hub import served_name
 from infinilm.server.log import MISSING, Log
 from infinilm.server.sockets import inet_socket, unix_socket
@@ -74,6 +75,15 @@ def test_a_signal_while_the_model_is_loaded_ends_it_with_status_0(default_model_
         line_with(process, "listening on ")
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE) == 0
+
+
+def test_what_is_loaded_is_not_searched_for_cycles_while_answers_are_made(folder: Path) -> None:
+    llm = load_async(parser().parse_args(["serve", str(folder)]))
+    try:
+        assert gc.get_freeze_count() > 100_000  # torch's alone
+    finally:
+        gc.unfreeze()
+        llm.shutdown()
 
 
 @contextmanager

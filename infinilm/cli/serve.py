@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -214,7 +215,14 @@ def load_async(options: argparse.Namespace) -> AsyncLLM:
         max_loras=options.max_loras,
         max_lora_rank=options.max_lora_rank,
     )
+    keep_all()
     return llm
+
+
+def keep_all() -> None:
+    """What is there now stays: to search it for cycles now and then would hold up all answers for 0.1 s or more."""
+    gc.collect()
+    gc.freeze()
 
 
 def set_threads(count: int) -> None:
