@@ -220,7 +220,7 @@ def load_async(options: argparse.Namespace) -> AsyncLLM:
 
 
 def keep_all() -> None:
-    """What is there now stays: to search it for cycles now and then would hold up all answers for 0.1 s or more."""
+    """What is there now stays: to search it for cycles would hold up all answers for a tenth of a second."""
     gc.collect()
     gc.freeze()
 
