@@ -98,7 +98,9 @@ def launch(y: Tensor, x: Tensor, weight: TiledTensor, bias: Tensor | None, besid
     )  # fmt: skip
     hopper.launch(
         kernel_of(kind, x.device), hopper.num_processors(x.device), (TEAMS * WARPS + 1) * 32,
-        shared_bytes(weight, kind.num_tiles, kind.stages), True, ctypes.addressof(problem),
+        shared_bytes(weight, kind.num_tiles, kind.stages),
+        norm is None or isinstance(beside.norm, torch.nn.Parameter),  # which is read early, as the weight is
+        ctypes.addressof(problem),
     )  # fmt: skip
 
 

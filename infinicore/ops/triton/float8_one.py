@@ -16,7 +16,13 @@ from infinicore.float8 import Float8Tensor
 from infinicore.ops.triton.beside import ALONE, Beside
 from infinicore.ops.triton.cache import LANES, block_of
 from infinicore.ops.triton.heads import angles, put, row_of
-from infinicore.ops.triton.tensors import LARGEST_TILE, num_processors, overlap, pairs_of, wait_for_inputs
+from infinicore.ops.triton.tensors import (
+    LARGEST_TILE,
+    num_processors,
+    overlap_reading,
+    pairs_of,
+    wait_for_inputs,
+)
 from infinicore.ops.triton.tiles import IS_INTERPRETED
 
 # N rows of the weight, K their length in pieces of 16 values, R rows that a program takes at once, P pieces
@@ -252,5 +258,6 @@ def launch_one(
         HAS_BIAS=bias is not None, ADDS=beside.residual is not None, NORMS=norm is not None,
         GATES=beside.is_gated, ROTATES=heads is not None, IS_INTERLEAVED=is_interleaved,
         S=heads.block_size if heads else 0, LANES=LANES, ROWS=ROWS, PIECES=pieces,
-        EMULATES=IS_INTERPRETED, num_warps=num_warps, num_stages=1, maxnreg=128, **overlap(x.device),
+        EMULATES=IS_INTERPRETED, num_warps=num_warps, num_stages=1, maxnreg=128,
+        **overlap_reading(x.device, beside.norm),
     )  # fmt: skip

@@ -5,6 +5,8 @@ Codes go through the tensor cores as the bytes they are. x becomes integers of 1
 which are exact unless a value is less than a hundredth of the largest of its 32; each is two bytes. The
 tensor cores take 8 columns: those are the two bytes of 4 groups, of which each has x there and zeros
 elsewhere. So what comes out is a sum of each group, to be scaled in one operation.
+
+On Hopper most of this is CUDA C++ (hopper/one.py).
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from infinicore.ops.hopper import one
 from infinicore.ops.triton.beside import ALONE, Beside
 from infinicore.ops.triton.cache import LANES, block_of
 from infinicore.ops.triton.heads import angles, put
-from infinicore.ops.triton.tensors import num_processors, overlap, pairs_of, wait_for_inputs
+from infinicore.ops.triton.tensors import num_processors, overlap_reading, pairs_of, wait_for_inputs
 from infinicore.ops.triton.tiles import (
     IS_INTERPRETED,
     Q4_0,
@@ -400,7 +402,7 @@ def launch_one(
         HAS_BIAS=bias is not None, ADDS=beside.residual is not None, NORMS=norm is not None,
         GATES=beside.is_gated, ROTATES=heads is not None, S=heads.block_size if heads else 0, LANES=LANES,
         WARPS=num_warps, DEPTH=plan.depth, TYPE=weight.type.ggml_id, IS_WHOLE=shape.num_groups % 4 == 0,
-        EMULATES=IS_INTERPRETED, num_warps=num_warps, num_stages=1, **overlap(x.device),
+        EMULATES=IS_INTERPRETED, num_warps=num_warps, num_stages=1, **overlap_reading(x.device, beside.norm),
     )  # fmt: skip
 
 
