@@ -213,13 +213,14 @@ def test_a_tile_fits_into_shared_memory_with_some_stages(device: torch.device) -
 
 
 @pytest.mark.parametrize("type", one.TYPES, ids=lambda type: type.name)
-def test_stages_of_one_row_fit_into_shared_memory_and_belong_to_teams(type: BlockType) -> None:
+def test_stages_of_one_row_fit_into_shared_memory_and_no_team_mistakes_their_round(type: BlockType) -> None:
     for length in (256, 4096, 14336, 28672):
         weight = tile(random_blocks(type, 64, length // type.elements_per_block))
         for beside in (ALONE, Beside(is_gated=True), Beside(norm=torch.ones(length))):
             kind = one.kind_of(weight, beside, has_bias=False)
-            assert kind.stages >= one.TEAMS and kind.stages % one.TEAMS == 0
-            assert one.shared_bytes(weight, kind.num_tiles, kind.stages) <= one.MOST_ROOM
+            is_far = kind.stages >= one.TEAMS + one.num_ahead(type)
+            assert kind.stages >= one.TEAMS and (is_far or kind.stages % one.TEAMS == 0)
+            assert one.shared_bytes(weight, kind.num_tiles, kind.stages) <= one.ROOM
 
 
 def test_the_instruction_names_every_sum() -> None:

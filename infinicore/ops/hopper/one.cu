@@ -32,7 +32,9 @@ __device__ constexpr int kParts[] = {TYPE == Q8_0 ? 8192 : 4096, TYPE == Q4_K ? 
                                      kOfBlocks, kOfBlocks};
 __device__ constexpr int before(int part) { return part == 0 ? 0 : before(part - 1) + kParts[part - 1]; }
 constexpr int kStageBytes = before(5) * kGroups / 8;
-static_assert(AHEAD <= STAGES && STAGES % TEAMS == 0);
+// A team that waits for a stage takes it for granted that what was there a round before has arrived: either the
+// team itself has had that, or it was asked for so long ago.
+static_assert(AHEAD <= STAGES && (STAGES % TEAMS == 0 || STAGES >= TEAMS + AHEAD));
 
 struct Heads {
     const long long *position, *stream, *slot;

@@ -18,9 +18,8 @@ TYPES = (BlockType.Q8_0, BlockType.Q4_0, BlockType.Q4_1, BlockType.Q4_K)
 TEAMS = 4  # that have steps in turn
 WARPS = 4  # of each
 CHUNK = 256  # values of a step that a warp has, of all rows of a tile
-ROOM = 200 * 1024  # bytes of a program, where they suffice
+ROOM = 227 * 1024  # bytes of a program, which are all that a processor has
 AHEAD = 60 * 1024  # bytes on their way at once: x, once it is there, waits behind them
-MOST_ROOM = 227 * 1024
 
 
 class Kind(NamedTuple):
@@ -71,7 +70,7 @@ def suits(x: Tensor, weight: TiledTensor, beside: Beside) -> bool:
         and weight.type in TYPES
         and weight.shape[1] % CHUNK == 0
         and weight.blocks.data_ptr() % 16 == 0
-        and shared_bytes(weight, 2, TEAMS) <= MOST_ROOM
+        and shared_bytes(weight, 2, TEAMS) <= ROOM
         and (beside.heads is None or are_known(beside.heads))
     )
 
@@ -121,13 +120,19 @@ def kind_of(weight: TiledTensor, beside: Beside, has_bias: bool) -> Kind:
         beside.residual is not None,
     )  # fmt: skip
     left = ROOM - shared_bytes(weight, kind.num_tiles, 0)
-    # A team has stages of its own: it would not know how often others have been filled.
-    return kind._replace(stages=max(left // (stage_bytes(weight.type) + 16) // TEAMS, 1) * TEAMS)
+    most = left // (stage_bytes(weight.type) + 16)
+    # A team must know how often a stage was filled: those of its own, or such as are full long before.
+    return kind._replace(stages=most if most >= TEAMS + num_ahead(weight.type) else most // TEAMS * TEAMS)
 
 
 def stage_bytes(type: BlockType) -> int:
     """Of a step: what all warps take at once"""
     return bytes_per_tile(type, WARPS * CHUNK)
+
+
+def num_ahead(type: BlockType) -> int:
+    """Steps that may be on their way at once"""
+    return max(AHEAD // stage_bytes(type), 2)
 
 
 def shared_bytes(weight: TiledTensor, num_tiles: int, stages: int) -> int:
@@ -140,7 +145,7 @@ def shared_bytes(weight: TiledTensor, num_tiles: int, stages: int) -> int:
 def kernel_of(kind: Kind, device: torch.device) -> Any:
     defines = {
         "TYPE": kind.type.ggml_id, "TEAMS": TEAMS, "WARPS": WARPS, "STAGES": kind.stages,
-        "AHEAD": max(AHEAD // stage_bytes(kind.type), 2), "NORMS": int(kind.norms), "GATES": int(kind.gates),
+        "AHEAD": num_ahead(kind.type), "NORMS": int(kind.norms), "GATES": int(kind.gates),
         "ROTATES": int(kind.rotates), "HAS_BIAS": int(kind.has_bias), "ADDS": int(kind.adds),
     }  # fmt: skip
-    return hopper.loaded(hopper.source("one.cu"), defines, MOST_ROOM)
+    return hopper.loaded(hopper.source("one.cu"), defines, ROOM)
