@@ -24,6 +24,26 @@ inline void relax() {
 #endif
 }
 
+// How a thread rounds, and whether denormals are zero for it; workers do as the caller of a region does.
+inline uint64_t float_mode() {
+    uint64_t mode = 0;
+#if defined(__x86_64__)
+    mode = __builtin_ia32_stmxcsr() & ~0x3Fu;  // without what has happened
+#elif defined(__aarch64__)
+    asm volatile("mrs %0, fpcr" : "=r"(mode));
+#endif
+    return mode;
+}
+
+inline void set_float_mode(uint64_t mode) {
+    if (mode == float_mode()) return;
+#if defined(__x86_64__)
+    __builtin_ia32_ldmxcsr(static_cast<unsigned>(mode));
+#elif defined(__aarch64__)
+    asm volatile("msr fpcr, %0" ::"r"(mode));
+#endif
+}
+
 // Some tens of microseconds: longer than the gap between two ops of one token
 constexpr int kSpinPauses = 2000;
 
@@ -33,6 +53,7 @@ struct Job {
     Body body;
     void* context;
     int64_t count, num_units;
+    uint64_t mode;
 
     int64_t begin_of(int64_t unit) const { return count * unit / num_units; }
     void run(int64_t begin, int64_t end, bool is_first) const {
@@ -83,7 +104,7 @@ public:
         std::unique_lock lock(region_, std::try_to_lock);
         if (!lock || num_threads_ == 1) return body(context, 0, count, true);
         start();
-        job_ = {body, context, count, most < kMaxUnits ? most : kMaxUnits};
+        job_ = {body, context, count, most < kMaxUnits ? most : kMaxUnits, float_mode()};
         num_asked_ += static_cast<uint64_t>(job_.num_units);
         take_part(begin_region(static_cast<uint64_t>(job_.num_units)), 0);
         for (int spins = 0; num_done() != num_asked_; ++spins)
@@ -152,6 +173,7 @@ private:
 
     // A body may find no memory, which its caller hears of when nobody is at work for it any more.
     void run_units(Share units, bool is_first) {
+        if (is_first) set_float_mode(job_.mode);
         try {
             job_.run(units.begin, units.end, is_first);
         } catch (...) {

@@ -153,6 +153,23 @@ def test_a_thread_that_goes_on_to_the_next_region_begins_it_anew(keep_threads: N
         assert all(map(torch.equal, graph.replay(), wanted))
 
 
+def test_threads_take_denormals_as_their_caller_does(keep_threads: None) -> None:
+    """Workers are there before the caller changes its mind."""
+    x, weight = torch.randn(64, 256) * 1e-20, torch.randn(512, 256) * 1e-19
+    infinicore.set_num_threads(NUM_THREADS)
+    plain = F.linear(x, weight)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU does not flush denormals")
+    try:
+        found = [F.linear(x, weight) for _ in range(20)]
+        infinicore.set_num_threads(1)
+        alone = F.linear(x, weight)
+    finally:
+        torch.set_flush_denormal(False)
+    assert not torch.equal(plain.view(torch.int32), alone.view(torch.int32))
+    assert all(torch.equal(y.view(torch.int32), alone.view(torch.int32)) for y in found)
+
+
 @pytest.mark.parametrize("count", [2, 3, 8, 16])
 def test_every_item_of_regions_large_and_small_is_done_once(count: int, keep_threads: None) -> None:
     """A region begins while threads may still be leaving the one before, or sleep."""
