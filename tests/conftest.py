@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import platform
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ if TYPE_CHECKING:  # with torch, which not every test needs
     import torch
     from engines import Tiny
     from servers import Running
+    from warm import RunPython
 
     from infinilm import LLM
     from infinilm.tokenizer import Tokenizer
@@ -59,6 +61,16 @@ LONG = """
     adding_an_op async_llm
 """
 PLACE = {f"test_{name}": place for place, name in enumerate(LONG.split())}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Nothing of what tests import is garbage, which it would take seconds to find out."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -119,6 +131,15 @@ def leave_threads() -> Iterator[None]:
     """Threads of torch spin while they wait: those that a file left behind would slow down all after it."""
     with same_threads() if "torch" in sys.modules else nullcontext():
         yield
+
+
+@pytest.fixture(scope="session")
+def run_python() -> Iterator[RunPython]:
+    """A program of its own, which may fork and bound itself: one that has run parallel torch code may not."""
+    from warm import warm_python
+
+    with warm_python() as run:
+        yield run
 
 
 @pytest.fixture

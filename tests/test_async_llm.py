@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from engines import PLACED, Tiny, check_idle, generated, is_beginning, prompt, said
 from patience import PATIENCE, until, wait_until, within_patience
+from warm import RunPython
 
 from infinilm import (
     AsyncLLM,
@@ -661,7 +662,6 @@ def test_a_script_that_ends_while_the_engine_works_ends_as_it_says(folder: Path)
     assert child.returncode == 3, child.stderr
 
 
-# In a fresh interpreter: one that has run parallel torch code may not fork.
 FORKED = """
 import asyncio, os, sys
 from infinilm import AsyncLLM, EngineDead, SamplingParams
@@ -690,7 +690,8 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), asyncio.run(last()) ==
 """
 
 
-def test_in_a_fork_calls_raise_and_do_not_hang_and_the_parent_goes_on(folder: Path) -> None:
-    command = [sys.executable, "-c", FORKED, str(folder)]
-    child = subprocess.run(command, capture_output=True, text=True, timeout=4 * PATIENCE)
+def test_in_a_fork_calls_raise_and_do_not_hang_and_the_parent_goes_on(
+    folder: Path, run_python: RunPython
+) -> None:
+    child = run_python(FORKED, str(folder))
     assert child.stdout == "0 True\n", child.stderr

@@ -22,6 +22,7 @@ import pytest
 import torch
 from engines import HIDDEN, write_model
 from safetensors.torch import load_file, save_file
+from warm import RunPython
 
 from infinilm.cli import main, parser
 
@@ -194,6 +195,13 @@ def test_what_is_logged_is_told_as_warnings_are(
     assert result.stderr.startswith("infinilm: warning: /proc/none/")
 
 
+def test_what_the_hub_logs_is_told_once() -> None:
+    start = "import logging; from infinilm.cli import main; main(['info', '']); "
+    log = "import huggingface_hub.utils.logging; logging.getLogger('huggingface_hub.utils').warning('again')"
+    result = subprocess.run([sys.executable, "-c", start + log], capture_output=True, text=True, timeout=60)
+    assert result.stderr.count("again") == 1
+
+
 # Prints the status of a command that wants more memory than it may have, and of one that chooses for itself.
 WITHIN_2_GIB = """
 import resource
@@ -207,9 +215,8 @@ for options in (["--kv-cache-memory", "8GiB"], []):
 
 
 @pytest.fixture(scope="module")
-def within_2_gib(default_model_path: Path) -> Completed:
-    command = [sys.executable, "-c", WITHIN_2_GIB]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+def within_2_gib(default_model_path: Path, run_python: RunPython) -> Completed:
+    return run_python(WITHIN_2_GIB)
 
 
 def test_memory_that_cannot_be_had_is_one_line(within_2_gib: Completed) -> None:
@@ -312,7 +319,15 @@ def test_unknown_commands_are_a_usage_error() -> None:
         (("bench", "serve", "--goodput", "ttft:nan"), "but is 'ttft:nan'"),
         (("generate", os.fsdecode(b"sch\xf6n")), "must be text in utf-8, but has the byte 0xf6 at 3"),
         (("chat", "--system", os.fsdecode(b"\xff")), "must be text in utf-8, but has the byte 0xff at 0"),
-        (("generate", "x", "y"), "infinilm generate: error: unrecognized arguments: y"),
+        (("generate", "x", "y"), "unrecognized arguments: y; a prompt of several words is quoted"),
+        (("chat", "llama.gguf"), "unrecognized arguments: llama.gguf; a model is named by --model"),
+        (("chat", "-p", "x"), "infinilm chat: error: unrecognized arguments: -p x"),
+        (("chat", "-hf", "org/name"), "unrecognized arguments: -hf org/name; -hf is --model here"),
+        (("serve", "--model", "x", "-np", "2"), "unrecognized arguments: -np; -np is --max-num-seqs here"),
+        (("serve", "--load-format", "gguf"), "infinilm serve: error: unrecognized arguments: --load-format"),
+        (("bench", "serve", "--port", "1"), "unrecognized arguments: --port 1; --port is --base-url here"),
+        (("bench", "latency", "-p", "5"), "unrecognized arguments: -p 5; -p is --input-len here"),
+        (("run", "llama"), "infinilm: error: argument COMMAND: 'run' is 'chat --model' here"),
         (("generate", "x", "--max_tokens=5"), "--max_tokens=5; did you mean --max-tokens?"),
         (("bench", "serve", "--request_rate", "3"), "--request_rate 3; did you mean --request-rate?"),
         (("generate", "-p", "x"), "unrecognized arguments: -p; -p is a prompt that stands by itself here"),
@@ -540,6 +555,14 @@ def test_control_c_while_libraries_are_imported_is_not_lost(tmp_path: Path) -> N
     (tmp_path / "numpy.py").write_text(once)  # the real one is imported by those who try again
     result = infinilm("info", PYTHONPATH=str(tmp_path))
     assert (result.returncode, result.stderr) == (130, "")
+
+
+def test_control_c_while_arguments_are_parsed_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("infinilm.cli.parser", interrupted)
+    assert main(["info"]) == 130
 
 
 def test_control_c_stops_an_answer_and_at_the_prompt_the_chat(default_model_path: Path) -> None:

@@ -143,6 +143,39 @@ def test_an_engine_made_in_inference_mode_runs_in_and_out_of_it(tiny: Tiny) -> N
     check_outputs(tiny, jobs, run(engine, jobs, 3, rng))
 
 
+def test_hooks_see_and_change_steps_that_were_recorded_before_and_are_gone_with_their_end(tiny: Tiny) -> None:
+    engine, steps = tiny.engine(enable_prefix_caching=False), []
+    plain = generated(engine, prompt(9), max_tokens=12)
+
+    def doubled(_: Any, inputs: Any, states: torch.Tensor) -> torch.Tensor:
+        steps.append(len(states))
+        return 2 * states
+
+    hook = tiny.model.model.layers[0].register_forward_hook(doubled)
+    try:
+        changed = generated(engine, prompt(9), max_tokens=12)
+        assert steps == [9, *[1] * 11]
+        assert said(changed) == said(generated(tiny.engine(), prompt(9), max_tokens=12)) != said(plain)
+    finally:
+        hook.remove()
+    steps.clear()
+    assert said(generated(engine, prompt(9), max_tokens=12)) == said(plain) and not steps
+    assert engine.runner.obstacle == ""
+
+
+@pytest.mark.parametrize("part", ["model.layers.0", "model.layers.1.mlp.down_proj", "lm_head"])
+def test_a_layer_put_in_the_place_of_one_that_was_recorded_counts_after_a_reset(
+    part: str, tmp_path: Path
+) -> None:
+    tiny, other = Tiny.at(tmp_path / "one"), Tiny.at(tmp_path / "other", seed=6)
+    engine = tiny.engine()
+    plain = generated(engine, prompt(9), max_tokens=12)
+    tiny.model.set_submodule(part, other.model.get_submodule(part))
+    assert engine.reset_prefix_cache()
+    changed = generated(engine, prompt(9), max_tokens=12)
+    assert said(changed) == said(generated(tiny.engine(), prompt(9), max_tokens=12)) != said(plain)
+
+
 @pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU steps of any prompt are recorded")
 def test_full_steps_of_long_prompts_are_recorded_and_give_the_same_bits(tiny: Tiny) -> None:
     rng, params = random.Random(6), SamplingParams(temperature=0.0, max_tokens=2, logprobs=2)

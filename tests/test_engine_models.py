@@ -29,7 +29,18 @@ from infinilm.models.llama import LlamaForCausalLM
 
 pytestmark = pytest.mark.usefixtures("record_at_once")
 
-KINDS = ["phi3, window", "phi4-mini", "olmo2", "smollm3", "gemma2", "gemma3", "granite", "qwen3moe", "gptoss"]
+KINDS = [
+    "phi3, window",
+    "phi4-mini",
+    "olmo2",
+    "exaone4, windows",
+    "smollm3",
+    "gemma2",
+    "gemma3",
+    "granite",
+    "qwen3moe",
+    "gptoss",
+]
 MAX_LENGTH = 60
 
 

@@ -2,8 +2,6 @@
 
 import importlib
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from warm import RunPython
 
 from infinicore import nn
 from infinicore.distributed import LocalCommunicator
@@ -30,12 +29,6 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Example:
 
 def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def run_python(code: str) -> str:
-    """What a fresh interpreter prints: it may fork, where one that has run parallel torch code may not."""
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, cwd=EXAMPLES, check=True, capture_output=True, text=True).stdout
 
 
 def rotate_half(x: Tensor, positions: Tensor) -> Tensor:
@@ -114,17 +107,20 @@ def test_nested_parameter_is_loaded_from_bytes(example: Example) -> None:
     assert torch.equal(model.mlp.fc1.weight, torch.from_numpy(values))
 
 
-def test_two_processes_each_get_the_unsharded_result(example: Example) -> None:
-    outputs = json.loads(
-        run_python("import json, tensor_parallel; print(json.dumps(tensor_parallel.run(2)))")
-    )
+def test_two_processes_each_get_the_unsharded_result(example: Example, run_python: RunPython) -> None:
+    code = "import json, tensor_parallel; print(json.dumps(tensor_parallel.run(2)))"
+    child = run_python(code, cwd=EXAMPLES)
+    assert child.returncode == 0, child.stderr
+    outputs = json.loads(child.stdout)
     whole = example("tensor_parallel").feed_forward(LocalCommunicator()).flatten()
     assert len(outputs) == 2 and outputs[0] == outputs[1]
     torch.testing.assert_close(torch.tensor(outputs[0]), whole)
 
 
-def test_a_model_on_two_processes_has_halves_and_the_tokens_of_the_whole() -> None:
-    lines = run_python("import model_on_two_processes as example; example.main()").splitlines()
+def test_a_model_on_two_processes_has_halves_and_the_tokens_of_the_whole(run_python: RunPython) -> None:
+    child = run_python("import model_on_two_processes as example; example.main()", cwd=EXAMPLES)
+    assert child.returncode == 0, child.stderr
+    lines = child.stdout.splitlines()
     assert len(lines) == 4
     assert all("50% of the layers' weights, the whole model's tokens" in line for line in lines)
 

@@ -16,13 +16,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import llguidance
 import numpy as np
 import pytest
 from torch import Tensor
 
-from infinilm.engine.grammar import GrammarCompiler, Matcher, check_enforceable
+from infinilm.engine.grammar import PROGRAM, GrammarCompiler, Matcher, check_enforceable
 from infinilm.engine.grammar_schema import loosened
-from infinilm.engine.grammar_trial import COMPILE_STACK, call_with_stack
+from infinilm.engine.grammar_trial import COMPILE_STACK, SURVIVED, call_with_stack
 from infinilm.engine.request import RequestError
 from infinilm.sampling import StructuredOutputsParams
 from infinilm.tokenizer import Tokenizer
@@ -566,6 +567,26 @@ def test_a_grammar_is_tried_out_once(tiny: Case, monkeypatch: pytest.MonkeyPatch
     tiny.compile(regex="once")
     with pytest.raises(RuntimeError, match="ended with status"):
         tiny.compile(regex="another")
+
+
+def modules_of_a_trial(*places: str) -> str:
+    """What a trial says of the modules that it imports, which it finds there"""
+    command = [sys.executable, "-X", "importtime", "-I", "-S", PROGRAM, *places]
+    trial = subprocess.run(command, input=b'start: "a"', capture_output=True)
+    assert trial.stdout == SURVIVED, trial.stderr
+    return trial.stderr.decode()
+
+
+def test_a_trial_imports_no_more_of_llguidance_than_it_needs() -> None:
+    assert "importlib.metadata" not in modules_of_a_trial(*sys.path)
+
+
+def test_a_trial_imports_all_of_llguidance_where_its_library_has_another_place(tmp_path: Path) -> None:
+    (tmp_path / "llguidance/inner").mkdir(parents=True)
+    (tmp_path / "llguidance/__init__.py").write_text("from llguidance.inner._lib import *")
+    library = Path(llguidance._lib.__file__)
+    (tmp_path / "llguidance/inner" / library.name).symlink_to(library)
+    assert "llguidance.inner._lib" in modules_of_a_trial(str(tmp_path))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

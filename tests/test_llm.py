@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import threading
 import weakref
 from dataclasses import replace
@@ -16,6 +14,7 @@ import pytest
 import tokenizers
 import torch
 from engines import MAX_LENGTH, PLACED, SPECIALS, VOCAB_SIZE, check_idle, generated, prompt, said, write_model
+from warm import RunPython
 
 from infinilm import LLM, RequestError, SamplingParams, StructuredOutputsParams, load_model
 from infinilm.engine.request import Completion
@@ -471,8 +470,7 @@ def test_generate_takes_numbers_of_numpy_and_torch_and_fills_with_what_it_is_tol
         assert row == [5, 6, int(wanted[0, 2]), -1, -1, -1]
 
 
-# As if another thread of the parent were in the midst of a step. In a fresh interpreter: one that has run
-# parallel torch code may not fork. CUDA does not live on in a fork.
+# As if another thread of the parent were in the midst of a step. CUDA does not live on in a fork.
 FORKED_MIDWAY = """
 import os, signal, sys
 from infinilm import LLM, SamplingParams
@@ -493,9 +491,10 @@ print(os.waitstatus_to_exitcode(os.wait()[1]))
 """
 
 
-def test_in_a_fork_what_its_parent_was_at_holds_up_nothing(folder: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", FORKED_MIDWAY, str(folder), str(tmp_path / "prefixes")]
-    child = subprocess.run(command, capture_output=True, text=True, timeout=240)
+def test_in_a_fork_what_its_parent_was_at_holds_up_nothing(
+    folder: Path, tmp_path: Path, run_python: RunPython
+) -> None:
+    child = run_python(FORKED_MIDWAY, str(folder), str(tmp_path / "prefixes"))
     assert child.stdout == "9\n", child.stderr
 
 

@@ -77,6 +77,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2moe": ("Qwen2Moe", {**QWEN_EXPERTS, "shared_expert_intermediate_size": 48}),
     "olmo2": ("Olmo2", {}),
     "olmo2, biases": ("Olmo2", {"attention_bias": True}),
+    "exaone4": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "exaone4, windows": ("Exaone4", {"sliding_window": 9, "num_hidden_layers": 5}),
+    "exaone4, another pattern": ("Exaone4", {"sliding_window": 9, "sliding_window_pattern": 2}),
     "smollm3": ("SmolLM3", {"num_hidden_layers": 5}),
     "smollm3, every other layer": ("SmolLM3", {"no_rope_layers": [1, 0], "tie_word_embeddings": False}),
     "smollm3, window": (
@@ -130,6 +133,13 @@ def change_config(folder: Path, remove: tuple[str, ...] = (), **changes: Any) ->
     content = json.loads((folder / "config.json").read_text())
     kept = {key: value for key, value in content.items() if key not in remove}
     (folder / "config.json").write_text(json.dumps(kept | changes))
+
+
+def test_an_exaone_whose_pattern_is_a_word_goes_by_its_layer_types(make: Any) -> None:
+    kind, options = MODELS["exaone4, windows"]
+    theirs, folder = make(kind, **options)
+    change_config(folder, sliding_window_pattern="LLLG")
+    check_parity(theirs, folder, torch.float32, FLOAT32_BAR)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3"])

@@ -6,6 +6,7 @@ schemathesis, which takes seconds to import, is left to the one process that run
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import engines
@@ -93,3 +94,8 @@ def test_no_answer_is_a_servers_error(
 def test_every_route_is_in_the_document() -> None:
     described = {(method.upper(), path) for method, path in DESCRIBED}
     assert described == {(one.method, one.path.replace(":path}", "}")) for one in OPERATIONS}
+
+
+def test_every_route_is_told_of_in_docs() -> None:
+    told = (Path(__file__).parent.parent / "docs" / "server.md").read_text()
+    assert [path for _, path in DESCRIBED if f"`{path}`" not in told] == []

@@ -372,6 +372,24 @@ def test_use_ntops_switches_accelerators_and_changes_no_result(monkeypatch: pyte
     assert_same_bits(twice(x), accelerated)
 
 
+def test_a_kernel_whose_name_has_no_place_in_the_order_is_refused_and_not_kept() -> None:
+    twice: Op = Op("twice", lambda x: x + x, lambda dtype: [])
+    with pytest.raises(ValueError, match="twice: a kernel is named 'mine'; expected 'native' or"):
+        twice.register(Kernel("mine", lambda *_: True, lambda *_: None, lambda *_: print))
+    assert twice.kernels == []
+
+
+def test_an_op_does_not_take_the_name_of_another() -> None:
+    with pytest.raises(ValueError, match="there is an op 'silu' already"):
+        registry.op(lambda dtype: [])(ops.silu.reference)
+    assert OPS["silu"] is ops.silu
+
+
+def test_a_core_with_an_op_that_has_no_reference_says_what_to_do() -> None:
+    with pytest.raises(ImportError, match="has 'newer', of which no reference is imported: .*make setup"):
+        native.op_of("newer")
+
+
 def test_triton_and_its_kernels_are_not_imported_until_a_gpu_tensor_comes() -> None:
     code = (
         "import sys, torch, infinicore; infinicore.ops.silu(torch.ones(3).double());"

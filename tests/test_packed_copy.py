@@ -6,8 +6,6 @@ import fcntl
 import os
 import resource
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import torch
 from conftest import at_level
 from gguf_files import GGUFFile, whole_file
 from torch import Tensor
+from warm import RunPython
 
 from infinicore import _native
 from infinicore.quantization import BlockType, PackedTensor, quantize
@@ -240,7 +239,7 @@ def test_a_full_disk_is_a_warning_and_leaves_nothing(
 
 
 def test_what_a_killed_writer_left_is_removed_by_the_next_and_what_is_being_written_stays(
-    source: Path, folder: Path
+    source: Path, folder: Path, run_python: RunPython
 ) -> None:
     program = f"""
 import os, signal
@@ -248,8 +247,7 @@ from test_packed_copy import Path, loaded
 os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
 loaded(Path({str(source)!r}), Path({str(folder)!r}))
 """
-    options = {"cwd": Path(__file__).parent, "stderr": subprocess.DEVNULL, "timeout": 120}
-    assert subprocess.run([sys.executable, "-c", program], **options).returncode == -signal.SIGKILL
+    assert run_python(program, cwd=Path(__file__).parent).returncode == -signal.SIGKILL
     left = copy_in(folder)
     current = left.with_suffix(".current.partial")
     with current.open("wb") as file:

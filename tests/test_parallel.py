@@ -9,6 +9,7 @@ from test_distributed import results_of
 from infinicore.distributed import LocalCommunicator, TorchCommunicator
 from infinicore.quantization import BlockType, quantize
 from infinilm.cache import DynamicCache
+from infinilm.models.exaone4 import Exaone4ForCausalLM
 from infinilm.models.gemma2 import Gemma2Config, Gemma2ForCausalLM
 from infinilm.models.gemma3 import Gemma3ForCausalLM
 from infinilm.models.granite import GraniteForCausalLM
@@ -28,6 +29,7 @@ SIZES = {
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9, 10]]
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
 OTHERS: dict[str, type[LlamaForCausalLM]] = {
+    "exaone4": Exaone4ForCausalLM,
     "gemma3": Gemma3ForCausalLM,
     "granite": GraniteForCausalLM,
     "mistral": MistralForCausalLM,

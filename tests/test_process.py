@@ -5,13 +5,11 @@ What is soon is said in CPU time, beside that of other work in the same process.
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from warm import RunPython
 
 import infinicore
 from infinicore import _native, control_groups, ops
@@ -61,9 +60,10 @@ for num_chunks in (0.1, 0.7, 1.4):
 """
 
 
-def test_an_interrupt_is_heard_in_the_midst_of_a_chunk_of_a_long_prompt(default_model_path: Path) -> None:
-    command = [sys.executable, "-c", INTERRUPTED, str(default_model_path)]
-    child = subprocess.run(command, capture_output=True, text=True)
+def test_an_interrupt_is_heard_in_the_midst_of_a_chunk_of_a_long_prompt(
+    default_model_path: Path, run_python: RunPython
+) -> None:
+    child = run_python(INTERRUPTED, str(default_model_path))
     assert child.returncode == 0, child.stderr
     chunk, *heard = map(float, child.stdout.split())
     assert len(heard) == 3 and max(heard) < chunk / 4
@@ -180,25 +180,9 @@ print((tokens(), large_products()) == wanted)
 """
 
 
-def run_python(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """In a process group of its own, so that what it forked goes with it if it hangs."""
-    child = subprocess.Popen(
-        [sys.executable, "-c", code, *arguments],
-        env=os.environ | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        out, err = child.communicate(timeout=120)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-    return subprocess.CompletedProcess(child.args, child.returncode, out, err)
-
-
-def test_forked_processes_compute_what_their_parent_does_and_it_goes_on(default_model_path: Path) -> None:
+def test_forked_processes_compute_what_their_parent_does_and_it_goes_on(
+    default_model_path: Path, run_python: RunPython
+) -> None:
     assert run_python(FORKING, str(default_model_path)).stdout.split() == ["True"] * 3
 
 
@@ -225,7 +209,7 @@ except MemoryError:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="bounds memory as Linux does")
-def test_memory_that_a_thread_does_not_get_is_an_error_of_the_call_alone() -> None:
+def test_memory_that_a_thread_does_not_get_is_an_error_of_the_call_alone(run_python: RunPython) -> None:
     child = run_python(WITHOUT_MEMORY)
     assert child.stdout == f"{[2048] * 8}\n" * 2, child.stderr
 
@@ -249,7 +233,7 @@ print(torch.equal(F.rms_norm(x, [256], weight), wanted))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="bounds memory as Linux does")
-def test_threads_that_cannot_be_started_are_counted_and_fewer_may_be_asked_for() -> None:
+def test_threads_that_cannot_be_started_are_counted_and_fewer_may_be_asked_for(run_python: RunPython) -> None:
     child = run_python(WITHOUT_THREADS)
     told, is_same = child.stdout.splitlines()
     assert re.search("it has [0-9]+ of 1000: .*; INFINICORE_NUM_THREADS takes a smaller number", told), child
@@ -278,7 +262,7 @@ def test_empty_variables_count_as_unset(monkeypatch: pytest.MonkeyPatch) -> None
     assert (native.get_num_threads(), _native.isa()) == before
 
 
-def test_the_environment_is_read_when_the_core_is_imported() -> None:
+def test_the_environment_is_read_when_the_core_is_imported(run_python: RunPython) -> None:
     code = "import infinicore; print(infinicore.get_num_threads(), infinicore._native.isa())"
     assert run_python(code, INFINICORE_NUM_THREADS="3", INFINICORE_ISA="portable").stdout == "3 portable\n"
 
@@ -350,7 +334,9 @@ for found in (core, None):
 """
 
 
-def test_a_native_core_that_is_missing_or_of_other_sources_is_refused_with_advice() -> None:
+def test_a_native_core_that_is_missing_or_of_other_sources_is_refused_with_advice(
+    run_python: RunPython,
+) -> None:
     of_other_sources, missing = run_python(OTHER_CORES, _native.__file__).stdout.splitlines()
     for error in (of_other_sources, missing):
         assert error.startswith("the native core") and "make setup" in error

@@ -24,7 +24,7 @@ from infinicore.ops import (  # noqa: F401  which fill OPS
     reference,
     sampling_reference,
 )
-from infinicore.ops.registry import OPS, Kernel
+from infinicore.ops.registry import OPS, Kernel, Op
 
 # In the order of DType in csrc/tensor.h
 DTYPES = (
@@ -90,9 +90,19 @@ def store_kv(out: Any, keys: Tensor, values: Tensor, *args: Any) -> tuple[Tensor
     return _native.store_kv(out, keys, values, *args)  # type: ignore[no-any-return]
 
 
+def op_of(name: str) -> Op[Any]:
+    """The op that a kernel of the core computes"""
+    if name not in OPS:
+        raise ImportError(
+            f"the native core of infinicore has {name!r}, of which no reference is imported: if the core is "
+            "newer than the sources, run `make setup`; if the op is new, import its reference in native.py"
+        )
+    return OPS[name]
+
+
 for name in _native.ops():
     accepts, run, bind = (getattr(_native, prefix + name) for prefix in ("accepts_", "", "bind_"))
-    OPS[name].register(Kernel("native", accepts, store_kv if name == "store_kv" else run, bind))
+    op_of(name).register(Kernel("native", accepts, store_kv if name == "store_kv" else run, bind))
 
 
 def read_all(buffer: Tensor, ahead: int = 0) -> int:

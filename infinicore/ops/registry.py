@@ -133,6 +133,9 @@ class Op(Generic[Result]):
         return run
 
     def register(self, kernel: Kernel) -> None:
+        if kernel.name not in PREFERENCE:
+            known = " or ".join(map(repr, PREFERENCE))
+            raise ValueError(f"{self.name}: a kernel is named {kernel.name!r}; expected {known}")
         if kernel.name in ACCELERATED:
             kernel = if_accelerated(kernel)
         self.kernels.append(kernel)
@@ -171,6 +174,8 @@ def op(
 
     def make(reference: Callable[..., Result]) -> Op[Result]:
         made = Op(reference.__name__, reference, samples, tolerances)
+        if made.name in OPS:  # one of the two would have no kernels
+            raise ValueError(f"there is an op {made.name!r} already; give this one another name")
         OPS[made.name] = made
         return made
 

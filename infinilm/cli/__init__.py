@@ -22,16 +22,17 @@ from infinilm.cli.unknown import Command
 def main(arguments: Sequence[str] | None = None) -> int:
     atexit.register(gc.freeze)  # to search all that torch has made for cycles would take half a second
     prepare_streams()
-    options = parser().parse_args(arguments)
     logging.basicConfig(format="infinilm: warning: %(message)s")  # of warnings and worse
+    logging.getLogger("huggingface_hub").propagate = False  # it tells of them itself
     with warnings.catch_warnings():
         warnings.showwarning = tell_warning
-        return carry_out(options)
+        return carry_out(arguments)
 
 
-def carry_out(options: argparse.Namespace) -> int:
+def carry_out(arguments: Sequence[str] | None) -> int:
     """What came of it, as the status of the process"""
     try:
+        options = parser().parse_args(arguments)
         check_output()
         import numpy  # noqa: F401  if torch were the first to import it, an interrupt meanwhile would be lost
 

@@ -30,16 +30,15 @@ SERVE_HELP = (
 
 
 class OneModel(argparse.Action):
-    """A model by its place or by --model, as other commands have it; both where they are the same"""
+    """A model by its place or by --model, as other commands have it; two of them are refused later"""
 
     def __call__(
         self, parser: argparse.ArgumentParser, options: argparse.Namespace, given: Any, _: Any = None
     ) -> None:
         if given is self.default:  # none stands in its place
             return
-        if getattr(options, "given_model", given) != given:
-            parser.error(f"MODEL is {options.given_model!r} and {given!r}; give one of them")
-        options.model = options.given_model = given
+        options.model = given
+        options.given_models = [*getattr(options, "given_models", []), given]
 
 
 class Several(argparse.Action):
@@ -144,6 +143,7 @@ def server_options(options: argparse.Namespace) -> Options:
     from infinilm.server.exchange import Settings
     from infinilm.server.serve import Options
 
+    check_one_model(options)
     check_queue(options)
     request_seconds = positive("--request-timeout", options.request_timeout)
     return Options(
@@ -160,6 +160,13 @@ def server_options(options: argparse.Namespace) -> Options:
         prefix_file=options.prefix_cache_file,
         log_level=log_level(options.log_level),
     )
+
+
+def check_one_model(options: argparse.Namespace) -> None:
+    """Once all is parsed: what follows an option that is not known was taken for a model by its place."""
+    given = list(dict.fromkeys(getattr(options, "given_models", [])))
+    if len(given) > 1:
+        raise ValueError(f"MODEL is {given[0]!r} and {given[1]!r}; give one of them")
 
 
 def loras(given: Sequence[str]) -> tuple[LoRARequest, ...]:

@@ -113,6 +113,8 @@ class Engine:
                 f"already; max_queue is {self.config.max_queue}, max_queue_tokens "
                 f"{self.config.max_queue_tokens}"
             )
+        if not self.requests:
+            self.runner.look_for_hooks()  # while others run it would take their time
         self.requests[request.request_id] = request
         for completion in request.completions:
             self.scheduler.add(completion)
@@ -164,10 +166,14 @@ class Engine:
         return prefixes.load(path, self.model, self.cache, self.blocks)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all prefixes, as after a change of weights; False, and none, while there are requests."""
+        """Forget all prefixes, as after a change of weights; False, and none, while there are requests.
+
+        Recordings are forgotten too: they hold the layers and tensors that the model had.
+        """
         if self.requests:
             return False
         self.blocks.forget(list(self.blocks.contents))
+        self.runner.begin_anew()
         return True
 
     # ---- a step --------------------------------------------------------------------------------------------

@@ -13,11 +13,21 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from types import ModuleType
 from typing import TypeVar
 
 if __name__ == "__main__":
     # Where grammar.py finds its packages: -I -S knows the standard library alone.
     sys.path.extend(sys.argv[1:])
+    # All that is used here is in one library: what the package imports besides takes most of a trial's time.
+    sys.modules["llguidance"] = package = ModuleType("llguidance")
+    package.__path__ = [f"{place}/llguidance" for place in sys.path]
+    try:
+        from llguidance import _lib
+
+        sys.modules["llguidance"] = _lib
+    except ImportError:  # it has another name there
+        del sys.modules["llguidance"]
 
 import llguidance
 

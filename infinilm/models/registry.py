@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 # Files of this folder that register a model when they are imported, in the order in which they are.
 FILES = (
     "llama",
+    "exaone4",
     "gemma2",
     "gemma3",
     "gpt_oss",
