@@ -228,7 +228,8 @@ class AsyncLLM:
         lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """The output so far, again and again until it has finished. Leaving the loop ends the request."""
-        (params,) = one_each("sampling_params", sampling_params, SamplingParams, 1, SamplingParams())
+        default = self.engine.model.recommended
+        (params,) = one_each("sampling_params", sampling_params, SamplingParams, 1, default)
         options = RequestOptions(
             priority=priority, request_id=request_id, cache_salt=cache_salt, lora_request=lora_request
         )

@@ -16,7 +16,7 @@ import sysconfig
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -58,6 +58,7 @@ class PackagedModel:
     revision: str
     num_bytes: int
     sha256: str
+    sampling: Mapping[str, float]  # as its makers recommend, of which the file says nothing
 
 
 # Small enough to try at once, and to be had wherever packages are.
@@ -69,6 +70,7 @@ DEFAULT_MODEL = PackagedModel(
     revision="ab810cf68114990406fdf996510dd3d3c6adbdf5",
     num_bytes=98_362_432,
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    sampling={"temperature": 0.2, "top_p": 0.9},
 )
 
 

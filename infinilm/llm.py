@@ -75,7 +75,8 @@ class LLM:
         them, or one, or None, for each.
         """
         given = as_prompts(prompts)
-        params = one_each("sampling_params", sampling_params, SamplingParams, len(given), SamplingParams())
+        default = self.get_default_sampling_params()
+        params = one_each("sampling_params", sampling_params, SamplingParams, len(given), default)
         priorities = one_each("priority", priority, int, len(given), 0)
         loras = one_each("lora_request", lora_request, LoRARequest | None, len(given), None)
         with as_request_errors():
@@ -174,7 +175,8 @@ class LLM:
         lora_request: LoRARequest | None = None,
     ) -> Iterator[tuple[int, str]]:
         """(token, the text that can be shown since the last one) as they come, of one continuation."""
-        (checked,) = one_each("sampling_params", params, SamplingParams, 1, SamplingParams())
+        default = self.get_default_sampling_params()
+        (checked,) = one_each("sampling_params", params, SamplingParams, 1, default)
         if checked.n != 1:
             raise RequestError(f"stream gives one continuation, but n is {checked.n}; generate gives several")
         with as_request_errors():
@@ -193,6 +195,10 @@ class LLM:
                     if has_ended and text.num_tokens == num_drawn:
                         text.finish()
                     yield token, text.text[num_shown:]
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What applies where a call has none: the model's own, if its files recommend any"""
+        return self.engine.model.recommended
 
     def save_prefixes(self, path: str | Path) -> int:
         """Write what the cache knows to a file, for another process with this model; the number of blocks"""

@@ -15,9 +15,10 @@ from infinilm.config import EngineConfig
 from infinilm.engine.draft import SpeculativeConfig
 from infinilm.engine.engine import Engine
 from infinilm.engine.memory import told_of_memory
-from infinilm.hub import resolve
+from infinilm.hub import DEFAULT_MODEL, resolve
 from infinilm.models.llama import LlamaForCausalLM
 from infinilm.models.registry import read_config
+from infinilm.sampling import SamplingParams
 from infinilm.tokenizer import Tokenizer
 
 Report = Callable[[int], None]
@@ -57,6 +58,8 @@ def load(config: EngineConfig, report: Report) -> tuple[LlamaForCausalLM, Tokeni
         _native.release_memory()
         with told_of_memory("the weights", torch.device(config.device or "cpu")):
             model = LlamaForCausalLM.from_checkpoint(checkpoint, config, report)
+    if config.model is None:
+        model.recommended = SamplingParams(**DEFAULT_MODEL.sampling)  # type: ignore[arg-type]
     _native.release_memory()
     return model, tokenizer
 

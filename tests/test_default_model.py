@@ -16,7 +16,7 @@ from torch import Tensor
 
 from infinicore import _native, nn
 from infinicore.quantization import QuantizedTensor
-from infinilm import LLM, SamplingParams
+from infinilm import LLM, SamplingParams, load_model
 from infinilm.cache import DynamicCache
 
 DATA = Path(__file__).parent / "data"
@@ -46,6 +46,11 @@ def on_amx(default_model_path: Path) -> LLM:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_native, "isa", lambda: "amx")
         return LLM(default_model_path)
+
+
+def test_it_is_sampled_as_its_makers_recommend(default_model_path: Path) -> None:
+    model, _ = load_model()
+    assert model.recommended == SamplingParams(temperature=0.2, top_p=0.9)
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,7 @@ TINY = PackagedModel(
     revision="abc123",
     num_bytes=len(CONTENT),
     sha256=hashlib.sha256(CONTENT).hexdigest(),
+    sampling={},
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import threading
 import weakref
 from dataclasses import replace
@@ -14,6 +15,7 @@ import pytest
 import tokenizers
 import torch
 from engines import MAX_LENGTH, PLACED, SPECIALS, VOCAB_SIZE, check_idle, generated, prompt, said, write_model
+from gguf_files import integer, real, text, whole_file
 from warm import RunPython
 
 from infinilm import LLM, RequestError, SamplingParams, StructuredOutputsParams, load_model
@@ -36,6 +38,28 @@ def llm(folder: Path, one_thread: None) -> LLM:
 
 
 # ---- loading -----------------------------------------------------------------------------------------------
+
+
+def test_what_a_models_files_recommend_applies_where_a_call_says_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, file = write_model(tmp_path / "folder"), whole_file()
+    told = {"temperature": 0.7, "top_k": 1, "min_p": None, "top_p": 0, "eos_token_id": 0}
+    (folder / "generation_config.json").write_text(json.dumps(told))
+    for key, value in (
+        ("temp", real(0.6)),
+        ("top_p", real(0.95)),
+        ("top_k", integer(1)),
+        ("min_p", text("0")),
+    ):
+        file.set(f"general.sampling.{key}", value)
+    (path := tmp_path / "model.gguf").write_bytes(file.encode())
+    for model, wanted in ((folder, {"temperature": 0.7}), (path, {"temperature": 0.6, "top_p": 0.95})):
+        llm = LLM(model, kv_cache_memory="1MB", **PLACED)
+        assert llm.get_default_sampling_params() == SamplingParams(top_k=1, **wanted)
+        (found,), (greedy,) = llm.generate([3, 4]), llm.generate([3, 4], SamplingParams(temperature=0))
+        assert found.outputs[0].token_ids == greedy.outputs[0].token_ids
+    assert "top_p must be" in caplog.text and "min_p must be" in caplog.text
 
 
 @pytest.mark.parametrize("model", [123, "", [], b"model.gguf"])

@@ -37,10 +37,12 @@ from infinilm.models.gguf import GGUF
 from infinilm.models.inputs import cache_of, check_attention, check_inputs, check_keys, check_states
 from infinilm.models.judging import ASKED, Question
 from infinilm.models.pooling import Pooling, read_pooling
+from infinilm.models.recommended import recommended_sampling
 from infinilm.models.registry import class_of, register
 from infinilm.models.stored import Stored
 from infinilm.models.weights import load_weights
 from infinilm.rope import LlamaRoPE
+from infinilm.sampling import SamplingParams
 
 __all__ = [
     "AutoLlamaModel",
@@ -364,6 +366,7 @@ class LlamaForCausalLM(nn.Module, GenerationMixin):
     model_class: type[LlamaModel] = LlamaModel
     question: Question = ASKED
     pooling: Pooling = Pooling()
+    recommended: SamplingParams = SamplingParams()  # unless a request says otherwise
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -454,9 +457,9 @@ class LlamaForCausalLM(nn.Module, GenerationMixin):
         found = class_of(checkpoint)
         if not issubclass(found, cls):
             raise CheckpointError(f"{checkpoint.path}: its model is a {found.__name__}, not a {cls.__name__}")
-        pooling = read_pooling(checkpoint)
+        pooling, recommended = read_pooling(checkpoint), recommended_sampling(checkpoint)
         model = load_weights(checkpoint, config, report)
-        model.pooling = pooling
+        model.pooling, model.recommended = pooling, recommended
         if model.device.type != "cpu":
             model.lay_out()
         return model

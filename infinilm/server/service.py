@@ -9,15 +9,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import count
-from pathlib import Path
 from reprlib import repr as short
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from infinilm.engine.adapters import LoRARequest
 from infinilm.engine.intake import RequestOptions
-from infinilm.engine.request import EngineDead, RequestError
-from infinilm.folder import Folder
-from infinilm.sampling import SamplingParams
+from infinilm.engine.request import EngineDead
+from infinilm.models.recommended import FIELDS
 from infinilm.server.admission import Admission
 from infinilm.server.bodies import BodyError
 from infinilm.server.reader import Reader, has_reasoning, starts_in_reasoning
@@ -34,8 +32,6 @@ T = TypeVar("T")
 PULSE_SECONDS = 5.0  # that a sign of life of the engine is believed
 PATIENCE_SECONDS = 10.0  # with an engine that gives none
 BYTES_A_TOKEN = 3  # of a body that has not been encoded yet
-# What generation_config.json may say about sampling.
-DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class UnknownModel(BodyError):
@@ -60,7 +56,8 @@ class Preparer:
         self.tokenizer: Tokenizer = llm.tokenizer
         self.family = family_of(self.tokenizer.chat_template)
         self.has_reasoning = has_reasoning(self.tokenizer.chat_template or "")
-        self.defaults = default_sampling(llm.config.model)
+        recommended = llm.engine.model.recommended
+        self.defaults = {name: getattr(recommended, name) for name in FIELDS}
 
     def prepare(self, turn: Turn, request_id: str, served: Served) -> Prepared:
         """In any thread: make a turn's request, so that what is wrong is known before an answer begins."""
@@ -167,17 +164,6 @@ class Service(Preparer):
 
     async def is_alive(self) -> bool:
         return await self._pulse.beats()
-
-
-def default_sampling(model: Any) -> dict[str, Any]:
-    """What applies where a request does not say: the model's generation_config.json, or OpenAI's defaults."""
-    path = Path(str(model))
-    found = Folder(path, RequestError).read_object("generation_config.json") or {} if path.is_dir() else {}
-    chosen = {name: found[name] for name in DEFAULTS if found.get(name) is not None}
-    if found.get("do_sample") is False:
-        chosen = {**chosen, "temperature": 0.0}
-    params = SamplingParams(**chosen)
-    return {name: getattr(params, name) for name in DEFAULTS}
 
 
 class Pulse:
