@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from infinicore import ops
+from infinicore.nn.linear import project_onto
 from infinilm.batch import Batch, Pausing, Stream, finished
 
 # N tokens of the step, R rows of all adapters of a layer
@@ -50,7 +51,7 @@ class AdaptedLinear(torch.nn.Module):
         self.ends = torch.tensor(ranks, device="cpu").cumsum(0)  # on the host, whatever the device
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        y = self.layer(x, residual)
+        y = project_onto(x, self.layer, residual)
         return ops.add_lora(y, x, self.a, self.b, self.ends, self.rows.adapters, out=y)
 
 

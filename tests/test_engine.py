@@ -176,6 +176,28 @@ def test_a_layer_put_in_the_place_of_one_that_was_recorded_counts_after_a_reset(
     assert said(changed) == said(generated(tiny.engine(), prompt(9), max_tokens=12)) != said(plain)
 
 
+def test_hooks_and_layers_of_a_model_that_guesses_count_as_those_of_one_that_answers(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    draft, steps = Tiny.at(tmp_path), []
+    config = {"num_speculative_tokens": 2, "model": "its like"}
+    engine = tiny.engine(draft=draft, speculative_config=config, enable_prefix_caching=False)
+
+    def num_accepted() -> int:
+        before = engine.counts.accepted_tokens
+        generated(engine, prompt(9), max_tokens=12)
+        return engine.counts.accepted_tokens - before
+
+    assert num_accepted() == num_accepted() > 6
+    hook = draft.model.model.layers[0].register_forward_hook(lambda *call: steps.append(call))
+    assert num_accepted() > 6 and steps
+    hook.remove()
+    num_accepted()
+    draft.model.lm_head = torch.nn.Sequential(draft.model.lm_head, torch.nn.Threshold(1e9, 0.0))
+    assert engine.reset_prefix_cache()
+    assert num_accepted() == 0
+
+
 @pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU steps of any prompt are recorded")
 def test_full_steps_of_long_prompts_are_recorded_and_give_the_same_bits(tiny: Tiny) -> None:
     rng, params = random.Random(6), SamplingParams(temperature=0.0, max_tokens=2, logprobs=2)

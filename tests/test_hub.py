@@ -353,15 +353,17 @@ def test_two_processes_may_fetch_at_the_same_time(cache, pip, monkeypatch):
     assert resolve(None).read_bytes() == CONTENT
 
 
-def test_what_a_killed_process_left_is_removed_and_what_another_works_in_is_not(cache, pip):
+def test_what_a_killed_process_left_is_removed_and_what_is_in_use_or_not_ours_is_not(cache, pip):
     pip()
-    cache.mkdir()
+    left, of_somebody = cache / f"{hub.WORKPLACE}left", cache / "fetch-all-data"
+    for folder in (left, of_somebody):
+        folder.mkdir(parents=True)
     with hub._workplace(cache) as in_use:
-        (cache / "fetch-left").mkdir()
-        for folder in (in_use, cache / "fetch-left"):
+        for folder in (left, of_somebody, in_use):
             (folder / "half").touch()
         resolve(None)
-        assert {path.name for path in cache.iterdir()} == {in_use.name, "tiny.gguf"}
+        assert {path.name for path in cache.iterdir()} == {in_use.name, of_somebody.name, "tiny.gguf"}
+        assert all(list(folder.iterdir()) for folder in (of_somebody, in_use))
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])

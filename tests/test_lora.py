@@ -30,7 +30,7 @@ from engines import (
     said,
     write_model,
 )
-from loras import ALL, adapter
+from loras import ALL, adapter, tensors_for, write_adapter
 from parity import nmse
 from parity import prompt as token_ids
 from test_models import MODELS
@@ -257,6 +257,34 @@ def test_steps_without_adapters_are_the_models_own(tiny: Tiny, loras: list[LoRAR
     assert engine.runner._adapted is not None
     adapted = engine.runner._adapted.recordings[1, 1].graph
     assert adapted is not plain and (len(adapted) > len(plain) or DEVICE != "cpu")
+
+
+def hook_a_layer(engine: Engine) -> None:
+    engine.model.model.layers[0].self_attn.o_proj.register_forward_hook(lambda *call: 2 * call[-1])
+
+
+def give_a_module_another_forward(engine: Engine) -> None:
+    mlp = engine.model.model.layers[0].mlp
+    mlp.forward = lambda x: 2 * type(mlp).forward(mlp, x)
+
+
+def replace_a_layer(engine: Engine) -> None:
+    mlp = engine.model.model.layers[0].mlp
+    mlp.down_proj = torch.nn.Sequential(mlp.down_proj, torch.nn.Tanh())
+    assert engine.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("change", [hook_a_layer, give_a_module_another_forward, replace_a_layer])
+def test_what_is_done_to_a_model_is_done_to_steps_with_adapters_alike(change: Any, tmp_path: Path) -> None:
+    """An adapter that adds nothing tells whether all else is the same."""
+    tiny = Tiny.at(tmp_path / "model")
+    weights = {name: torch.zeros_like(weight) for name, weight in tensors_for(tiny.model).items()}
+    nothing = LoRARequest("nothing", 1, write_adapter(tmp_path / "nothing", weights))
+    engine = tiny.engine(enable_prefix_caching=False)
+    before = said(generated(engine, prompt(9), lora=nothing, max_tokens=12))
+    change(engine)
+    plain = said(generated(engine, prompt(9), max_tokens=12))
+    assert said(generated(engine, prompt(9), lora=nothing, max_tokens=12)) == plain != before
 
 
 # ---- what is kept ------------------------------------------------------------------------------------------

@@ -93,6 +93,11 @@ class Engine:
         runner = Runner(draft, caches[0], self.config.max_num_seqs, self.max_length)
         return ModelDrafter(config, self.scheduler, runner)
 
+    @property
+    def _runners(self) -> list[Runner]:
+        """Of the model, and of one that guesses"""
+        return [self.runner, *([self.drafter.runner] if isinstance(self.drafter, ModelDrafter) else [])]
+
     # ---- requests in and out -------------------------------------------------------------------------------
 
     def has_room_for(self, request: Request) -> bool:
@@ -114,7 +119,8 @@ class Engine:
                 f"{self.config.max_queue_tokens}"
             )
         if not self.requests:
-            self.runner.look_for_hooks()  # while others run it would take their time
+            for runner in self._runners:
+                runner.look_for_hooks()  # while others run it would take their time
         self.requests[request.request_id] = request
         for completion in request.completions:
             self.scheduler.add(completion)
@@ -173,7 +179,8 @@ class Engine:
         if self.requests:
             return False
         self.blocks.forget(list(self.blocks.contents))
-        self.runner.begin_anew()
+        for runner in self._runners:
+            runner.begin_anew()
         return True
 
     # ---- a step --------------------------------------------------------------------------------------------
