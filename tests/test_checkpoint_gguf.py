@@ -102,6 +102,7 @@ def test_the_config_is_the_one_hugging_face_would_write(path):
         "rope_theta": 10000.0,
         "rope_scaling": None,
         "sliding_window": None,
+        "layer_types": None,
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": True,

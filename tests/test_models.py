@@ -30,6 +30,12 @@ GEMMA_ROPES = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
 }
+YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 32}
+OLMO_ROPES = {
+    "full_attention": {**YARN, "rope_theta": 5000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+}
+HUNYUAN_ROPE = {"rope_type": "dynamic", "factor": 1.0, "alpha": 50.0, "rope_theta": 100.0}
 GEMMA3 = {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 16}
 QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -46,6 +52,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma3": ("Gemma3", {**GEMMA3, "num_hidden_layers": 7}),
     "gemma3, scaled": ("Gemma3", {**GEMMA3, "rope_parameters": GEMMA_ROPES}),
+    "glm": ("Glm", {"head_dim": 16}),
+    "glm, another part": (
+        "Glm",
+        {"head_dim": 24, "partial_rotary_factor": 0.75, "attention_bias": False, "tie_word_embeddings": True},
+    ),
+    "glm4": ("Glm4", {"head_dim": 16}),
+    "glm4, scaled": ("Glm4", {"head_dim": 16, "rope_parameters": {**YARN, "rope_theta": 5000.0}}),
     "granite": (
         "Granite",
         {
@@ -54,6 +67,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_multiplier": 0.1,
             "logits_scaling": 8.0,
         },
+    ),
+    "hunyuan": ("HunYuanDenseV1", {"head_dim": 16, "rope_parameters": HUNYUAN_ROPE}),
+    "hunyuan, biases": (
+        "HunYuanDenseV1",
+        {"attention_bias": True, "head_dim": 24, "tie_word_embeddings": True},
     ),
     "gptoss": (
         "GptOss",
@@ -77,9 +95,24 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2moe": ("Qwen2Moe", {**QWEN_EXPERTS, "shared_expert_intermediate_size": 48}),
     "olmo2": ("Olmo2", {}),
     "olmo2, biases": ("Olmo2", {"attention_bias": True}),
+    "olmo3": ("Olmo3", {"sliding_window": 9, "num_hidden_layers": 5}),
+    "olmo3, scaled": (
+        "Olmo3",
+        {
+            "sliding_window": 9,
+            "rope_parameters": OLMO_ROPES,
+            "layer_types": ["full_attention", "sliding_attention"],
+        },
+    ),
+    "olmo3, biases": ("Olmo3", {"sliding_window": 9, "attention_bias": True, "tie_word_embeddings": True}),
     "exaone4": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
     "exaone4, windows": ("Exaone4", {"sliding_window": 9, "num_hidden_layers": 5}),
     "exaone4, another pattern": ("Exaone4", {"sliding_window": 9, "sliding_window_pattern": 2}),
+    "seedoss": ("SeedOss", {"head_dim": 16}),
+    "seedoss, other biases": (
+        "SeedOss",
+        {"head_dim": 24, "attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
+    ),
     "smollm3": ("SmolLM3", {"num_hidden_layers": 5}),
     "smollm3, every other layer": ("SmolLM3", {"no_rope_layers": [1, 0], "tie_word_embeddings": False}),
     "smollm3, window": (
@@ -142,15 +175,21 @@ def test_an_exaone_whose_pattern_is_a_word_goes_by_its_layer_types(make: Any) ->
     check_parity(theirs, folder, torch.float32, FLOAT32_BAR)
 
 
+def test_a_hunyuan_whose_config_is_as_its_makers_write_it_has_another_base(make: Any) -> None:
+    kind, options = MODELS["hunyuan"]
+    theirs, folder = make(kind, **options)
+    passed_over = {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
+    rope = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0, **passed_over}
+    change_config(folder, ("rope_parameters",), rope_theta=10000.0, rope_scaling=rope, use_qk_norm=True)
+    check_parity(type(theirs).from_pretrained(folder), folder, torch.float32, FLOAT32_BAR)
+
+
 @pytest.mark.parametrize("name", ["gemma2", "gemma3"])
 def test_a_gemma_whose_config_has_no_scale_has_that_of_transformers(name: str, make: Any) -> None:
     kind, options = MODELS[name]
     theirs, folder = make(kind, **options)
     change_config(folder, remove=("query_pre_attn_scalar",))
     check_parity(type(theirs).from_pretrained(folder), folder, torch.float32, FLOAT32_BAR)
-
-
-YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 32}
 
 
 @pytest.mark.parametrize("changes", [{}, {"rope_scaling": YARN}], ids=["no rope", "no truncate"])
@@ -436,22 +475,37 @@ def test_a_gemma_whose_windows_are_scaled_is_refused(key: str, make: Any) -> Non
 PASSED_OVER: dict[str, tuple[dict[str, Any], str]] = {
     "one rope for all layers": (
         {"rope_parameters": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0}},
-        "rope_parameters of a gemma3 model are of 'full_attention' and .*, but here .*linear",
+        "rope_parameters of a model with two ropes are of 'full_attention' and .*, but here .*linear",
     ),
     "an old name": (
         {"rope_scaling": {"type": "linear", "factor": 8.0}},
-        "rope_scaling of a gemma3 model needs a rope_type, but is .*linear",
+        "rope_scaling of a model with two ropes needs a rope_type, but is .*linear",
     ),
 }
 
 
 @pytest.mark.parametrize("name", PASSED_OVER)
-def test_a_scaling_of_a_gemma_that_transformers_passes_over_is_refused(name: str, make: Any) -> None:
+@pytest.mark.parametrize("model", ["gemma3", "olmo3"])
+def test_a_scaling_of_one_of_two_ropes_that_transformers_passes_over_is_refused(
+    model: str, name: str, make: Any
+) -> None:
     changes, error = PASSED_OVER[name]
-    _, folder = make("Gemma3", **GEMMA3)
+    kind, options = MODELS[model]
+    _, folder = make(kind, **options)
     change_config(folder, ("rope_parameters",), **changes)
     with pytest.raises(CheckpointError, match=error):
         LlamaForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("theta", [500000.0, 10000.0])
+def test_an_olmo3_whose_config_has_one_scaling_has_it_where_there_is_no_window(
+    theta: float, make: Any
+) -> None:
+    """As its makers write it; in transformers the base beside it is that of these layers alone."""
+    kind, options = MODELS["olmo3"]
+    theirs, folder = make(kind, **options)
+    change_config(folder, ("rope_parameters", "layer_types"), rope_theta=theta, rope_scaling=YARN)
+    check_parity(type(theirs).from_pretrained(folder), folder, torch.float32, FLOAT32_BAR)
 
 
 def test_windows_of_a_smollm3_that_are_named_and_switched_off_are_refused(make: Any) -> None:

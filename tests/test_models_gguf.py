@@ -19,6 +19,7 @@ from test_models import LONGROPE, MODELS
 from torch import Tensor
 
 from infinilm.checkpoint import CheckpointError
+from infinilm.config import LAYER_TYPES
 from infinilm.models.llama import LlamaForCausalLM
 
 Weights = dict[str, Tensor]
@@ -86,6 +87,34 @@ def gemma3_scaled(writer: Any, config: Any) -> None:
     writer.add_rope_freq_base_swa(300.0)
 
 
+def layers_with_windows(writer: Any, config: Any) -> None:
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+
+
+def olmo3_scaled(writer: Any, config: Any) -> None:
+    layers_with_windows(writer, config)
+    scaling = config.rope_parameters["full_attention"]
+    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+    yarn(writer, scaling)
+
+
+def part_of_a_head(writer: Any, config: Any) -> None:
+    writer.add_rope_dimension_count(int(config.head_dim * config.rope_parameters["partial_rotary_factor"]))
+
+
+def another_base(writer: Any, config: Any) -> None:
+    rope, head_dim = config.rope_parameters, config.head_dim
+    del writer.kv_data[0][f"{writer.arch}.rope.freq_base"]
+    writer.add_rope_freq_base(rope["rope_theta"] * rope["alpha"] ** (head_dim / (head_dim - 2)))
+    writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+    writer.add_rope_scaling_factor(1.0)
+
+
+def glm4_scaled(writer: Any, config: Any) -> None:
+    part_of_a_head(writer, config)
+    yarn(writer, config.rope_parameters)
+
+
 def multipliers(writer: Any, config: Any) -> None:
     writer.add_embedding_scale(config.embedding_multiplier)
     writer.add_residual_scale(config.residual_multiplier)
@@ -95,7 +124,10 @@ def multipliers(writer: Any, config: Any) -> None:
 
 def gpt_oss(writer: Any, config: Any) -> None:
     experts(writer, config)
-    scaling = config.rope_parameters
+    yarn(writer, config.rope_parameters)
+
+
+def yarn(writer: Any, scaling: Any) -> None:
     writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
     writer.add_rope_scaling_factor(scaling["factor"])
     writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
@@ -125,7 +157,12 @@ KINDS: dict[str, tuple[str, tuple[Callable[[Weights, Any], Weights], ...], Calla
     "gemma2": ("GEMMA2", (plus_one,), caps),
     "gemma3": ("GEMMA3", (plus_one,), nothing),
     "gemma3, scaled": ("GEMMA3", (plus_one,), gemma3_scaled),
+    "glm": ("CHATGLM", (), part_of_a_head),
+    "glm, another part": ("CHATGLM", (), part_of_a_head),
+    "glm4": ("GLM4", (), part_of_a_head),
+    "glm4, scaled": ("GLM4", (), glm4_scaled),
     "granite": ("GRANITE", (paired,), multipliers),
+    "hunyuan": ("HUNYUAN_DENSE", (), another_base),
     "gptoss": ("GPT_OSS", (dealt,), gpt_oss),
     "mixtral": ("LLAMA", (paired, stacked), experts),
     "mixtral, window": ("LLAMA", (paired, stacked), experts),
@@ -134,6 +171,12 @@ KINDS: dict[str, tuple[str, tuple[Callable[[Weights, Any], Weights], ...], Calla
     "qwen2moe": ("QWEN2MOE", (stacked,), experts),
     "olmo2": ("OLMO2", (), nothing),
     "olmo2, biases": ("OLMO2", (), nothing),
+    "olmo3": ("OLMO2", (), layers_with_windows),
+    "olmo3, scaled": ("OLMO2", (), olmo3_scaled),
+    "exaone4": ("EXAONE4", (), nothing),
+    "exaone4, windows": ("EXAONE4", (), layers_with_windows),
+    "exaone4, another pattern": ("EXAONE4", (), layers_with_windows),
+    "seedoss": ("SEED_OSS", (), nothing),
     "smollm3": ("SMOLLM3", (paired,), nothing),
 }
 
@@ -268,6 +311,40 @@ def test_yarn_of_a_phi3_file_is_yarn(edited: Any) -> None:
 
     _, found = edited("phi3", more=yarn)
     assert found.config.rope.scaling["rope_type"] == "yarn"
+
+
+def test_layers_that_an_olmo3_file_names_no_base_for_have_the_one_there_is(edited: Any) -> None:
+    both = {kind: {"rope_type": "default", "rope_theta": 300.0} for kind in LAYER_TYPES}
+    wanted, found = edited("olmo3", rope_parameters=both)
+    assert torch.equal(found(prompt()), wanted(prompt()))
+
+
+@pytest.mark.parametrize("name, wanted", [("olmo2", "Olmo2ForCausalLM"), ("olmo3", "Olmo3ForCausalLM")])
+def test_an_olmo_file_is_of_the_third_one_where_it_names_its_windows(
+    name: str, wanted: str, edited: Any
+) -> None:
+    """Whatever has been imported before"""
+    edited("olmo3")
+    assert type(edited(name)[1]).__name__ == wanted
+
+
+NOT_FLAGS: dict[str, Any] = {
+    "one number": lambda writer, config: writer.add_sliding_window_pattern(4),
+    "numbers": lambda writer, config: writer.add_sliding_window_pattern([4] * 5),
+    "too few": lambda writer, config: writer.add_sliding_window_pattern([True] * 4),
+}
+
+
+@pytest.mark.parametrize("name", NOT_FLAGS)
+def test_windows_that_are_named_by_no_flags_are_refused(name: str, edited: Any) -> None:
+    with pytest.raises(CheckpointError, match="sliding_window_pattern' must have a flag for each layer"):
+        edited("exaone4, windows", ("attention.sliding_window_pattern",), NOT_FLAGS[name])
+
+
+def test_windows_of_a_model_that_has_none_are_refused_by_key(edited: Any) -> None:
+    named = r"'qwen3moe' with experts and attention\.sliding_window_pattern is not supported"
+    with pytest.raises(CheckpointError, match=named):
+        edited("qwen3moe", more=lambda writer, config: writer.add_sliding_window_pattern([True, False]))
 
 
 @pytest.mark.parametrize("name", ["olmoe", "qwen2moe", "qwen3moe"])

@@ -12,14 +12,18 @@ from infinilm.cache import DynamicCache
 from infinilm.models.exaone4 import Exaone4ForCausalLM
 from infinilm.models.gemma2 import Gemma2Config, Gemma2ForCausalLM
 from infinilm.models.gemma3 import Gemma3ForCausalLM
+from infinilm.models.glm import Glm4ForCausalLM, GlmForCausalLM
 from infinilm.models.granite import GraniteForCausalLM
+from infinilm.models.hunyuan import HunYuanDenseV1ForCausalLM
 from infinilm.models.llama import LlamaConfig, LlamaForCausalLM
 from infinilm.models.mistral import MistralForCausalLM
 from infinilm.models.olmo2 import Olmo2ForCausalLM
+from infinilm.models.olmo3 import Olmo3ForCausalLM
 from infinilm.models.olmoe import OlmoeConfig, OlmoeForCausalLM
 from infinilm.models.parallel import split_layers, split_tensors
 from infinilm.models.phi3 import Phi3ForCausalLM
 from infinilm.models.qwen import Qwen3ForCausalLM
+from infinilm.models.seed_oss import SeedOssForCausalLM
 from infinilm.models.smollm3 import SmolLM3ForCausalLM
 
 SIZES = {
@@ -31,10 +35,14 @@ IDS = torch.tensor([[5, 6, 7, 8, 9]])
 OTHERS: dict[str, type[LlamaForCausalLM]] = {
     "exaone4": Exaone4ForCausalLM,
     "gemma3": Gemma3ForCausalLM,
+    "glm": GlmForCausalLM,
+    "glm4": Glm4ForCausalLM,
     "granite": GraniteForCausalLM,
+    "hunyuan": HunYuanDenseV1ForCausalLM,
     "mistral": MistralForCausalLM,
     "phi3": Phi3ForCausalLM,
     "qwen3": Qwen3ForCausalLM,
+    "seed_oss": SeedOssForCausalLM,
     "smollm3": SmolLM3ForCausalLM,
 }
 SPLITS = {"tensors": split_tensors, "layers": split_layers}
@@ -114,8 +122,9 @@ def test_what_cannot_be_shared_is_refused_and_left_whole() -> None:
         split_layers(model, Ranks(4))
     with pytest.raises(ValueError, match="a OlmoeForCausalLM cannot be split: no plan says how layers.0.mlp"):
         split_tensors(OlmoeForCausalLM(OlmoeConfig(**SIZES, num_experts=2, num_experts_per_tok=1)), Ranks(2))
-    with pytest.raises(ValueError, match="a Olmo2ForCausalLM cannot be split: it has norms of all heads"):
-        split_tensors(Olmo2ForCausalLM(LlamaConfig(**SIZES)), Ranks(2))
+    for kind in (Olmo2ForCausalLM, Olmo3ForCausalLM):
+        with pytest.raises(ValueError, match=f"a {kind.__name__} cannot be split: it has norms of all heads"):
+            split_tensors(kind(kind.config_class(**SIZES)), Ranks(2))
     assert set(model.state_dict()) == names and model.config.num_attention_heads == 4
     for split in SPLITS.values():
         part = split(models()["llama"], Ranks(2))

@@ -844,6 +844,16 @@ DIGITS = ["1 2", "12 3", "123 4", "Ġ 1", "Ġ Ġ"]
         ("llama4", "a's", ["a's"]),
         ("tekken", "a's", ["a", "'s"]),
         ("dbrx", "a's", ["a", "'s"]),
+        ("exaone4", "1234", ["1234"]),
+        ("exaone4", "  1", [" ", " 1"]),
+        ("glm4", "1234", ["123", "4"]),
+        ("glm4", ".\n", [".\n"]),
+        ("chatglm-bpe", "1234", ["123", "4"]),
+        ("hunyuan-dense", "1234", ["123", "4"]),
+        ("hunyuan-dense", "a's", ["a", "'s"]),
+        ("hunyuan-dense", "q\u0323", ["q\u0323"]),
+        ("seed-coder", "1234", ["1", "2", "3", "4"]),
+        ("seed-coder", ".\n", [".", "\n"]),
         ("qwen2", "a\u0323", ["ạ"]),
         ("qwen35", "q\u0323", ["q\u0323"]),
         ("qwen35", "1234", ["1", "2", "3", "4"]),
@@ -876,7 +886,7 @@ def test_some_compose_characters_first(pre):
     assert ours.encode("e\u0301") == ours.encode("é")
 
 
-@pytest.mark.parametrize("pre", ["llama-bpe", "smaug-bpe", "tekken"])
+@pytest.mark.parametrize("pre", ["llama-bpe", "smaug-bpe", "tekken", "glm4"])
 def test_some_take_a_whole_word_that_is_a_token_without_its_merges(pre):
     metadata = byte_level_metadata(["a b"], pre=pre)
     metadata["tokenizer.ggml.tokens"] += ["abc"]

@@ -9,8 +9,9 @@ from typing import Any
 
 from infinicore import nn
 from infinilm.config import LIMITS, LlamaConfig
+from infinilm.models.gguf import GGUF
 from infinilm.models.llama import LlamaForCausalLM
-from infinilm.models.olmo2 import Olmo2DecoderLayer
+from infinilm.models.olmo2 import GGUF_NORMS, Olmo2DecoderLayer
 from infinilm.models.qwen import Qwen3Attention
 from infinilm.models.registry import register
 from infinilm.values import check_whole
@@ -53,7 +54,7 @@ class Exaone4DecoderLayer(Olmo2DecoderLayer):
     attention_class = Exaone4Attention  # type: ignore[assignment]  # which is none of OLMo 2
 
 
-@register()
+@register(GGUF("exaone4", modules=GGUF_NORMS, has_windows=True, names_windows=True))
 class Exaone4ForCausalLM(LlamaForCausalLM):
     config_class = Exaone4Config
     layer_class = Exaone4DecoderLayer

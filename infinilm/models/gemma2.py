@@ -55,7 +55,7 @@ class Gemma2Config(LlamaConfig):
         """Files have two names for the activation, of which this one counts. They may leave out a scale."""
         activation = content.get("hidden_activation") or "gelu_pytorch_tanh"
         named = {"hidden_act": activation, "hidden_activation": None}
-        return {"query_pre_attn_scalar": 256, **content, **named}
+        return {"query_pre_attn_scalar": 256, **super().adapted(content), **named}
 
     def _fill_in(self) -> None:
         super()._fill_in()

@@ -14,6 +14,7 @@ import numpy as np
 from infinicore.quantization import QuantizedTensor
 from infinilm.checkpoint import Checkpoint
 from infinilm.checkpoint.gguf_fields import Fields, as_written
+from infinilm.config import LAYER_TYPES
 from infinilm.rope import yarn_attention_factor
 
 MODEL_MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -83,6 +84,8 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "use_parallel_residual": (False,),
 }
 
+WINDOW_LAYERS = "attention.sliding_window_pattern"
+
 
 @dataclass(frozen=True)
 class GGUF:
@@ -94,9 +97,15 @@ class GGUF:
     constants: Mapping[str, Any] = field(default_factory=dict)  # of config.json, where files are silent
     has_paired_rows: bool = False  # the two rows of q or k that are rotated together lie side by side
     has_windows: bool = False
+    names_windows: bool = False  # files may say which layers have one
     usual_window: int = 0  # where files are silent
     has_experts: bool = False
     other_parts: tuple[str, ...] = ()  # what keys begin with that say nothing of the text
+
+    @property
+    def kind(self) -> tuple[str, bool, bool]:
+        """What tells its files from those of others: `gguf_kind` in registry.py finds it there"""
+        return self.architecture, self.has_experts, self.names_windows
 
     def name_of(self, name: str) -> str | None:
         """The model's name of a tensor"""
@@ -143,6 +152,7 @@ class ModelFields(Fields):
         for key, value in self.metadata.items():
             prefix, _, name = key.partition(".")
             is_known = name in KNOWN_KEYS or name in self.kind.keys or name.startswith(self.kind.other_parts)
+            is_known |= name == WINDOW_LAYERS and self.kind.names_windows
             if prefix != self.kind.architecture or is_known:
                 continue
             if not isinstance(value, bool | int | float) or value not in HARMLESS.get(name, ()):
@@ -185,6 +195,7 @@ def read_gguf_config(checkpoint: Checkpoint, kind: GGUF) -> dict[str, Any]:
         "rope_theta": fields.number(key("rope.freq_base"), 10000.0),
         "rope_scaling": _rope_scaling(fields, checkpoint),
         "sliding_window": _sliding_window(fields),
+        "layer_types": _layer_types(fields),
         "attention_bias": "model.layers.0.self_attn.q_proj.bias" in names,
         "mlp_bias": "model.layers.0.mlp.down_proj.bias" in names,
         "tie_word_embeddings": "lm_head.weight" not in names,
@@ -239,6 +250,16 @@ def _sliding_window(fields: ModelFields) -> int | None:
     if window < fields.integer(fields.key("context_length")):
         raise fields.error(f"metadata key {key!r} is not supported; its value is {window}")
     return None
+
+
+def _layer_types(fields: ModelFields) -> list[str] | None:
+    key, count = fields.key(WINDOW_LAYERS), fields.integer(fields.key("block_count"))
+    flags = fields.metadata.get(key)
+    if flags is None:
+        return None
+    if not isinstance(flags, np.ndarray) or flags.dtype != bool or len(flags) != count:
+        raise fields.error(f"metadata key {key!r} must have a flag for each layer, but is {short(flags)}")
+    return [LAYER_TYPES[flag] for flag in flags.tolist()]
 
 
 def _token_id(fields: ModelFields, role: str, vocab_size: int) -> int | None:

@@ -53,15 +53,13 @@ class Olmo2DecoderLayer(LlamaDecoderLayer):
         return ops.add(x, self.post_feedforward_layernorm(self.mlp(x)))
 
 
-@register(
-    GGUF(
-        "olmo2",
-        modules={
-            "post_attention_norm": "post_attention_layernorm",
-            "post_ffw_norm": "post_feedforward_layernorm",
-        },
-    )
-)
+GGUF_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
+
+@register(GGUF("olmo2", modules=GGUF_NORMS))
 class Olmo2ForCausalLM(LlamaForCausalLM):
     config_class = Olmo2Config
     layer_class = Olmo2DecoderLayer

@@ -12,7 +12,7 @@ from infinilm.checkpoint import Checkpoint, CheckpointError
 from infinilm.checkpoint.gguf_fields import Fields
 from infinilm.config import LlamaConfig
 from infinilm.folder import Folder
-from infinilm.models.gguf import GGUF, read_gguf_config
+from infinilm.models.gguf import GGUF, WINDOW_LAYERS, read_gguf_config
 
 if TYPE_CHECKING:
     from infinilm.models.llama import LlamaForCausalLM
@@ -23,18 +23,24 @@ FILES = (
     "exaone4",
     "gemma2",
     "gemma3",
+    "glm",
     "gpt_oss",
     "granite",
+    "hunyuan",
     "mistral",
     "mixtral",
     "olmo2",
+    "olmo3",
     "olmoe",
     "phi3",
     "qwen",
     "qwen2_moe",
     "qwen3_moe",
+    "seed_oss",
     "smollm3",
 )
+
+PARTS = ("experts", WINDOW_LAYERS)  # of GGUF files, by which models of one architecture differ
 
 Class = TypeVar("Class", bound="type[LlamaForCausalLM]")
 
@@ -80,23 +86,27 @@ def folder_entry(checkpoint: Checkpoint) -> Entry | None:
 
 
 def gguf_entry(checkpoint: Checkpoint) -> Entry | None:
-    wanted = gguf_kind(checkpoint)
-    known = ((entry, entry.gguf) for entry in by_rank() if entry.gguf is not None)
-    return next((entry for entry, gguf in known if (gguf.architecture, gguf.has_experts) == wanted), None)
+    """A model whose files may name windows also has those that name none, unless another has them."""
+    kind = gguf_kind(checkpoint)
+    known = {entry.gguf.kind: entry for entry in reversed(by_rank()) if entry.gguf is not None}
+    return known.get(kind) or known.get((*kind[:2], True))
 
 
-def gguf_kind(checkpoint: Checkpoint) -> tuple[str, bool]:
-    """The architecture, and whether it has experts"""
-    architecture = Fields(checkpoint.metadata, checkpoint.path).value("general.architecture", str)
-    count = checkpoint.metadata.get(f"{architecture}.expert_count")
-    return architecture, isinstance(count, int) and count > 0
+def gguf_kind(checkpoint: Checkpoint) -> tuple[str, bool, bool]:
+    """The architecture, whether it has experts, and whether it is said which layers have a window"""
+    metadata = checkpoint.metadata
+    architecture = Fields(metadata, checkpoint.path).value("general.architecture", str)
+    count = metadata.get(f"{architecture}.expert_count")
+    has_experts = isinstance(count, int) and count > 0
+    return architecture, has_experts, f"{architecture}.{WINDOW_LAYERS}" in metadata
 
 
 def unknown(checkpoint: Checkpoint) -> CheckpointError:
     if checkpoint.is_gguf:
-        architecture, has_experts = gguf_kind(checkpoint)
+        architecture, *has = gguf_kind(checkpoint)
         known = ", ".join(sorted({entry.gguf.architecture for entry in ENTRIES if entry.gguf}))
-        found = f"architecture {short(architecture)}{' with experts' if has_experts else ''}"
+        parts = " and ".join(part for part, is_there in zip(PARTS, has, strict=True) if is_there)
+        found = f"architecture {short(architecture)}{' with ' if parts else ''}{parts}"
         return CheckpointError(f"{checkpoint.path}: {found} is not supported; known are {known}")
     types = sorted({name for entry in ENTRIES for name in entry.model_class.config_class.model_types})
     found = f"model_type {short(checkpoint.config.get('model_type'))}"

@@ -32,6 +32,8 @@ _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _REST = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
 _LLAMA3 = rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
 _QWEN2 = rf"{_WORDS}|\p{{N}}|{_REST}"
+# Seed keeps line breaks apart from the signs before them.
+_SEED = rf"{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+|{_SPACES}"
 # Qwen 3.5 keeps marks with the letters before them.
 _QWEN35 = (
     rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
@@ -62,8 +64,16 @@ _CASED = (
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST, r"\p{N}")
 _DEEPSEEK = (r"[\r\n]", rf"\s?[{_CASED}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", _EAST, r"\p{N}+")
 
+# Hunyuan, as DeepSeek's later models, takes digits out, then words of the East; a sign may begin a word.
+_HUNYUAN = (
+    r"\p{N}{1,3}",
+    r"[一-龥぀-ゟ゠-ヿ]+",
+    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|" + _SPACES,
+)
+
 _LLAMA3_SPLIT = TextSplit([_isolate(_LLAMA3), _TO_BYTES], ignore_merges=True, adds_bos=True)
 _QWEN2_SPLIT = TextSplit([_isolate(_QWEN2), _TO_BYTES], normalizer=normalizers.NFC())
+_CL100K_SPLIT = TextSplit([_isolate(_LLAMA3), _TO_BYTES])
 _GPT4O_SPLIT = TextSplit([_isolate(_GPT4O), _TO_BYTES])
 _STARCODER_SPLIT = TextSplit([_DIGITS, _GPT2_WORDS])
 _NEOX_SPLIT = TextSplit([_GPT2_WORDS], normalizer=normalizers.NFC())
@@ -83,13 +93,18 @@ TEXT_SPLITS = {
     "llama3": _LLAMA3_SPLIT,
     "llama-v3": _LLAMA3_SPLIT,
     "smaug-bpe": replace(_LLAMA3_SPLIT, adds_bos=False),  # SmolLM3
-    "dbrx": TextSplit([_isolate(_LLAMA3), _TO_BYTES]),  # OLMo 2, Phi-4
+    "dbrx": _CL100K_SPLIT,  # OLMo 2, Phi-4
+    "chatglm-bpe": _CL100K_SPLIT,
+    "glm4": replace(_CL100K_SPLIT, ignore_merges=True),
     "qwen2": _QWEN2_SPLIT,  # and Qwen 3, mixtures too
     "qwen35": TextSplit([_isolate(_QWEN35), _TO_BYTES], normalizer=normalizers.NFC()),
     "deepseek-llm": TextSplit([*map(_isolate, _DEEPSEEK), _TO_BYTES]),
     "deepseek-coder": TextSplit([*map(_isolate, _DEEPSEEK_CODER), _TO_BYTES]),
     "deepseek-r1-qwen": replace(_QWEN2_SPLIT, normalizer=None),
+    "exaone4": TextSplit([_GPT2_WORDS]),
+    "hunyuan-dense": TextSplit([*map(_isolate, _HUNYUAN), _TO_BYTES]),
     "tekken": TextSplit([_isolate(_TEKKEN), _TO_BYTES], ignore_merges=True, adds_bos=True),
+    "seed-coder": TextSplit([_isolate(_SEED), _TO_BYTES]),  # Seed-OSS
     "gpt-4o": _GPT4O_SPLIT,  # Phi-4-mini, GPT-OSS
     "llama4": _GPT4O_SPLIT,
 }
