@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:  # with torch, which not every test needs
     import torch
     from engines import Tiny
     from servers import Running
-    from warm import RunPython
+    from warm import RunPython, StartPython
 
     from infinilm import LLM
     from infinilm.tokenizer import Tokenizer
@@ -32,6 +33,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     for name in ("INFINICORE_NUM_THREADS", "OMP_NUM_THREADS"):
         os.environ.setdefault(name, "1")
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Programs that tests start buffer what they write, as those of users do.
+os.environ.pop("PYTHONUNBUFFERED", None)
 
 # What CMakeLists.txt compiles, from the plainest to the fastest; a CPU may lack the last ones.
 LEVELS = {
@@ -134,12 +138,20 @@ def leave_threads() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def run_python() -> Iterator[RunPython]:
+def start_python() -> Iterator[StartPython]:
     """A program of its own, which may fork and bound itself: one that has run parallel torch code may not."""
     from warm import warm_python
 
-    with warm_python() as run:
-        yield run
+    with warm_python() as start:
+        yield start
+
+
+@pytest.fixture(scope="session")
+def run_python(start_python: StartPython) -> RunPython:
+    """The same, to its end"""
+    from warm import run_to_the_end
+
+    return partial(run_to_the_end, start_python)
 
 
 @pytest.fixture

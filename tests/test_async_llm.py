@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -656,9 +655,10 @@ sys.exit(3)
 """
 
 
-def test_a_script_that_ends_while_the_engine_works_ends_as_it_says(folder: Path) -> None:
-    command = [sys.executable, "-c", LEFT_AT_WORK, str(folder)]
-    child = subprocess.run(command, capture_output=True, text=True, timeout=4 * PATIENCE)
+def test_a_script_that_ends_while_the_engine_works_ends_as_it_says(
+    folder: Path, run_python: RunPython
+) -> None:
+    child = run_python(LEFT_AT_WORK, str(folder))
     assert child.returncode == 3, child.stderr
 
 

@@ -6,8 +6,6 @@ import json
 import os
 import resource
 import signal
-import subprocess
-import sys
 import time
 from codecs import BOM_UTF8
 from collections.abc import Iterator
@@ -20,6 +18,7 @@ import tokenizers
 from engines import write_model
 from gguf_files import LETTERS, VOCAB_SIZE, llama_weights, write_folder
 from tokenizers import decoders, models
+from warm import COMMAND, StartPython
 
 from infinilm import LLM, SamplingParams
 from infinilm.batch_files import MAX_LINE, Answers, BatchRun, Counts, Line, Lines
@@ -479,7 +478,7 @@ def test_lines_are_read_as_they_are_needed(files: Files, folder: Path) -> None:
 
 
 def test_a_killed_run_goes_on_where_it_was(
-    files: Files, folder: Path, capsys: pytest.CaptureFixture[str]
+    files: Files, folder: Path, capsys: pytest.CaptureFixture[str], start_python: StartPython
 ) -> None:
     lines = [chat(f"id {i % 7}", max_tokens=5 + i % 90, ignore_eos=True) for i in range(100)]
     files.write(*lines)
@@ -492,7 +491,7 @@ def test_a_killed_run_goes_on_where_it_was(
         "--kv-cache-memory",
         CACHE,
     ]
-    with subprocess.Popen([sys.executable, "-m", "infinilm", *command], stderr=subprocess.DEVNULL) as process:
+    with start_python(COMMAND, *command) as process:
         while process.poll() is None and (not files.output.exists() or files.output.stat().st_size == 0):
             time.sleep(0.001)
         os.kill(process.pid, signal.SIGKILL)

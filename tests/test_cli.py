@@ -22,7 +22,7 @@ import pytest
 import torch
 from engines import HIDDEN, write_model
 from safetensors.torch import load_file, save_file
-from warm import RunPython
+from warm import COMMAND, RunPython, StartPython, start_afresh
 
 from infinilm.cli import main, parser
 
@@ -348,8 +348,8 @@ def test_a_wrong_argument_is_told_with_what_is_wanted(
     assert capsys.readouterr().err.endswith(f"{expected}\n")
 
 
-def test_nonsense_in_the_environment_is_one_line() -> None:
-    result = infinilm("info", INFINICORE_NUM_THREADS="many")
+def test_nonsense_in_the_environment_is_one_line(run_python: RunPython) -> None:
+    result = run_python(COMMAND, "info", INFINICORE_NUM_THREADS="many")
     assert result.returncode == 1
     assert result.stderr.startswith("infinilm: error: INFINICORE_NUM_THREADS must be a whole number")
 
@@ -473,19 +473,10 @@ class Terminal:
         "from infinilm.cli import main; sys.exit(main())"
     )
 
-    def __init__(self, kind: str, *arguments: str, home: Path | None = None) -> None:
+    def __init__(self, start: StartPython, kind: str, *arguments: str, **environment: str) -> None:
         self.screen, end = pty.openpty()
-        environment = {**os.environ, "TERM": kind, "INPUTRC": os.devnull}
-        if home is not None:
-            environment["HOME"] = str(home)
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", self.CODE, "chat", *arguments],
-            stdin=end,
-            stdout=end,
-            stderr=end,
-            env=environment,
-            start_new_session=True,
-        )
+        environment |= {"TERM": kind, "INPUTRC": os.devnull}
+        self.process = start(self.CODE, "chat", *arguments, files=(end, end, end), **environment)
         os.close(end)
         self.shown = b""
 
@@ -493,8 +484,8 @@ class Terminal:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait()
+        with self.process:
+            self.process.kill()
         os.close(self.screen)
 
     def read_to(self, text: str) -> str:
@@ -524,9 +515,10 @@ class Terminal:
 
 @pytest.mark.parametrize("kind, paste", [("xterm", "\x1b[200~{}\x1b[201~"), ("dumb", "{}")])
 def test_pasted_lines_are_one_message_and_control_d_leaves(
-    kind: str, paste: str, tiny_folder: Path, tmp_path: Path
+    kind: str, paste: str, tiny_folder: Path, tmp_path: Path, start_python: StartPython
 ) -> None:
-    with Terminal(kind, "--model", str(tiny_folder), "--max-tokens", "3", home=tmp_path) as terminal:
+    options = "--model", str(tiny_folder), "--max-tokens", "3"
+    with Terminal(start_python, kind, *options, HOME=str(tmp_path)) as terminal:
         terminal.read_to("> ")
         terminal.type(paste.format("One,\rtwo,\r/three") + "\r")
         terminal.read_to("/three")
@@ -542,8 +534,8 @@ def test_pasted_lines_are_one_message_and_control_d_leaves(
         assert terminal.leave("\x04") == 0
 
 
-def test_a_dumb_terminal_is_sent_no_codes(tiny_folder: Path) -> None:
-    with Terminal("dumb", "--model", str(tiny_folder), "--max-tokens", "3") as terminal:
+def test_a_dumb_terminal_is_sent_no_codes(tiny_folder: Path, start_python: StartPython) -> None:
+    with Terminal(start_python, "dumb", "--model", str(tiny_folder), "--max-tokens", "3") as terminal:
         assert "\x1b" not in terminal.read_to("> ") + terminal.shown.decode()
         terminal.type("Hello\r")
         assert "\x1b" not in terminal.read_to("> ")
@@ -566,7 +558,7 @@ def test_control_c_while_arguments_are_parsed_is_no_traceback(monkeypatch: pytes
 
 
 def test_control_c_stops_an_answer_and_at_the_prompt_the_chat(default_model_path: Path) -> None:
-    with Terminal("dumb", "--max-tokens", "4000") as terminal:
+    with Terminal(start_afresh, "dumb", "--max-tokens", "4000") as terminal:
         terminal.read_to("> ")
         terminal.type("List one hundred animals.\r")
         terminal.read_to("animals.")

@@ -8,8 +8,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +24,7 @@ from engines import write_model
 from patience import PATIENCE, is_gone, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 from servers import ENDLESS, GREEDY, NAME, Running, read_until, running
+from warm import COMMAND, StartPython, start_afresh
 
 from infinilm import AsyncLLM, cli
 from infinilm.engine.stats import Histogram
@@ -517,10 +516,13 @@ def test_prefixes_of_another_model_are_a_warning(
 class Child:
     """`infinilm serve` in a process of its own"""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
-        command = [sys.executable, "-m", "infinilm", "serve", str(folder), "--port", "0", "--threads", "1"]
-        memory = ["--kv-cache-memory", "32MB", *arguments]
-        self.process = subprocess.Popen([*command, *memory], stderr=subprocess.PIPE, text=True)
+    def __init__(self, start: StartPython, folder: Path, *arguments: str) -> None:
+        options = ["--port", "0", "--threads", "1", "--kv-cache-memory", "32MB"]
+        reader, writer = os.pipe()
+        command = [COMMAND, "serve", str(folder), *options, *arguments]
+        self.process = start(*command, files=(None, None, writer))
+        os.close(writer)
+        self.stderr = os.fdopen(reader)
         self.lines: list[str] = []
         self.reader = threading.Thread(target=self.read)
         self.reader.start()
@@ -529,8 +531,7 @@ class Child:
         self.http = httpx.Client(base_url=url, timeout=PATIENCE)
 
     def read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
+        for line in self.stderr:
             self.lines.append(line.rstrip())
 
     def children(self) -> list[psutil.Process]:
@@ -538,16 +539,15 @@ class Child:
 
     def close(self) -> None:
         self.http.close()
-        self.process.kill()
-        self.process.wait()
+        with self.process:
+            self.process.kill()
         self.reader.join()
-        assert self.process.stderr is not None
-        self.process.stderr.close()
+        self.stderr.close()
 
 
 @contextmanager
-def child(folder: Path, *arguments: str) -> Iterator[Child]:
-    made = Child(folder, *arguments)
+def child(start: StartPython, folder: Path, *arguments: str) -> Iterator[Child]:
+    made = Child(start, folder, *arguments)
     try:
         yield made
     finally:
@@ -555,17 +555,17 @@ def child(folder: Path, *arguments: str) -> Iterator[Child]:
 
 
 @pytest.fixture(scope="module")
-def lone(folder: Path) -> Iterator[Child]:
+def lone(folder: Path, start_python: StartPython) -> Iterator[Child]:
     """For tests of which the last kills it"""
-    with child(folder) as made:
+    with child(start_python, folder) as made:
         yield made
 
 
 def test_sigterm_ends_a_process_well_and_the_next_one_knows_its_prefixes_bit_for_bit(
-    folder: Path, tmp_path: Path
+    folder: Path, tmp_path: Path, start_python: StartPython
 ) -> None:
     path = tmp_path / "prefixes"
-    with child(folder, "--prefix-cache-file", str(path)) as first:
+    with child(start_python, folder, "--prefix-cache-file", str(path)) as first:
         computed = logprobs(first.http)
         first.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}]})
         children = first.children()
@@ -581,7 +581,7 @@ def test_sigterm_ends_a_process_well_and_the_next_one_knows_its_prefixes_bit_for
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_however_often_it_is_told_to_end_its_status_is_0(number: signal.Signals, folder: Path) -> None:
-    with child(folder) as server:
+    with child(start_afresh, folder) as server:
         while server.process.poll() is None:  # up to the last moment of Python itself
             server.process.send_signal(number)
             time.sleep(0.01)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from functools import cache
 from typing import Any
 
@@ -13,6 +11,7 @@ import pytest
 import torch
 from conftest import LEVELS
 from torch import Tensor
+from warm import RunPython
 
 import infinicore
 from infinicore import _native, ops
@@ -390,13 +389,12 @@ def test_a_core_with_an_op_that_has_no_reference_says_what_to_do() -> None:
         native.op_of("newer")
 
 
-def test_triton_and_its_kernels_are_not_imported_until_a_gpu_tensor_comes() -> None:
+def test_triton_and_its_kernels_are_not_imported_until_a_gpu_tensor_comes(run_python: RunPython) -> None:
     code = (
         "import sys, torch, infinicore; infinicore.ops.silu(torch.ones(3).double());"
         "print([name for name in sys.modules if name.startswith('infinicore.ops.triton.')])"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout == "[]\n"
+    assert run_python(code).stdout == "[]\n"
 
 
 def test_greedy_rows_on_another_device_are_known_without_waiting_for_it() -> None:

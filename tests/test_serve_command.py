@@ -22,6 +22,7 @@ import httpx
 import pytest
 from engines import write_model
 from patience import PATIENCE, wait_until
+from warm import COMMAND, StartPython
 
 from infinilm.cli import main, parser
 from infinilm.cli.serve import api_keys, load_async
@@ -100,19 +101,19 @@ def unread_pipe() -> Iterator[IO[bytes]]:
 
 @pytest.mark.parametrize("open_log", [partial(open, "/dev/full", "wb"), unread_pipe], ids=["disk", "pipe"])
 def test_a_log_that_takes_no_more_ends_nobodys_answer(
-    open_log: Callable[[], AbstractContextManager[IO[bytes]]], folder: Path, tmp_path: Path
+    open_log: Callable[[], AbstractContextManager[IO[bytes]]],
+    folder: Path,
+    tmp_path: Path,
+    start_python: StartPython,
 ) -> None:
     path = str(tmp_path / "socket")
-    command = [sys.executable, "-m", "infinilm", "serve", str(folder), "--uds", path]
-    with open_log() as log, subprocess.Popen(command, stderr=log) as process:
-        try:
-            wait_until(lambda: os.path.exists(path) or process.poll() is not None)
-            with httpx.Client(transport=httpx.HTTPTransport(uds=path), base_url="http://here") as http:
-                wait_until(lambda: http.get("/health").status_code == 200)
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(PATIENCE) == 0
-        finally:
-            process.kill()
+    command = COMMAND, "serve", str(folder), "--uds", path
+    with open_log() as log, start_python(*command, files=(None, None, log.fileno())) as process:
+        wait_until(lambda: os.path.exists(path) or process.poll() is not None)
+        with httpx.Client(transport=httpx.HTTPTransport(uds=path), base_url="http://here") as http:
+            wait_until(lambda: http.get("/health").status_code == 200)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE) == 0
 
 
 def test_a_log_that_is_read_again_says_that_lines_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:

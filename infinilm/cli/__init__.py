@@ -26,7 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("huggingface_hub").propagate = False  # it tells of them itself
     with warnings.catch_warnings():
         warnings.showwarning = tell_warning
-        return carry_out(arguments)
+        try:
+            return carry_out(arguments)
+        finally:
+            close_broken_streams()
 
 
 def carry_out(arguments: Sequence[str] | None) -> int:
@@ -43,7 +46,6 @@ def carry_out(arguments: Sequence[str] | None) -> int:
             print(file=sys.stderr)  # the shell goes on below what was printed or asked
         return 130
     except BrokenPipeError:
-        sys.stderr.close()
         return 141
     except (ValueError, OSError, IndexError, TypeError, MemoryError, ImportError, ArithmeticError) as error:
         return failed(one_line(error))
@@ -64,6 +66,16 @@ def tell_warning(message: Warning | str, *_: object, **__: object) -> None:
 def failed(reason: str) -> int:
     print(f"infinilm: error: {reason}", file=sys.stderr)
     return 1
+
+
+def close_broken_streams() -> None:
+    """What could not be written, Python would try again as it ends, which would become its status."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # or it is closed
+            with suppress(OSError):
+                stream.close()
 
 
 def prepare_streams() -> None:
