@@ -122,7 +122,8 @@ CONTENDERS = {
 def running(name: str, path: Path, num_threads: int) -> Iterator[Target]:
     """A server that answers; RuntimeError with its last words if it does not."""
     contender, port = CONTENDERS[name], free_port()
-    environment = os.environ | {"OMP_NUM_THREADS": str(num_threads)}
+    # Unbuffered, or its last words would not be the last in the log.
+    environment = os.environ | {"OMP_NUM_THREADS": str(num_threads), "PYTHONUNBUFFERED": "1"}
     with tempfile.TemporaryFile("w+") as log:
         command = [str(contender.python), *contender.command(str(path), port, num_threads)]
         process = subprocess.Popen(
