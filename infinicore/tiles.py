@@ -74,7 +74,7 @@ class TiledTensor(RowTensor):
     """A quantised matrix in tiles, uint8 [T, bytes of a tile], the last of them filled up with zeros.
 
     A group of 32 values of all 32 rows is 512 bytes of nibbles, 16 for each of 32 threads 4 g + t: 4 words,
-    for rows g, g + 8, g + 16 and g + 24. Value v of a word is value 16 (v / 4) + 4 t + v % 4 of the group, at
+    for rows g, g + 8, g + 16 and g + 24. Value v of a word is value 8 (v / 2) + 2 t + v % 2 of the group, at
     nibble v / 2 if v is even, else at v / 2 + 4. Of Q8_0 a group is 512 bytes for its first 16 values and 512
     for its last; value v of a word is at byte v / 2 if v is even, else at v / 2 + 2. The high 2 bits of Q6_K
     lie as its nibbles do, two rows to a word.
@@ -187,25 +187,25 @@ def rows_of_tiles(laid: Tensor, kind: Part) -> Tensor:
     return _nibbles_of(groups) if kind is NIBBLES else _bytes_of(groups)
 
 
-# A value's place: row 8 j + g of its tile, value 16 s + 4 t + 2 p + o of its group; that of its bits: thread
+# A value's place: row 8 j + g of its tile, value 16 s + 8 p + 2 t + o of its group; that of its bits: thread
 # 4 g + t, word j, byte 2 o + s, and there p. That of a byte: half s, thread 4 g + t, word j, byte 2 o + p.
 
 
 def _byte_words(codes: Tensor) -> Tensor:
     """[32 T, 32 G, 1] -> bytes of words [T, G, 1024]"""
-    laid = codes.view(-1, 4, 8, codes.shape[1] // 32, 2, 4, 2, 2).permute(0, 3, 4, 2, 5, 1, 7, 6)
+    laid = codes.view(-1, 4, 8, codes.shape[1] // 32, 2, 2, 4, 2).permute(0, 3, 4, 2, 6, 1, 7, 5)
     return laid.flatten(2)  # [T, G, s, g, t, j, o, p]
 
 
 def _bytes_of(words: Tensor) -> Tensor:
     """The inverse of _byte_words"""
     laid = words.reshape(*words.shape[:2], 2, 8, 4, 4, 2, 2)
-    return laid.permute(0, 5, 3, 1, 2, 4, 7, 6).reshape(len(words) * TILE_ROWS, -1, 1)
+    return laid.permute(0, 5, 3, 1, 2, 7, 4, 6).reshape(len(words) * TILE_ROWS, -1, 1)
 
 
 def _nibble_words(codes: Tensor) -> Tensor:
     """[32 T, 32 G, 1] -> bytes of words [T, G, 512]"""
-    laid = codes.view(-1, 4, 8, codes.shape[1] // 32, 2, 4, 2, 2).permute(0, 3, 2, 5, 1, 7, 4, 6)
+    laid = codes.view(-1, 4, 8, codes.shape[1] // 32, 2, 2, 4, 2).permute(0, 3, 2, 6, 1, 7, 4, 5)
     return (laid[..., 0] | laid[..., 1] << 4).flatten(2)  # [T, G, g, t, j, o, s]
 
 
@@ -213,12 +213,12 @@ def _nibbles_of(words: Tensor) -> Tensor:
     """The inverse of _nibble_words"""
     laid = words.reshape(*words.shape[:2], 8, 4, 4, 2, 2)
     codes = torch.stack([laid & 15, laid >> 4], -1)  # [T, G, g, t, j, o, s, p]
-    return codes.permute(0, 4, 2, 1, 6, 3, 7, 5).reshape(len(words) * TILE_ROWS, -1, 1)
+    return codes.permute(0, 4, 2, 1, 6, 7, 3, 5).reshape(len(words) * TILE_ROWS, -1, 1)
 
 
 def _high_words(codes: Tensor) -> Tensor:
     """[32 T, 32 G, 1] of 2 bits -> bytes [T, G, 256] of words j / 2: byte 2 o + j % 2, bits 4 s + 2 p"""
-    laid = codes.view(-1, 2, 2, 8, codes.shape[1] // 32, 2, 4, 2, 2).permute(0, 4, 3, 6, 1, 8, 2, 5, 7)
+    laid = codes.view(-1, 2, 2, 8, codes.shape[1] // 32, 2, 2, 4, 2).permute(0, 4, 3, 7, 1, 8, 2, 5, 6)
     # Each [T, G, g, t, j / 2, o, j % 2]
     shifted = [laid[..., s, p] << (4 * s + 2 * p) for s in (0, 1) for p in (0, 1)]
     return torch.stack(shifted).sum(0, dtype=torch.uint8).flatten(2)
@@ -229,7 +229,7 @@ def _high_bits_of(words: Tensor) -> Tensor:
     laid = words.reshape(*words.shape[:2], 8, 4, 2, 2, 2)
     fields = [laid >> (4 * s + 2 * p) & 3 for s in (0, 1) for p in (0, 1)]
     codes = torch.stack(fields, -1).reshape(*laid.shape, 2, 2)  # [T, G, g, t, j / 2, o, j % 2, s, p]
-    return codes.permute(0, 4, 6, 2, 1, 7, 3, 8, 5).reshape(len(words) * TILE_ROWS, -1, 1)
+    return codes.permute(0, 4, 6, 2, 1, 7, 8, 3, 5).reshape(len(words) * TILE_ROWS, -1, 1)
 
 
 # From blocks, uint8 [N, bytes per block], to the parts of each

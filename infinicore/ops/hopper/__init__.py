@@ -84,9 +84,9 @@ def bind_context(device: torch.device) -> None:
         checked(driver.cuCtxSetCurrent(context))
 
 
-def source(name: str) -> str:
-    """A family's, behind what all have in common"""
-    return "".join((Path(__file__).parent / part).read_text("utf-8") for part in ("hopper.cuh", name))
+def source(*names: str) -> str:
+    """A family's, behind what it has in common with others"""
+    return "".join((Path(__file__).parent / name).read_text("utf-8") for name in ("hopper.cuh", *names))
 
 
 @cache
@@ -144,21 +144,25 @@ def most_clusters(kernel: Any, size: int, num_threads: int, shared_bytes: int) -
 
 
 @lru_cache(maxsize=4096)
-def tensor_map(address: int, num_rows: int, num_columns: int, stride: int, rows: int, columns: int) -> Any:
-    """How `rows` and `columns` of a matrix of 16 bits go to shared memory, whose rows of 128 bytes are
-    swizzled; what is beyond the matrix is zero"""
+def tensor_map(
+    address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], num_bytes: int = 2
+) -> Any:
+    """How a box of values of 2 bytes, or of 8, goes to shared memory, where those of 2 make rows of 128 bytes
+    that are swizzled; what is beyond the sizes is zero. Dimensions begin with the last, whose stride is 1."""
+    kinds, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
+    is_half = num_bytes == 2
     long, word = driver.cuuint64_t, driver.cuuint32_t
     return checked(
         driver.cuTensorMapEncodeTiled(
-            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT16,
-            2,
+            kinds.CU_TENSOR_MAP_DATA_TYPE_UINT16 if is_half else kinds.CU_TENSOR_MAP_DATA_TYPE_UINT64,
+            len(sizes),
             address,
-            [long(num_columns), long(num_rows)],
-            [long(2 * stride)],
-            [word(columns), word(rows)],
-            [word(1), word(1)],
+            [long(size) for size in sizes],
+            [long(num_bytes * stride) for stride in strides],
+            [word(size) for size in box],
+            [word(1) for _ in box],
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            swizzles.CU_TENSOR_MAP_SWIZZLE_128B if is_half else swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_NONE,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )

@@ -16,8 +16,6 @@
 // Given when this is compiled: TYPE (ggml's number), TEAMS, WARPS of each, STAGES (steps that there is room for),
 // AHEAD (those that may be on their way at once), NORMS, GATES, ROTATES, HAS_BIAS, ADDS (a residual).
 
-enum { Q4_0 = 2, Q4_1 = 3, Q8_0 = 8, Q4_K = 12 };
-
 constexpr int kTiles = GATES || ROTATES ? 2 : 1;  // of an item: gate and up, or both halves of heads
 constexpr int kEach = 2;                          // fours of groups that a warp has of a step
 constexpr int kGroups = 4 * kEach * WARPS;        // of 32 values, in a step
@@ -26,11 +24,6 @@ constexpr int kThreads = 32 * kWarps;
 constexpr int kLanes = 16;                     // keys that lie side by side in a pool
 constexpr int kBits = TYPE == Q8_0 ? 14 : 13;  // below the exponent of a group's largest
 
-// What a tile has for 8 groups, in bytes, part by part (PARTS in tiles.py)
-constexpr int kMinimums = TYPE == Q4_K ? 256 : TYPE == Q4_1 ? 512 : 0, kOfBlocks = TYPE == Q4_K ? 64 : 0;
-__device__ constexpr int kParts[] = {TYPE == Q8_0 ? 8192 : 4096, TYPE == Q4_K ? 256 : 512, kMinimums,
-                                     kOfBlocks, kOfBlocks};
-__device__ constexpr int before(int part) { return part == 0 ? 0 : before(part - 1) + kParts[part - 1]; }
 constexpr int kStageBytes = before(5) * kGroups / 8;
 // A team that waits for a stage takes it for granted that what was there a round before has arrived: either the
 // team itself has had that, or it was asked for so long ago.
@@ -106,10 +99,10 @@ __device__ void load_weight(Shared& shared, const Problem& p) {
 __device__ float low(unsigned pair) { return __uint_as_float(pair << 16); }
 __device__ float high(unsigned pair) { return __uint_as_float(pair & 0xFFFF0000); }
 
-// A thread's 8 values of the group that its four threads have: from 4 t and 16 + 4 t on
+// A thread's 8 values of the group that its four threads have: two each from 2 t, 8 + 2 t, ... on
 __device__ uint4 load_x(const half_t* x, int group, int lane) {
-    const uint2* at = (const uint2*)(x + group * 32 + lane % 4 * 4);
-    return {at[0].x, at[0].y, at[4].x, at[4].y};
+    const unsigned* at = (const unsigned*)(x + group * 32 + lane % 4 * 2);
+    return {at[0], at[4], at[8], at[12]};
 }
 
 __device__ void widen(float (&f)[8], uint4 x) {
@@ -226,26 +219,6 @@ __device__ void multiply_rows(int (&c)[4], unsigned u, unsigned v, unsigned othe
         multiply(c, u, v, other_u, other_v, b);
     else
         multiply(c, u & kLow, v & kLow, u, v, b);
-}
-
-__device__ float half_to_float(unsigned bits) {
-    float wide;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"((unsigned short)bits));
-    return wide;
-}
-
-// Four float16, those of rows g, g + 8, g + 16 and g + 24
-__device__ void four_halves(float (&f)[4], const char* at) {
-    const uint2 both = *(const uint2*)at;
-    f[0] = half_to_float(both.x & 0xFFFF), f[1] = half_to_float(both.x >> 16);
-    f[2] = half_to_float(both.y & 0xFFFF), f[3] = half_to_float(both.y >> 16);
-}
-
-// Times four bytes
-__device__ void times_bytes(float (&f)[4], const char* at) {
-    const unsigned word = *(const unsigned*)at;
-#pragma unroll
-    for (int j = 0; j < 4; j++) f[j] *= (float)(word >> 8 * j & 0xFF);
 }
 
 // Where a thread finds what it has of its warp's first four groups, in bytes from where a step, or x, begins
@@ -486,14 +459,15 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32) kernel(const __grid_
     extern __shared__ __align__(128) char memory[];
     Shared& shared = *(Shared*)memory;
     Chunk* chunks = (Chunk*)(memory + sizeof(Shared));
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    // The first loads: a warp that comes later is let wait by those before it that have work.
+    const int warp = (int)threadIdx.x / 32 - 1, lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) init(shared.full[i], 1), init(shared.empty[i], WARPS);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         if (!ROTATES) let_next_begin();
     }
     __syncthreads();
-    if (warp == kWarps) {
+    if (warp < 0) {
         if (lane == 0) load_weight(shared, p);
     } else {
         const float squares = make_bytes(chunks, p, warp, lane);

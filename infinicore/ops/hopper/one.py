@@ -148,4 +148,4 @@ def kernel_of(kind: Kind, device: torch.device) -> Any:
         "AHEAD": num_ahead(kind.type), "NORMS": int(kind.norms), "GATES": int(kind.gates),
         "ROTATES": int(kind.rotates), "HAS_BIAS": int(kind.has_bias), "ADDS": int(kind.adds),
     }  # fmt: skip
-    return hopper.loaded(hopper.source("one.cu"), defines, ROOM)
+    return hopper.loaded(hopper.source("tiles.cuh", "one.cu"), defines, ROOM)

@@ -19,33 +19,12 @@ constexpr int kWeightBytes = TILE * kStep * 2, kStageBytes = kWeightBytes + kRow
 constexpr int kPitch = (TILE + 31) / 32 * 32 + 8;  // of shared sums: lanes that store at once meet in no bank
 static_assert(SPLITS == 1 || kRows * kPitch * 4 <= STAGES * kStageBytes);
 
-struct alignas(64) TensorMap { char bytes[128]; };
-
-struct Problem {
-    half_t* y;
-    const half_t *bias, *residual;
-    long long residual_stride;
-    int num_rows, num_outputs, num_columns;
-};
-
 struct Shared {
     char stages[STAGES][kStageBytes];
     long_t full[STAGES], empty[STAGES];
 };
 
-__device__ bool is_first_lane() { return threadIdx.x % 32 == 0; }
-
 // ---- loading ------------------------------------------------------------------------------------------------
-
-__device__ void load(char* to, const TensorMap& map, int column, int row, long_t& barrier, long_t policy) {
-    const unsigned target = address(to), at = address(&barrier);
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-        " [%0], [%1, {%2, %3}], [%4], %5;"
-        :
-        : "r"(target), "l"(&map), "r"(column), "r"(row), "r"(at), "l"(policy)
-        : "memory");
-}
 
 // The slot of a step, when what was there has been multiplied
 __device__ int free_slot(Shared& shared, int step) {
@@ -101,46 +80,6 @@ __device__ void multiply_steps(float (&sums)[kSums], Shared& shared, int first, 
 }
 
 // ---- what comes after a product -----------------------------------------------------------------------------
-
-__device__ float widened(unsigned value) {
-#if IS_BFLOAT16
-    return __uint_as_float(value << 16);
-#else
-    float wide;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"((half_t)value));
-    return wide;
-#endif
-}
-
-__device__ unsigned narrowed(float2 pair) {
-    unsigned both;
-#if IS_BFLOAT16
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(pair.y), "f"(pair.x));
-#else
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(pair.y), "f"(pair.x));
-#endif
-    return both;
-}
-
-// Two sums with two values, where there are any
-__device__ float2 added(float2 sums, const half_t* values, bool are_there) {
-    const unsigned both = are_there ? *(const unsigned*)values : 0;
-    return {sums.x + widened(both & 0xFFFF), sums.y + widened(both >> 16)};
-}
-
-__device__ float gated(float gate, float up) { return __fdividef(gate, 1 + __expf(-gate)) * up; }
-
-// Outputs n and n + 1 of row m. There is no branch, which would keep sums from overlapping each other.
-__device__ unsigned finished(const Problem& p, int m, int n, float2 sums, float2 ups) {
-    const bool are_outputs = n < p.num_outputs;
-    if (HAS_BIAS) sums = added(sums, p.bias + n, are_outputs);
-    if (HAS_BIAS && GATES) ups = added(ups, p.bias + p.num_outputs + n, are_outputs);
-    if (GATES) sums = {gated(sums.x, ups.x), gated(sums.y, ups.y)};
-    if (ADDS) sums = added(sums, p.residual + m * p.residual_stride + n, are_outputs && m < p.num_rows);
-    return narrowed(sums);
-}
-
-__device__ bool is_there(const Problem& p, int m, int n) { return m < p.num_rows && n < p.num_outputs; }
 
 __device__ void store(const Problem& p, int m, int n, uint2 four) {
     if (is_there(p, m, n)) *(uint2*)(p.y + (long long)m * p.num_outputs + n) = four;

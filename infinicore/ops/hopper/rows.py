@@ -120,7 +120,7 @@ def aligned(t: Tensor) -> Tensor:
 
 
 def map_of(t: Tensor, num_rows: int) -> Any:
-    return hopper.tensor_map(t.data_ptr(), *t.shape, t.stride(0), num_rows, STEP)
+    return hopper.tensor_map(t.data_ptr(), (t.shape[1], len(t)), (t.stride(0),), (STEP, num_rows))
 
 
 # ---- which tile --------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ def most_tiles(splits: int, device: torch.device) -> int:
 
 @cache
 def kernel_of(tile: Tile, after: After, dtype: torch.dtype, device: torch.device) -> Any:
-    source = multiply_of(tile.size, TYPES[dtype]) + hopper.source("rows.cu")
+    source = multiply_of(tile.size, TYPES[dtype]) + hopper.source("product.cuh", "rows.cu")
     defines = {
         "TILE": tile.size, "SPLITS": tile.splits, "GROUPS": tile.groups, "STAGES": tile.num_stages,
         "GATES": int(after.gates), "HAS_BIAS": int(after.has_bias), "ADDS": int(after.adds),

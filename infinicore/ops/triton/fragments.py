@@ -1,7 +1,7 @@
 """Weights of bytes, in tiles or float8, as floats in the registers where the tensor cores take them from.
 
 A thread of a warp holds of its tile of 32 rows what the tensor cores want of it, so that what it loads goes
-through no other thread's hands. The order of columns that this needs is that of the columns of x, too.
+through no other thread's hands. Float8 ask for another order of columns for this, of x, too.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ FP8 = tl.constexpr(-1)  # stands where tiles have ggml's number of their type
 
 @triton.jit
 def columns_of(LENGTH: tl.constexpr, TYPE: tl.constexpr):
-    """The columns of x and of a weight in the order in which the tensor cores take them"""
-    place = tl.arange(0, LENGTH)
+    """The columns of x in the order in which the tensor cores take those of a weight"""
+    column = tl.arange(0, LENGTH)
     if TYPE == FP8:  # of 64: 16 are a thread's, 4 of them a word's
-        word = place % 64 // 16
-        column = place // 64 * 64 + place % 8 // 2 * 16 + word * 4 + place % 16 // 8 * 2 + place % 2
-    else:
-        column = place // 16 * 16 + place % 8 // 2 * 4 + place % 16 // 8 * 2 + place % 2
-    return tl.max_contiguous(tl.multiple_of(column, 2), 2)
+        word = column % 64 // 16
+        column = column // 64 * 64 + column % 8 // 2 * 16 + word * 4 + column % 16 // 8 * 2 + column % 2
+        column = tl.max_contiguous(tl.multiple_of(column, 2), 2)
+    return column
 
 
 @triton.jit

@@ -97,13 +97,11 @@ def load_four(
 
 @triton.jit
 def load_x(x_ptr, lane, first, num_groups):
-    """A thread's 8 values of the group that its column is of, two to an integer: from 4 t and 16 + 4 t on"""
+    """A thread's 8 values of the group that its column is of, two to an integer: from 2 t, 8 + 2 t, ... on"""
     group = first + lane // 8
-    at = (x_ptr + group * 16 + lane % 4 * 2)[:, None] + tl.arange(0, 2)[None, :]
-    is_in = (group < num_groups)[:, None]
-    low = tl.split(tl.load(at, mask=is_in, other=0))
-    top = tl.split(tl.load(at + 8, mask=is_in, other=0))
-    return low[0], low[1], top[0], top[1]
+    at, is_in = x_ptr + group * 16 + lane % 4, group < num_groups
+    low, next = tl.load(at, mask=is_in, other=0), tl.load(at + 4, mask=is_in, other=0)
+    return low, next, tl.load(at + 8, mask=is_in, other=0), tl.load(at + 12, mask=is_in, other=0)
 
 
 # ---- what becomes of it ------------------------------------------------------------------------------------

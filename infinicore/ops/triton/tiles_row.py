@@ -34,9 +34,9 @@ def row_kernel(
         words, high, first, last, minimum = load_numbers(
             word_ptr, half_ptr, byte_ptr, tile.to(tl.int64) * stride, group, lane, j, is_in, num_groups, TYPE
         )
-        x_at = x_ptr + m * x_stride + group * 32 + lane % 4 * 4
+        x_at = x_ptr + m * x_stride + group * 32 + lane % 4 * 2
         for V in tl.static_range(8):
-            x = tl.load(x_at + V // 4 * 16 + V % 4, mask=is_in, other=0.0).to(tl.float32)
+            x = tl.load(x_at + V // 2 * 8 + V % 2, mask=is_in, other=0.0).to(tl.float32)
             scale = first if V < 4 else last
             sums += value(words, high, j, scale, minimum, power, V, TYPE, tl.float32) * x
     y = tl.sum(tl.sum(sums.reshape(GROUPS, 8, 4, 4), 0), 1)  # [g, j]

@@ -155,7 +155,7 @@ def load_values(
     top = step(words, high, j, last, minimum, power, 4, TYPE, DTYPE)
     # group, g, t, j, bits of a value's place in its word
     values = tl.join(low, top).reshape(GROUPS, 8, 4, 4, 2, 2, 2)
-    return values.permute(3, 1, 0, 6, 2, 5, 4).reshape(32, GROUPS * 32)
+    return values.permute(3, 1, 0, 6, 5, 2, 4).reshape(32, GROUPS * 32)
 
 
 @triton.jit
@@ -196,11 +196,11 @@ def rows_kernel(
     words, high, first, last, minimum = load_numbers(
         word_ptr, half_ptr, byte_ptr, row // 32 * stride, group, lane, j, is_in, num_groups, TYPE
     )
-    to = y_ptr + out * num_groups * 32 + group * 32 + t * 4
+    to = y_ptr + out * num_groups * 32 + group * 32 + t * 2
     for V in tl.static_range(8):
         scale = first if V < 4 else last
         found = value(words, high, j, scale, minimum, power, V, TYPE, y_ptr.dtype.element_ty)
-        tl.store(to + V // 4 * 16 + V % 4, tl.where(is_row, found, float("nan")), mask=is_in)
+        tl.store(to + V // 2 * 8 + V % 2, tl.where(is_row, found, float("nan")), mask=is_in)
 
 
 def values_of(weight: TiledTensor, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,202 @@
+"""Products of 2 to 8 rows of bfloat16 and a weight in tiles, in little more time than it takes to be read
+(few.cu)."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import infinicore
+from infinicore.ops import hopper
+from infinicore.ops.hopper import rows
+from infinicore.ops.hopper.one import TYPES
+from infinicore.ops.hopper.rows import After
+from infinicore.quantization import BlockType
+from infinicore.tiles import PARTS, TILE_ROWS, TiledTensor, bytes_per_tile
+
+MOST_ROWS = 8
+WARPS = 16  # that multiply
+LOADERS = 3  # warps that ask for the weight
+NUM_PARTS, MAP_BYTES = 5, 128
+PIECE = 2048  # bytes of codes that are loaded at once, of each tile
+ROOM = 227 * 1024  # bytes of a program, which are all that a processor has
+PAIR = 0x43004300  # two bfloat16 of 128, in bits: the last of them count ones
+PART = 20000  # what a part of a sum costs, in bytes
+
+
+class Plan(NamedTuple):
+    """Tiles that a program has, and programs that share its columns"""
+
+    type: BlockType
+    tiles: int
+    splits: int
+
+    @property
+    def teams(self) -> int:
+        return WARPS // self.tiles
+
+    @property
+    def num_threads(self) -> int:
+        return 32 * (self.teams * self.tiles + LOADERS + 1)
+
+    @property
+    def groups(self) -> int:
+        """Of 32 columns, in a step: at least a piece, and as many as there is room for four times, twice
+        for every team"""
+        room, least = (ROOM - self.sum_bytes) // max(2 * self.teams, 4), PIECE // self.sizes(1)[0]
+        return next((n for n in (8, 4) if self.bytes_of(n) + 16 <= room), least)
+
+    def sizes(self, groups: int) -> list[int]:
+        """Bytes of a tile's parts in so many groups, or in the block that they are of"""
+        return [
+            TILE_ROWS * part.num_bytes * max(32 * groups // part.elements, 1) for part in PARTS[self.type]
+        ]
+
+    def bytes_of(self, groups: int) -> int:
+        """A step's, of x and the weight"""
+        parts = sum(-(-self.tiles * size // 128) * 128 for size in self.sizes(groups))
+        return -(-(groups * 64 * MOST_ROWS + parts) // 1024) * 1024
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.bytes_of(self.groups)
+
+    @property
+    def sum_bytes(self) -> int:
+        return self.teams * MOST_ROWS * (TILE_ROWS * self.tiles + 4) * 4
+
+    @property
+    def num_stages(self) -> int:
+        return (ROOM - self.sum_bytes) // (self.stage_bytes + 16) // self.teams * self.teams
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.sum_bytes + self.num_stages * (self.stage_bytes + 16)
+
+
+class Weight(ctypes.Structure):
+    _fields_ = (("num_groups", ctypes.c_int), ("num_items", ctypes.c_int), ("pair", ctypes.c_uint))
+
+
+def suits(x: Tensor, weight: TiledTensor) -> bool:
+    """Whether there are rows for this, and a weight of a type that is known here"""
+    return (
+        hopper.is_there(x.device)
+        and not infinicore.deterministic
+        and 1 < x.numel() // x.shape[-1] <= MOST_ROWS
+        and x.dtype == torch.bfloat16
+        and weight.type in TYPES
+        and weight.shape[0] % 4 == 0
+        and weight.shape[1] % rows.STEP == 0
+        and weight.blocks.data_ptr() % 16 == 0
+    )
+
+
+def launch(
+    y: Tensor,
+    x: Tensor,
+    weight: TiledTensor,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    is_gated: bool = False,
+) -> None:
+    """y = x times the weight + bias + residual, or silu(gate) * up where the weight has the rows of both"""
+    hopper.bind_context(x.device)
+    place = y if y.data_ptr() % 4 == 0 else torch.empty_like(y)
+    x = rows.aligned(x)
+    bias, residual = (None if t is None else rows.aligned(t) for t in (bias, residual))
+    num_outputs = y.shape[-1]
+    plan = plan_of(num_outputs, weight.shape[1], weight.type, is_gated, x.device)
+    after = After(is_gated, bias is not None, residual is not None)
+    problem = rows.Problem(
+        place.data_ptr(), *(0 if t is None else t.data_ptr() for t in (bias, residual)),
+        0 if residual is None else residual.stride(0), len(x), num_outputs, x.shape[1],
+    )  # fmt: skip
+    num_items = items_of(plan, num_outputs, is_gated)
+    maps, source = maps_of(weight, plan, is_gated), Weight(weight.shape[1] // 32, num_items, PAIR)
+    hopper.launch(
+        kernel_of(plan, after, x.device), min(num_items, most_items(plan, x.device)) * plan.splits,
+        plan.num_threads, plan.shared_bytes, True,
+        map_of(x, plan).getPtr(), *(ctypes.addressof(t) for t in (maps, problem, source)),
+    )  # fmt: skip
+    if place is not y:
+        y.copy_(place)
+
+
+def map_of(x: Tensor, plan: Plan) -> Any:
+    """A step's columns, by pieces that are as long as memory is swizzled"""
+    sizes = rows.STEP, len(x), x.shape[1] // rows.STEP
+    box = rows.STEP, MOST_ROWS, plan.groups // 2
+    return hopper.tensor_map(x.data_ptr(), sizes, (x.stride(0), rows.STEP), box)
+
+
+def maps_of(weight: TiledTensor, plan: Plan, is_gated: bool) -> Any:
+    """What a step takes of each part of its tiles, in eights of bytes; of gates and ups"""
+    halves, tile_bytes, at = 1 + is_gated, weight.blocks.stride(0), weight.blocks.data_ptr()
+    num_tiles = len(weight.blocks) // halves
+    maps = (ctypes.c_char * (NUM_PARTS * MAP_BYTES))()
+    for i, (part, size) in enumerate(zip(PARTS[weight.type], plan.sizes(plan.groups), strict=True)):
+        length = TILE_ROWS * part.num_bytes * weight.shape[1] // part.elements
+        sizes, strides = (length // 8, num_tiles, halves), (tile_bytes // 8, num_tiles * tile_bytes // 8)
+        map = hopper.tensor_map(at, sizes, strides, (min(size, PIECE) // 8, plan.tiles // halves, halves), 8)
+        ctypes.memmove(ctypes.addressof(maps) + i * MAP_BYTES, map.getPtr(), MAP_BYTES)
+        at += length
+    return maps
+
+
+# ---- which plan --------------------------------------------------------------------------------------------
+
+
+def items_of(plan: Plan, num_outputs: int, is_gated: bool) -> int:
+    each = plan.tiles // 2 if is_gated else plan.tiles
+    return -(-num_outputs // (each * TILE_ROWS))
+
+
+@cache
+def plan_of(
+    num_outputs: int, num_columns: int, type: BlockType, is_gated: bool, device: torch.device
+) -> Plan:
+    """That by which a program has least to read"""
+    row_bytes = bytes_per_tile(type, 256) // 256
+
+    def cost(plan: Plan) -> float:
+        rounds = -(-items_of(plan, num_outputs, is_gated) // most_items(plan, device))
+        columns = num_columns / plan.splits
+        return rounds * columns * (plan.tiles * row_bytes + 2 * MOST_ROWS) + PART * plan.splits
+
+    def candidates() -> Iterator[Plan]:
+        for tiles in (2, 4, 8, 16):
+            yield Plan(type, tiles, 1)
+            halved = Plan(type, tiles, 2)
+            is_one_round = items_of(halved, num_outputs, is_gated) <= most_items(halved, device)
+            if is_one_round and num_columns >= 64 * halved.groups:
+                yield halved
+
+    return min(candidates(), key=cost)
+
+
+@cache
+def most_items(plan: Plan, device: torch.device) -> int:
+    """How many are there at once; the programs of a cluster are on processors that lie together"""
+    if plan.splits == 1:
+        return hopper.num_processors(device)
+    kernel = kernel_of(plan, After(), device)
+    return hopper.most_clusters(kernel, plan.splits, plan.num_threads, plan.shared_bytes)
+
+
+# ---- the kernel --------------------------------------------------------------------------------------------
+
+
+@cache
+def kernel_of(plan: Plan, after: After, device: torch.device) -> Any:
+    defines = {
+        "TYPE": plan.type.ggml_id, "TILES": plan.tiles, "TEAMS": plan.teams, "GROUPS": plan.groups,
+        "SPLITS": plan.splits, "STAGES": plan.num_stages,
+        "GATES": int(after.gates), "HAS_BIAS": int(after.has_bias), "ADDS": int(after.adds), "IS_BFLOAT16": 1,
+    }  # fmt: skip
+    return hopper.loaded(hopper.source("product.cuh", "tiles.cuh", "few.cu"), defines, plan.shared_bytes)
