@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from infinicore.nn import RBELinear
-from infinilm.checkpoint import BlockType, Checkpoint, QuantizedTensor, open_checkpoint, quantize
+from infinicore.quantization import BlockType, QuantizedTensor, quantize
+from infinilm.checkpoint import Checkpoint, open_checkpoint
 from infinilm.hub import resolve
 from infinilm.models.registry import read_config
 from infinilm.models.stored import Stored

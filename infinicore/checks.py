@@ -35,8 +35,8 @@ def positive(function: str, name: str, value: SupportsIndex) -> int:
 def sizes(function: str, name: str, value: SupportsIndex | Iterable[SupportsIndex]) -> tuple[int, ...]:
     """A shape: integers, or one for a shape of one dimension."""
     items: Iterable[Any] = (value,)
-    if not isinstance(value, int):  # of which torch.compile cannot be told that it has no items
-        with contextlib.suppress(TypeError):  # of one integer of another kind
+    if not isinstance(value, int):  # torch.compile would fail at an int's having no items
+        with contextlib.suppress(TypeError):  # it is one integer, such as numpy's
             items = tuple(value)  # type: ignore[arg-type]
     return tuple(integer(function, name, item) for item in items)
 
@@ -46,7 +46,7 @@ def number(function: str, name: str, value: SupportsFloat) -> float:
     if type(value) is float:  # perhaps one that torch traces
         return value
     try:
-        math.isfinite(value)  # of a string it makes nothing, as float() would
+        math.isfinite(value)  # which refuses strings, as float() does not
         return float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # the last by tensors of several numbers
         raise TypeError(f"{function}: {name} must be a number, but is {value!r}") from None

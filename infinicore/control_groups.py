@@ -28,7 +28,8 @@ def limits_of(controller: str, files: Sequence[str], old_files: Sequence[str]) -
 
 
 def folders_of(controller: str) -> Iterator[Path]:
-    """Version 2 names none. In a container the path may be the host's, and nothing but its root be there."""
+    """That of its own group and those around it; of version 2 the controller is "". In a container the path
+    may be the host's, of which only the root is there."""
     try:
         lines = OWN.read_text(errors="surrogateescape").splitlines()
     except OSError:  # no Linux

@@ -47,6 +47,10 @@ class BlockType(Enum):
             )
         return row_length // self.elements_per_block * self.bytes_per_block
 
+    def packed_shape(self, num_rows: int, row_length: int) -> tuple[int, int]:
+        """Of a matrix with PACKED_ROWS rows side by side: how many such panels, and the bytes of one"""
+        return -(-num_rows // PACKED_ROWS), PACKED_ROWS * self.bytes_per_row(row_length)
+
 
 FLOAT16_EXPONENT = 0x7C00  # all of it set: infinity or NaN
 
@@ -79,16 +83,18 @@ class QuantizedTensor:
     blocks: Tensor
     type: BlockType
     shape: tuple[int, ...]
-    native: ClassVar[_native.Weight]
+    native: ClassVar[_native.Weight]  # of each tensor: made of its fields, and none of them
 
     def __post_init__(self) -> None:
-        wanted = (prod(self.shape[:-1]), self.type.bytes_per_row(self.shape[-1]))
+        self._check_blocks((prod(self.shape[:-1]), self.type.bytes_per_row(self.shape[-1])), self.type.name)
+        self._hold(activation_bits=0)
+
+    def _check_blocks(self, wanted: tuple[int, int], name: str) -> None:
         if self.blocks.dtype != torch.uint8 or tuple(self.blocks.shape) != wanted:
             raise ValueError(
-                f"{self.type.name} {self.shape} needs torch.uint8 blocks {wanted}, "
+                f"{name} {self.shape} needs torch.uint8 blocks {wanted}, "
                 f"but has {self.blocks.dtype} {tuple(self.blocks.shape)}"
             )
-        self._hold(activation_bits=0)
 
     def _hold(self, activation_bits: int) -> None:
         """What kernels take: the blocks with what their bytes do not say"""
@@ -162,8 +168,7 @@ class QuantizedTensor:
 
     def pack(self, activation_bits: int = 8) -> "PackedTensor":
         """The same matrix on a CPU, laid out for products with activations rounded to 8, 12 or 16 bits."""
-        num_rows, row_bytes = self.blocks.shape
-        packed = aligned_bytes(-(-num_rows // PACKED_ROWS), PACKED_ROWS * row_bytes)
+        packed = aligned_bytes(*self.type.packed_shape(len(self.blocks), self.shape[-1]))
         _native.pack_rows(packed, self.blocks.contiguous(), self.type.ggml_id)
         return PackedTensor(packed, self.type, self.shape, activation_bits)
 
@@ -205,13 +210,7 @@ class PackedTensor(QuantizedTensor):
             raise ValueError(f"activation_bits must be 8, 12 or 16, but is {self.activation_bits!r}")
         if len(self.shape) != 2:
             raise ValueError(f"packed {self.type.name} must be a matrix, but has shape {self.shape}")
-        row_bytes = self.type.bytes_per_row(self.shape[1])
-        wanted = (-(-self.shape[0] // PACKED_ROWS), PACKED_ROWS * row_bytes)
-        if tuple(self.blocks.shape) != wanted or self.blocks.dtype != torch.uint8:
-            raise ValueError(
-                f"packed {self.type.name} {self.shape} needs torch.uint8 blocks {wanted}, "
-                f"but has {self.blocks.dtype} {tuple(self.blocks.shape)}"
-            )
+        self._check_blocks(self.type.packed_shape(*self.shape), f"packed {self.type.name}")
         self._hold(self.activation_bits)
 
     @property

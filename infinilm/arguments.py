@@ -64,7 +64,7 @@ def as_conversations(given: Any) -> list[Any]:
 
 
 def as_variables(keywords: Mapping[str, Any], more: Any) -> dict[str, Any]:
-    """Variables of a chat template. What others take beside them would change nothing here, unheard."""
+    """Variables of a chat template. What other programs take besides is refused: here it would do nothing."""
     more = {} if more is None else more
     if not isinstance(more, Mapping) or not all(isinstance(name, str) for name in more):
         raise RequestError(
@@ -103,7 +103,7 @@ def as_pairs(queries: Any, documents: Any) -> list[tuple[str, str]]:
 
 
 def one_each(name: str, given: Any, kind: Any, count: int, default: Any) -> list[Any]:
-    """A value for each prompt, of one that is for all, or of a list of them."""
+    """A value for each prompt, from one that is for all or from a list of them."""
     values = list(given) if isinstance(given, list | tuple) else [default if given is None else given] * count
     if len(values) != count:
         raise RequestError(f"{name} must be one, or one for each of {count} prompts, but are {len(values)}")

@@ -65,7 +65,7 @@ class Stream:
         self.switch_at: int | None = None  # the length beyond which all of it is computed anew
         self.num_unread = 0  # tokens that were drawn on a device, and are not known here yet
         self.unread_row = 0  # among the rows of the last step, that of the last of them
-        self.block_ids: list[int] = []  # another list, never a shorter one, once its blocks are given back
+        self.block_ids: list[int] = []  # it only grows: once its blocks are given back there is another list
         self.drafts: list[int] = []
         self.stop_ids: frozenset[int] = frozenset()  # any of them ends it
         self.bad_words: Sequence[Sequence[int]] = ()

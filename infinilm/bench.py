@@ -87,9 +87,7 @@ class Workload:
         check_sizes(self, output_len=2)
 
 
-def measure_latency(
-    workload: Workload, model: str | None = None, **options: str | None
-) -> dict[str, Measured]:
+def measure_latency(workload: Workload, model: str | None, **options: str | None) -> dict[str, Measured]:
     """Random prompts in, end-of-text ignored. A first round, which is not counted, warms everything up.
 
     The model is loaded with the options, which are load_model's.
@@ -169,7 +167,7 @@ class TimedGraph:
 
 def timed_graph(runner: Runner, num_streams: int) -> TimedGraph | None:
     """In the place of the recording of a step, if there is one; a GPU's replays are not awaited"""
-    recording = runner._recordings.get((num_streams, num_streams))
+    recording = runner.recordings.get((num_streams, num_streams))
     if recording is None or runner.device.type != "cpu":
         return None
     plain = recording.graph.graph if isinstance(recording.graph, TimedGraph) else recording.graph
@@ -222,7 +220,7 @@ class Answered:
     gaps: list[float]
 
 
-def measure_throughput(requests: Requests, model: str | None = None, **options: Any) -> dict[str, Any]:
+def measure_throughput(requests: Requests, model: str | None, **options: Any) -> dict[str, Any]:
     """Random prompts in, end-of-text ignored, at most so many requests in the engine at once."""
     given = {name: value for name, value in options.items() if value is not None}
     llm = LLM(model, **{"max_num_seqs": requests.concurrency} | given)

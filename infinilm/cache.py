@@ -12,13 +12,13 @@ from torch import Tensor
 from infinicore import get_num_threads, ops
 from infinicore.checks import check_place, integer
 from infinicore.nn.checks import check_float, check_same
-from infinicore.ops.attention_reference import unfold_keys
+from infinicore.ops.attention_reference import KEY_LANES, Q8_0, unfold_keys
 from infinilm.batch import Batch
 
 # Multiplications of one call on two threads, about a tenth of a second: Python hears an interrupt between
 # two calls only.
 CALL_WORK = 1 << 28
-LANES = 16  # keys that the kernel reads side by side
+TOGETHER = 16  # tokens that the kernel takes at once
 
 # B streams, S block size, P blocks of a pool, M blocks of a stream, N tokens, T positions,
 # K key/value heads, D head size
@@ -53,14 +53,12 @@ class BlockShape:
 
     @property
     def keys(self) -> tuple[int, ...]:
-        groups = self.size // LANES
-        if self.dtype == torch.uint8:
-            return groups, self.head_dim // 32 * 34 * LANES
-        return groups, self.head_dim, LANES
+        groups, (_, row) = self.size // KEY_LANES, self.values
+        return (groups, row * KEY_LANES) if self.dtype == torch.uint8 else (groups, row, KEY_LANES)
 
     @property
     def values(self) -> tuple[int, ...]:
-        return self.size, self.head_dim // 32 * 34 if self.dtype == torch.uint8 else self.head_dim
+        return self.size, Q8_0.bytes_per_row(self.head_dim) if self.dtype == torch.uint8 else self.head_dim
 
     @property
     def num_bytes(self) -> int:
@@ -86,7 +84,7 @@ def attend(  # noqa: PLR0913  where keys are, who looks, and how
     num_keys = max(batch.lengths)
     work = q[0].numel() * min(num_keys, window or num_keys)  # of a token
     room = CALL_WORK * max(get_num_threads() // 2, 1)
-    size = max(room // work // LANES, 1) * LANES  # the kernel takes so many together
+    size = max(room // work // TOGETHER, 1) * TOGETHER
     how = scale, window or 0, softcap, sinks
     if len(q) <= size or not q.is_cpu:
         return ops.attention(q, *pools, batch.block_tables, batch.streams, batch.slots, *how)
@@ -103,7 +101,7 @@ class PagedCache:
     """A pool of blocks for each layer. Which block is whose, the tables of a Batch say."""
 
     def __init__(
-        self, num_layers: int, shape: BlockShape, num_blocks: int, device: torch.device | str = "cpu"
+        self, num_layers: int, shape: BlockShape, num_blocks: int, device: torch.device | str
     ) -> None:
         self.shape = shape
         self.num_blocks = num_blocks
@@ -121,8 +119,9 @@ class DynamicCache:
     """
 
     def __init__(self, block_size: int = 64, dtype: torch.dtype | None = None) -> None:
-        if integer("DynamicCache", "block_size", block_size) < LANES or block_size % LANES:
-            raise ValueError(f"DynamicCache: block_size must be a multiple of {LANES}, but is {block_size}")
+        if integer("DynamicCache", "block_size", block_size) < KEY_LANES or block_size % KEY_LANES:
+            wanted = f"a multiple of {KEY_LANES}"
+            raise ValueError(f"DynamicCache: block_size must be {wanted}, but is {block_size}")
         check_place("DynamicCache", dtype, None)
         self.block_size = block_size
         self.dtype = dtype
@@ -143,7 +142,7 @@ class DynamicCache:
         """How many positions a layer holds, of its longest stream."""
         return max(self._lengths.get(integer("DynamicCache", "layer_idx", layer_idx), [0]))
 
-    def lengths(self, batch_size: int, layer_idx: int = 0) -> list[int]:
+    def lengths(self, batch_size: int, layer_idx: int) -> list[int]:
         """How many positions each stream has in a layer."""
         held = self._lengths.get(layer_idx, [0] * batch_size)
         if len(held) != batch_size:
@@ -190,7 +189,7 @@ class DynamicCache:
         return self.layers[layer][0].dtype if layer in self.layers else self.dtype
 
     def note_lengths(self, layer: int, batch: Batch) -> None:
-        """What a layer's streams are as long as from now on, here or where else it is computed"""
+        """How long the streams of a layer are from now on, whichever rank computes it"""
         self._lengths[layer] = list(batch.lengths)
 
     def truncate(self, length: int) -> None:

@@ -40,7 +40,19 @@ LIMITS = {
 LAYER_TYPES = ("full_attention", "sliding_attention")  # without a window, and with one
 # Models that have no window, whatever size their config.json gives one, as files made from another model's
 # do. Their GGUF files may be Mistral's, which has one; those have no model_type.
-WITHOUT_WINDOW = ("granite", "llama", "olmo2", "olmoe")
+WITHOUT_WINDOW = (
+    "ernie4_5",
+    "glm",
+    "glm4",
+    "granite",
+    "granitemoe",
+    "granitemoehybrid",
+    "hunyuan_v1_dense",
+    "llama",
+    "olmo2",
+    "olmoe",
+    "seed_oss",
+)
 # Models whose layers all look equally far back, whatever layer_types say.
 WITH_EQUAL_LAYERS = (*WITHOUT_WINDOW, "mixtral", "phi3")
 MAX_TOKEN_ID = (1 << 31) - 1
@@ -111,6 +123,7 @@ class LlamaConfig:
 
     model_types: ClassVar[tuple[str, ...]] = ("llama",)  # the first where config.json has none
     has_renewed_rope: ClassVar[bool] = False
+    biases_output: ClassVar[bool] = True  # attention_bias is also of what leaves attention
     activation_functions: ClassVar[tuple[str, ...]] = ("silu", "swish")  # two names of one
     without: ClassVar[tuple[str, ...]] = ()  # what the family never has, whatever its files say
     base_model_tp_plan: ClassVar[dict[str, str]] = {
@@ -202,7 +215,7 @@ class LlamaConfig:
     @property
     def has_output_bias(self) -> bool:
         """Whether what leaves attention has a bias"""
-        return self.attention_bias
+        return self.attention_bias and self.biases_output
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

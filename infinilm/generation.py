@@ -91,7 +91,7 @@ class GenerationMixin:
         return torch.cat([rows, torch.tensor(generated, device="cpu").T], dim=1).to(self.device)
 
     def steps(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, stop_ids: Sequence[int] = ()
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, stop_ids: Sequence[int]
     ) -> Iterator[list[int | None]]:
         """The next token of every stream, step by step; None once a stream has ended."""
         num_new = params.max_tokens or 1
@@ -144,7 +144,7 @@ class GenerationMixin:
         for item, result in zip(work, runner.run(work), strict=True):
             item.stream.num_computed += item.num_tokens
             for token in result.token_ids:
-                check_number(token)
+                check_drawn(token)
                 item.stream.token_ids.append(token)
                 item.stream.begin_anew_if_due()
                 drawn[item.stream] = token
@@ -181,7 +181,7 @@ def step_tokens(config: LlamaConfig, device: torch.device) -> int:
     return min(PREFILL_TOKENS, max(work // (config.hidden_size * config.intermediate_size), 16))
 
 
-def check_number(token: int) -> None:
+def check_drawn(token: int) -> None:
     if token < 0:
         raise ArithmeticError("the model's logits are NaN or infinite, so that no token can be drawn")
 

@@ -96,7 +96,7 @@ def _id_in_address(address: str) -> str | None:
     return name if HUGGING_FACE_ID.fullmatch(name) else None
 
 
-def served_name(model: str | None = None) -> str:
+def served_name(model: str | None) -> str:
     """What answers call a model: a Hugging Face id as it is, of a path its last part"""
     if model is None:
         return DEFAULT_MODEL.name

@@ -45,7 +45,7 @@ class RopeParameters:
     theta: float
     max_position: int
     scaling: Mapping[str, Any]
-    rotary_dim: int  # of a head that are rotated; its pairs lie half a head apart, and come first
+    rotary_dim: int  # how much of a head is rotated; its pairs lie half a head apart, and come first
     is_renewed: bool = False  # a text that outgrows its frequencies is computed anew with those of its length
 
     @property

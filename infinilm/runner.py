@@ -90,7 +90,7 @@ class Runner:
     def begin_anew(self) -> None:
         """Know nothing of the steps there were: the model may have other layers or weights since."""
         self._adapted: AdaptedModel | None = None
-        self._recordings: dict[tuple[int, int], Recording] = {}
+        self.recordings: dict[tuple[int, int], Recording] = {}
         self._num_seen: Counter[tuple[int, int]] = Counter()  # steps that would be of one recording
         has_recordings = self.device.type in ("cuda", "cpu")
         self.obstacle = "" if has_recordings else f"{self.device.type} has none"  # to recording steps
@@ -182,7 +182,7 @@ class Runner:
         if size[0] >= self.refused_from:
             return None, True
         adapted = self._adapted_for(work)
-        recordings = self._recordings if adapted is None else adapted.recordings
+        recordings = self.recordings if adapted is None else adapted.recordings
         is_known = size in recordings
         recording = recordings[size] if is_known else self._new_recording(size, adapted is not None)
         if recording is None:

@@ -17,7 +17,7 @@ KINDS = torch.int64, torch.int32
 
 
 class Placed(Protocol):
-    """Work of a stream that lies in these blocks: another list, never a shorter one, once it has others"""
+    """Work of a stream that lies in these blocks. The list only grows: for other blocks there is another."""
 
     block_ids: list[int]
 

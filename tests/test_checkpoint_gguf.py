@@ -44,7 +44,8 @@ from gguf_files import (
 )
 from safetensors.torch import save_file
 
-from infinilm.checkpoint import BlockType, CheckpointError, QuantizedTensor, open_checkpoint
+from infinicore.quantization import BlockType, QuantizedTensor
+from infinilm.checkpoint import CheckpointError, open_checkpoint
 from infinilm.checkpoint.gguf import GGUFCheckpoint
 from infinilm.checkpoint.gguf_format import read_header
 from infinilm.checkpoint.gguf_parts import Part

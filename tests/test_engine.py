@@ -129,7 +129,7 @@ def test_replayed_steps_draw_by_the_settings_of_each_stream(tiny: Tiny) -> None:
     ]
     engine = tiny.engine(num_blocks=40)
     requests = run(engine, jobs, 3, rng)
-    assert len(engine.runner._recordings) >= 3
+    assert len(engine.runner.recordings) >= 3
     check_outputs(tiny, jobs, requests)
 
 
@@ -206,7 +206,7 @@ def test_full_steps_of_long_prompts_are_recorded_and_give_the_same_bits(tiny: Ti
         Job([rng.randrange(3, 30) for _ in range(96 * (1 + i) + 7)], params, arrival=9 * i) for i in range(3)
     ]
     requests = run(engine, jobs)
-    assert {(96, 0), (1, 1)} <= set(engine.runner._recordings) and (96, 1) not in engine.runner._recordings
+    assert {(96, 0), (1, 1)} <= set(engine.runner.recordings) and (96, 1) not in engine.runner.recordings
     check_outputs(tiny, jobs, requests)
     assert said(generated(engine, jobs[0].prompt[:96])) == said(generated(tiny.engine(), jobs[0].prompt[:96]))
 

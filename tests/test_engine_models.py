@@ -30,6 +30,7 @@ from infinilm.models.llama import LlamaForCausalLM
 pytestmark = pytest.mark.usefixtures("record_at_once")
 
 KINDS = [
+    "ministral3",
     "phi3, window",
     "phi4-mini",
     "olmo2",
@@ -40,6 +41,7 @@ KINDS = [
     "gemma2",
     "gemma3",
     "granite",
+    "granitemoe",
     "hunyuan",
     "qwen3moe",
     "gptoss",
@@ -109,7 +111,7 @@ def test_what_keeps_a_step_from_being_recorded_is_known_and_changes_no_token(
     engine = engine_of(tiny, 16)
     assert generated(engine, prompt(9), max_tokens=12).outputs[0].token_ids == wanted
     assert "mul" in engine.runner.obstacle and "replay would leave it out" in engine.runner.obstacle
-    assert not engine.runner._recordings
+    assert not engine.runner.recordings
 
 
 def test_a_step_too_large_to_be_recorded_leaves_smaller_ones_their_recordings(
@@ -128,4 +130,4 @@ def test_a_step_too_large_to_be_recorded_leaves_smaller_ones_their_recordings(
     engine = engine_of(tiny, 16)
     assert generated(engine, prompt(9), max_tokens=12).outputs[0].token_ids == wanted
     assert engine.runner.obstacle and engine.runner.refused_from == 9
-    assert list(engine.runner._recordings) == [(1, 1)]
+    assert list(engine.runner.recordings) == [(1, 1)]

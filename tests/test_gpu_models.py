@@ -176,7 +176,7 @@ def test_an_engine_draws_the_tokens_that_it_draws_on_a_cpu(name: str, make: Any,
     assert tokens_of(answers(engine, PROMPTS)) == tokens_of(
         answers(engine_of(folder, tokenizer, "cpu", **sizes), PROMPTS)
     )
-    assert any(size == rows for size, rows in engine.runner._recordings)
+    assert any(size == rows for size, rows in engine.runner.recordings)
 
 
 ALONE = ["llama", "phi3, window", "gemma2", "gemma3", "qwen3moe", "mixtral", "gptoss"]

@@ -228,7 +228,7 @@ class Steps:
 
     def replayed(self, tokens: list[int]) -> Tensor:
         self.runner.run(self.work(tokens))
-        self.graph = self.runner._recordings[len(tokens), len(tokens)].graph
+        self.graph = self.runner.recordings[len(tokens), len(tokens)].graph
         return self.graph.result[1]
 
     def plain(self, tokens: list[int]) -> Tensor:

@@ -250,10 +250,10 @@ def test_steps_without_adapters_are_the_models_own(tiny: Tiny, loras: list[LoRAR
     """The very recording of before any adapter was loaded"""
     engine = tiny.engine()
     generated(engine, prompt(1), max_tokens=3)
-    plain = engine.runner._recordings[1, 1].graph
+    plain = engine.runner.recordings[1, 1].graph
     generated(engine, prompt(1), lora=loras[0], max_tokens=3)
     generated(engine, prompt(1), max_tokens=3)
-    assert engine.runner._recordings[1, 1].graph is plain
+    assert engine.runner.recordings[1, 1].graph is plain
     assert engine.runner._adapted is not None
     adapted = engine.runner._adapted.recordings[1, 1].graph
     assert adapted is not plain and (len(adapted) > len(plain) or DEVICE != "cpu")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from parity import BFLOAT16_BAR, FLOAT32_BAR, check_greedy, check_parity, nmse, prompt
+from parity import BFLOAT16_BAR, FLOAT32_BAR, SIZES, check_greedy, check_parity, nmse, prompt
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -35,10 +35,37 @@ OLMO_ROPES = {
     "full_attention": {**YARN, "rope_theta": 5000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
 }
+MINISTRAL_ROPE = {
+    **YARN,
+    "rope_theta": 5000.0,
+    "original_max_position_embeddings": 8,  # so that prompts are longer
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.7,
+}
 HUNYUAN_ROPE = {"rope_type": "dynamic", "factor": 1.0, "alpha": 50.0, "rope_theta": 100.0}
+GRANITE = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.1,
+    "logits_scaling": 8.0,
+}
+GRANITE4 = {
+    **GRANITE,
+    "layer_types": ["full_attention"] * 2,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 96,
+}
 GEMMA3 = {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 16}
 QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ernie": ("Ernie4_5", {"head_dim": 16}),
+    "ernie, biases": ("Ernie4_5", {"head_dim": 24, "use_bias": True, "tie_word_embeddings": False}),
+    "ministral3": ("Ministral3", {"head_dim": 16, "rope_parameters": MINISTRAL_ROPE}),
+    "ministral3, window": (
+        "Ministral3",
+        {"head_dim": 24, "sliding_window": 9, "rope_parameters": {**MINISTRAL_ROPE, "mscale_all_dim": 0.5}},
+    ),
     "phi3": ("Phi3", {}),
     "phi3, window": ("Phi3", {"sliding_window": 9}),
     "phi4-mini": (
@@ -59,15 +86,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm4": ("Glm4", {"head_dim": 16}),
     "glm4, scaled": ("Glm4", {"head_dim": 16, "rope_parameters": {**YARN, "rope_theta": 5000.0}}),
-    "granite": (
-        "Granite",
-        {
-            "embedding_multiplier": 12.0,
-            "residual_multiplier": 0.22,
-            "attention_multiplier": 0.1,
-            "logits_scaling": 8.0,
-        },
-    ),
+    "granite": ("Granite", GRANITE),
+    "granitemoe": ("GraniteMoe", {**GRANITE, "num_local_experts": 5, "num_experts_per_tok": 3}),
+    "granite, fourth": ("GraniteMoeHybrid", {**GRANITE4, "position_embedding_type": "rope"}),
+    "granite, fourth, not rotated": ("GraniteMoeHybrid", {**GRANITE4, "attention_bias": True}),
     "hunyuan": ("HunYuanDenseV1", {"head_dim": 16, "rope_parameters": HUNYUAN_ROPE}),
     "hunyuan, biases": (
         "HunYuanDenseV1",
@@ -129,7 +151,7 @@ def test_logits_equal_those_of_transformers_whole_and_in_pieces(name: str, known
 
 
 def has_experts(options: dict[str, Any]) -> bool:
-    return any("experts" in option for option in options)
+    return any("experts" in option and value for option, value in options.items())
 
 
 @pytest.mark.parametrize(
@@ -326,7 +348,7 @@ def test_a_weight_that_is_there_twice_or_has_no_rows_is_refused_by_name(name: st
         LlamaForCausalLM.from_pretrained(folder)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "olmoe", "qwen2moe", "qwen3moe, some layers"])
+@pytest.mark.parametrize("name", ["granitemoe", "mixtral", "olmoe", "qwen2moe", "qwen3moe, some layers"])
 def test_experts_that_transformers_saved_as_one_tensor_are_read(name: str, make: Any) -> None:
     kind, options = MODELS[name]
     theirs, folder = make(kind, **options)
@@ -386,7 +408,80 @@ def test_a_quantised_gemma_that_also_sees_is_refused_by_key(make: Any) -> None:
         LlamaForCausalLM.from_pretrained(folder)
 
 
-@pytest.mark.parametrize("name", ["granite", "olmo2", "olmoe"])
+@pytest.mark.parametrize("is_tied", [None, False])
+@pytest.mark.parametrize("kind", ["mistral", "ministral3"])
+def test_the_text_of_a_mistral_that_also_sees_is_that_of_transformers(
+    kind: str, is_tied: bool | None, tmp_path: Path
+) -> None:
+    text = {**SIZES, "model_type": kind, "head_dim": 16, "sliding_window": 9, "initializer_range": 0.25}
+    if kind == "ministral3":
+        text["rope_parameters"] = MINISTRAL_ROPE
+    eyes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    whole = {} if is_tied is None else {"tie_word_embeddings": is_tied}
+    config = transformers.Mistral3Config(text_config=text, vision_config={**eyes, "head_dim": 16}, **whole)
+    torch.manual_seed(1)
+    theirs = transformers.Mistral3ForConditionalGeneration(config).eval()
+    theirs.save_pretrained(tmp_path)
+    check_parity(theirs, tmp_path, torch.float32, FLOAT32_BAR)
+    change_config(tmp_path, remove=("tie_word_embeddings",))  # which the files of Mistral Small leave out
+    check_parity(theirs, tmp_path, torch.float32, FLOAT32_BAR)
+
+
+def test_a_ministral_is_rotated_as_by_transformers_where_its_config_says_nothing(make: Any) -> None:
+    kind, options = MODELS["ministral3"]
+    theirs, folder = make(kind, **options)
+    change_config(folder, remove=("rope_parameters",), rope_theta=300.0)
+    check_parity(type(theirs).from_pretrained(folder), folder, torch.float32, FLOAT32_BAR)
+
+
+GRANITES: dict[str, tuple[dict[str, Any], str]] = {
+    "Mamba layers": ({"layer_types": ["mamba", "attention"]}, r"layer_types \['mamba', 'attention'\]"),
+    "Mamba layers, unsaid": ({"layer_types": None}, "layer_types None is not supported"),
+    "experts": ({"num_local_experts": 4}, "num_local_experts = 4 is not supported"),
+}
+
+
+@pytest.mark.parametrize("name", GRANITES)
+def test_a_granite_of_more_than_attention_is_refused_by_key(name: str, make: Any) -> None:
+    kind, options = MODELS["granite, fourth"]
+    _, folder = make(kind, **options)
+    changes, error = GRANITES[name]
+    change_config(folder, **changes)
+    with pytest.raises(CheckpointError, match=error):
+        LlamaForCausalLM.from_pretrained(folder)
+
+
+def test_a_granite_4_whose_layers_are_named_as_their_makers_name_them_is_one(make: Any) -> None:
+    kind, options = MODELS["granite, fourth"]
+    theirs, folder = make(kind, **options)
+    change_config(folder, layer_types=["attention"] * 2)
+    check_parity(theirs, folder, torch.float32, FLOAT32_BAR)
+
+
+MINISTRALS: dict[str, tuple[dict[str, Any], str]] = {
+    "growth": ({"rope_parameters": {**MINISTRAL_ROPE, "llama_4_scaling_beta": -1}}, "llama_4_scaling_beta"),
+    "rope": ({"rope_parameters": HUNYUAN_ROPE | {"alpha": None}}, "'dynamic'.* is not supported"),
+    "text": (
+        {"model_type": "mistral3", "text_config": {"model_type": "mistral4"}},
+        "text_config: model_type must be one of mistral, ministral3, but is 'mistral4'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MINISTRALS)
+def test_what_a_ministral_cannot_have_is_refused_by_name(name: str, make: Any) -> None:
+    kind, options = MODELS["ministral3"]
+    _, folder = make(kind, **options)
+    changes, error = MINISTRALS[name]
+    change_config(folder, **changes)
+    with pytest.raises(CheckpointError, match=error):
+        LlamaForCausalLM.from_pretrained(folder)
+
+
+WITHOUT_WINDOW = ["ernie", "glm", "glm4", "granite", "granitemoe", "hunyuan", "olmo2", "olmoe", "seedoss"]
+
+
+@pytest.mark.parametrize("name", [*WITHOUT_WINDOW, "granite, fourth"])
 def test_a_window_where_a_model_has_none_changes_nothing(name: str, make: Any) -> None:
     kind, options = MODELS[name]
     theirs, folder = make(kind, **options)
@@ -394,7 +489,7 @@ def test_a_window_where_a_model_has_none_changes_nothing(name: str, make: Any) -
     check_parity(theirs, folder, torch.float32, FLOAT32_BAR)
 
 
-@pytest.mark.parametrize("name", ["granite", "mixtral, window", "olmo2", "olmoe", "phi3, window"])
+@pytest.mark.parametrize("name", [*WITHOUT_WINDOW, "mixtral, window", "phi3, window"])
 def test_layer_types_where_all_layers_look_equally_far_change_nothing(name: str, make: Any) -> None:
     kind, options = MODELS[name]
     theirs, folder = make(kind, **options)
@@ -406,6 +501,7 @@ SETTLED = {
     "gemma2": {"mlp_bias": True},
     "gemma3": {"attn_logit_softcapping": 0.5, "mlp_bias": True},
     "gptoss": {"norm_topk_prob": False},
+    "granitemoe": {"norm_topk_prob": False, "mlp_bias": True},
     "mixtral": {"norm_topk_prob": False, "attention_bias": True},
     "olmo2": {"mlp_bias": True},
     "phi3": {"attention_bias": True, "mlp_bias": True},

@@ -52,6 +52,19 @@ def stacked(weights: Weights, config: Any) -> Weights:
     return weights | {name: torch.stack(parts) for name, parts in found.items()}
 
 
+def halved(weights: Weights, config: Any) -> Weights:
+    """Gate and up of all experts apart"""
+    found: Weights = {}
+    for name, weight in weights.items():
+        if name.endswith("input_linear.weight"):
+            gate, up = weight.chunk(2, dim=1)
+            found[name.replace("input_linear", "experts.w1")] = gate
+            found[name.replace("input_linear", "experts.w3")] = up
+        else:
+            found[name] = weight
+    return found
+
+
 def dealt(weights: Weights, config: Any) -> Weights:
     """Gate and up apart, as rows"""
     found: Weights = {}
@@ -122,9 +135,20 @@ def multipliers(writer: Any, config: Any) -> None:
     writer.add_logit_scale(config.logits_scaling)
 
 
+def granite_experts(writer: Any, config: Any) -> None:
+    multipliers(writer, config)
+    experts(writer, config)
+
+
 def gpt_oss(writer: Any, config: Any) -> None:
     experts(writer, config)
     yarn(writer, config.rope_parameters)
+
+
+def ministral3(writer: Any, config: Any) -> None:
+    yarn(writer, config.rope_parameters)
+    writer.add_rope_scaling_yarn_log_mul(config.rope_parameters["mscale_all_dim"])
+    writer.add_attn_temperature_scale(config.rope_parameters["llama_4_scaling_beta"])
 
 
 def yarn(writer: Any, scaling: Any) -> None:
@@ -151,6 +175,10 @@ def phi3_mini(writer: Any, config: Any) -> None:
 
 # Of each model: the architecture, what the converter does to weights, what it writes beside what all have.
 KINDS: dict[str, tuple[str, tuple[Callable[[Weights, Any], Weights], ...], Callable[[Any, Any], None]]] = {
+    "ernie": ("ERNIE4_5", (), nothing),
+    "ernie, biases": ("ERNIE4_5", (), nothing),
+    "ministral3": ("MISTRAL3", (paired,), ministral3),
+    "ministral3, window": ("MISTRAL3", (paired,), ministral3),
     "phi3": ("PHI3", (), nothing),
     "phi3, window": ("PHI3", (), nothing),
     "phi4-mini": ("PHI3", (with_factors,), phi3_mini),
@@ -162,6 +190,7 @@ KINDS: dict[str, tuple[str, tuple[Callable[[Weights, Any], Weights], ...], Calla
     "glm4": ("GLM4", (), part_of_a_head),
     "glm4, scaled": ("GLM4", (), glm4_scaled),
     "granite": ("GRANITE", (paired,), multipliers),
+    "granitemoe": ("GRANITE_MOE", (paired, halved), granite_experts),
     "hunyuan": ("HUNYUAN_DENSE", (), another_base),
     "gptoss": ("GPT_OSS", (dealt,), gpt_oss),
     "mixtral": ("LLAMA", (paired, stacked), experts),

@@ -9,13 +9,16 @@ from test_distributed import results_of
 from infinicore.distributed import LocalCommunicator, TorchCommunicator
 from infinicore.quantization import BlockType, quantize
 from infinilm.cache import DynamicCache
+from infinilm.models.ernie import Ernie4_5ForCausalLM
 from infinilm.models.exaone4 import Exaone4ForCausalLM
 from infinilm.models.gemma2 import Gemma2Config, Gemma2ForCausalLM
 from infinilm.models.gemma3 import Gemma3ForCausalLM
 from infinilm.models.glm import Glm4ForCausalLM, GlmForCausalLM
 from infinilm.models.granite import GraniteForCausalLM
+from infinilm.models.granite4 import GraniteMoeHybridForCausalLM
 from infinilm.models.hunyuan import HunYuanDenseV1ForCausalLM
 from infinilm.models.llama import LlamaConfig, LlamaForCausalLM
+from infinilm.models.ministral3 import Ministral3Config, Ministral3ForCausalLM
 from infinilm.models.mistral import MistralForCausalLM
 from infinilm.models.olmo2 import Olmo2ForCausalLM
 from infinilm.models.olmo3 import Olmo3ForCausalLM
@@ -30,14 +33,20 @@ SIZES = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "eos_token_id": None,
 }  # fmt: skip
+GROWING = {
+    "rope_scaling": {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4},
+    "llama_4_scaling_beta": 0.7,
+}
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9, 10]]
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
 OTHERS: dict[str, type[LlamaForCausalLM]] = {
+    "ernie": Ernie4_5ForCausalLM,
     "exaone4": Exaone4ForCausalLM,
     "gemma3": Gemma3ForCausalLM,
     "glm": GlmForCausalLM,
     "glm4": Glm4ForCausalLM,
     "granite": GraniteForCausalLM,
+    "granite4": GraniteMoeHybridForCausalLM,
     "hunyuan": HunYuanDenseV1ForCausalLM,
     "mistral": MistralForCausalLM,
     "phi3": Phi3ForCausalLM,
@@ -54,6 +63,7 @@ def models() -> dict[str, LlamaForCausalLM]:
     return {
         "llama": LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True)),
         "gemma2": Gemma2ForCausalLM(Gemma2Config(**SIZES, sliding_window=4)),
+        "ministral3": Ministral3ForCausalLM(Ministral3Config(**SIZES, **GROWING)),
         **{name: kind(kind.config_class(**SIZES)) for name, kind in OTHERS.items()},
     }
 
@@ -88,7 +98,7 @@ def _ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     return results_of(all_outcomes, 2, tmp_path_factory.mktemp("ranks"), 2)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", *OTHERS])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "ministral3", *OTHERS])
 @pytest.mark.parametrize("how", SPLITS)
 def test_two_ranks_give_what_the_whole_model_gives(how: str, name: str, ranks: list[dict]) -> None:
     whole = models()[name]

@@ -118,7 +118,7 @@ def head_of(response: dict[str, Any]) -> dict[str, Any]:
         "previous_response_id": None,
         "prompt_cache_key": None,
         "reasoning": {"effort": None},
-        "store": False,
+        "store": True,
         "temperature": 1.0,
         "tool_choice": "auto",
         "tools": [],
@@ -514,7 +514,10 @@ WRONG: list[tuple[str, Any]] = [
     ("input", [{"role": "user", "content": [{"type": "input_image", "image_url": "file:///"}]}]),
     ("input", [{"type": "function_call", "name": "x"}]),
     ("input", [{"type": "item_reference", "id": "msg_1"}]),
+    ("input", [{"type": "item_reference"}]),
     ("previous_response_id", "resp_1"),
+    ("previous_response_id", 5),
+    ("store", "yes"),
     ("conversation", "conv_1"),
     ("prompt", {"id": "pmpt_1"}),
     ("background", True),
@@ -559,12 +562,30 @@ def test_a_wrong_field_is_told_by_its_name(name: str, value: Any, idle: Running)
 def test_what_is_stored_elsewhere_is_refused_with_the_way_out(idle: Running) -> None:
     told = error_of(ask(idle, previous_response_id="resp_1"))
     assert told["param"] == "previous_response_id" and told["code"] == "previous_response_not_found"
-    assert told["message"].endswith("send the whole conversation as input, with store: false")
+    assert told["message"].endswith("send the whole conversation as input, without previous_response_id")
     told = error_of(ask(idle, input=[{"type": "item_reference", "id": "msg_1"}]))
     assert (
         told["param"] == "input"
         and "send the item itself, as clients do with store: false" in told["message"]
     )
+
+
+IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,aGk="}
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"type": "function_call_output", "call_id": "c1", "output": [IMAGE]},
+        {"role": "user", "content": [{"type": "input_text", "text": "what is it?"}, IMAGE]},
+    ],
+    ids=["of a tool", "of the user"],
+)
+def test_an_image_is_refused_in_the_words_by_which_codex_takes_it_out(item: Any, idle: Running) -> None:
+    response = ask(idle, input=[*CODEX["input"], item])
+    assert response.status_code == 400 and error_of(response)["param"] == "input"
+    assert "The image data you provided does not represent a valid image" in response.text
+    assert "reads text alone" in response.text and "aGk" not in response.text
 
 
 def test_the_tokens_of_an_input_are_those_that_a_response_counts(idle: Running) -> None:

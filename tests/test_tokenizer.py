@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from infinilm.tokenizer import Detokenizer, Tokenizer, TokenizerError
+from infinilm.tokenizer.added_tokens import any_of
 from infinilm.tokenizer.chat import unused_character
 from infinilm.tokenizer.error import errors_of
-from infinilm.tokenizer.normalizer import any_of
 from infinilm.tokenizer.pieces import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED
 
 RECORDED = json.loads((Path(__file__).parent / "data" / "smollm2_tokenizer.json").read_text())

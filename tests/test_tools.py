@@ -33,6 +33,7 @@ from infinilm.server.tools import (
     MISTRAL,
     MISTRAL_ARGS,
     OURS,
+    SEED,
     Choice,
     Family,
     Named,
@@ -50,6 +51,7 @@ FAMILIES = {
     "args": MISTRAL_ARGS,
     "harmony": HARMONY,
     "ours": OURS,
+    "seed": SEED,
 }
 
 WEATHER = Tool(
@@ -161,6 +163,15 @@ cel\u00a0"sius"
 </function>"""
 TAGGED = '{"place": {"city": "Paris"}, "unit": "cel\u00a0\\"sius\\"\\n </b>"}'
 
+KEYS = """<tool_call>get_weather
+<arg_key>place</arg_key>
+<arg_value>{"city": "Paris"}</arg_value>
+<arg_key>unit</arg_key><arg_value>cel\u00a0"sius"
+ </b>
+</arg_value>
+"""
+KEYED = '{"place": {"city": "Paris"}, "unit": "cel\u00a0\\"sius\\"\\n </b>\\n"}'
+
 WRITTEN: dict[str, tuple[Family, str, list[tuple[Any, ...]]]] = {
     "one call": (HERMES, f"<tool_call>\n{CALL}\n</tool_call>", PARIS),
     "two calls": (
@@ -191,6 +202,31 @@ WRITTEN: dict[str, tuple[Family, str, list[tuple[Any, ...]]]] = {
         HERMES,
         "<tool_call><function=apply_patch>\n<parameter=input>\n<a>\n</parameter>\n</function></tool_call>",
         call(0, "apply_patch", "<a>"),
+    ),
+    "keys and values": (
+        HERMES,
+        f"Well.\n{KEYS}</tool_call>",
+        [("text", "Well.\n"), *call(0, "get_weather", KEYED)],
+    ),
+    "two with keys, one without": (
+        HERMES,
+        f"{KEYS}</tool_call>\n<tool_call>clock</tool_call>\n",
+        call(0, "get_weather", KEYED) + TIME,
+    ),
+    "custom, with a key": (
+        HERMES,
+        "<tool_call>apply_patch<arg_key>input</arg_key><arg_value>\n<a>\n</arg_value></tool_call>",
+        call(0, "apply_patch", "\n<a>\n"),
+    ),
+    "Seed's tags": (
+        SEED,
+        f"Well.{TAGS.replace('<tool', '<seed:tool')}\n</seed:tool_call>",
+        [("text", "Well."), *call(0, "get_weather", TAGGED)],
+    ),
+    "Seed's, two": (
+        SEED,
+        f"<seed:tool_call>{CALL}</seed:tool_call>\n<seed:tool_call>\n<function=clock>\n</function>",
+        PARIS + TIME,
     ),
     "a namespace": (OURS, '<tool_call>{"name": "travel__book"}</tool_call>', call(0, "travel__book", "{}")),
     "bare": (LLAMA3, LLAMA_CALL, PARIS),
@@ -241,6 +277,7 @@ def test_calls_are_read_as_each_family_writes_them(family, text, expected):
     assert parts_of(family, text) == expected
 
 
+PAIR = "<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n"
 NO_CALLS: dict[str, tuple[Family, str]] = {
     "text": (HERMES, "Just a < b > c.\n"),
     "blanks": (HERMES, " \n"),
@@ -262,6 +299,14 @@ NO_CALLS: dict[str, tuple[Family, str]] = {
     "tags cut in a name": (HERMES, "<tool_call>\n<funct"),
     "tags cut in a value": (HERMES, "<tool_call><function=clock><parameter=a>\n1\n</para"),
     "tags cut between values": (HERMES, "<tool_call><function=clock><parameter=a>\n1\n</parameter>\n"),
+    "keys of an unknown tool": (HERMES, "<tool_call>rm\n<arg_key>a</arg_key></tool_call>"),
+    "a key without a value": (HERMES, "<tool_call>clock\n<arg_key>a</arg_key>\n</tool_call>"),
+    "a key that comes twice": (HERMES, f"<tool_call>clock\n{2 * PAIR}</tool_call>"),
+    "keys cut in a name": (HERMES, "<tool_call>clo"),
+    "keys cut after a name": (HERMES, "<tool_call>clock"),
+    "keys cut in a value": (HERMES, "<tool_call>clock\n<arg_key>a</arg_key>\n<arg_value>1</arg_v"),
+    "keys cut between values": (HERMES, f"<tool_call>clock\n{PAIR}"),
+    "Seed's cut": (SEED, "a<seed:tool_call>\n<function=clock>\n<parameter=a>1</parameter>"),
     "tags of a custom tool without input": (HERMES, "<tool_call><function=apply_patch></function>"),
     "custom of two keys": (HERMES, '<tool_call>{"arguments": {"input": "a", "b": 1}, "name": "apply_patch"}'),
     "custom of deep nesting": (
@@ -517,7 +562,17 @@ def test_channels_are_told_apart_without_tools():
     assert parts_of(HARMONY, CHANNELS["an answer"][0], []) == CHANNELS["an answer"][1]
 
 
-@pytest.mark.parametrize("family", [HARMONY, family_of(MAGISTRAL)], ids=["channels", "Magistral"])
+def test_reasoning_of_seed_is_told_from_answers_and_calls():
+    template = "{% if tools %}<seed:think>{{ thoughts }}</seed:think><seed:tool_call>{% endif %}"
+    assert family_of(template) == SEED and has_reasoning(template) and starts_in_reasoning("<seed:think>\n")
+    text = "<seed:think>\nHm <think>.</seed:think>\n<seed:tool_call>\n<function=clock>\n</function>"
+    found = parts_of(SEED, text, has_reasoning=True)
+    assert found == [("reasoning", "Hm <think>."), *call(0, "clock", "{}")]
+
+
+@pytest.mark.parametrize(
+    "family", [HARMONY, family_of(MAGISTRAL), SEED], ids=["channels", "Magistral", "Seed"]
+)
 @pytest.mark.parametrize("tools", [(), (CLOCK,)], ids=["no tools", "a tool"])
 def test_the_text_keeps_the_special_tokens_that_tell_thoughts_from_answers(family, tools):
     turn = Turn(params=SamplingParams(), messages=QUESTION, tools=tools)
@@ -982,14 +1037,16 @@ def test_whatever_a_model_chooses_required_calls_are_read_back_and_valid(case, f
     assert warnings == []
     matcher = case.compiler.compile(params)
     for seed in range(6):
-        text = walk(case, matcher.copy(), seed, "Hm.</think>\n\n" if thinks else "")
+        text = walk(case, matcher.copy(), seed, f"Hm.{family.thoughts[1]}\n\n" if thinks else "")
         found = calls_in(family, text, starts_in_reasoning=thinks)
         assert found
         for tool, arguments in found:
             check_arguments(tool, arguments)
 
 
-@pytest.mark.parametrize("family, tool", [*zip(FAMILIES.values(), [*TOOLS, SUM], strict=True)], ids=FAMILIES)
+@pytest.mark.parametrize(
+    "family, tool", [*zip(FAMILIES.values(), [*TOOLS, SUM, WEATHER], strict=True)], ids=FAMILIES
+)
 def test_a_named_tool_is_called_once_where_calls_are_not_parallel(case, family, tool):
     params, _ = family.grammar(TOOLS, Named(tool.full_name), is_parallel=False)
     ((found, arguments),) = calls_in(family, case.walk(case.compiler.compile(params), 1))

@@ -514,7 +514,7 @@ def test_a_recorded_step_gives_the_logits_of_a_plain_one() -> None:
     runner = made.runner(streams, 40)
     for _ in range(20):
         made.advanced(runner, streams)
-    (recording,) = runner._recordings.values()
+    (recording,) = runner.recordings.values()
     work = [Work(stream, 1) for stream in streams]
     plain = made.step(*runner._inputs(work, None))[1]
     runner.run(work)

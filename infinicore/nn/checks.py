@@ -106,17 +106,15 @@ def check_weight(input: Tensor, weight: Tensor | QuantizedTensor) -> None:
         check_same("linear", input, "weight", weight)
 
 
-def check_lookup(ids: Tensor, weight: Tensor, out: Tensor | None) -> None:
-    check_float("embedding", "weight", weight)
+def check_lookup(ids: Tensor, weight: Tensor | QuantizedTensor, out: Tensor | None) -> None:
+    if not isinstance(weight, QuantizedTensor):
+        check_float("embedding", "weight", weight)
     check_ids(ids, weight)
-    is_widened = getattr(out, "dtype", None) == torch.float32 and weight.dtype in HALVES
-    row = torch.empty(0, dtype=torch.float32, device=weight.device) if is_widened else weight
-    check_out("embedding", out, row, (*ids.shape, weight.shape[1]))
-
-
-def check_quantized_lookup(ids: Tensor, weight: QuantizedTensor, out: Tensor | None) -> None:
-    check_ids(ids, weight)
-    row = torch.empty(0, dtype=torch.float32, device=weight.device)  # as what is looked up
+    is_wide = getattr(out, "dtype", None) == torch.float32
+    if isinstance(weight, Tensor) and not (is_wide and weight.dtype in HALVES):
+        row: Tensor = weight
+    else:  # whose rows come in float32
+        row = torch.empty(0, dtype=torch.float32, device=weight.device)
     check_out("embedding", out, row, (*ids.shape, weight.shape[1]))
 
 

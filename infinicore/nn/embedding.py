@@ -90,13 +90,17 @@ def ids_tensor(indices: Ids, num_embeddings: int, device: torch.device) -> Tenso
                 f"Embedding: sequence {i} has length {len(row)}, but sequence 0 has {len(rows[0])}"
             )
     items: list[Any] = [item for row in rows for item in row] if rows else list(indices)
+    check_items(items, num_embeddings)
+    return torch.tensor(rows or items, dtype=torch.int64, device=device)
+
+
+def check_items(items: list[Any], num_embeddings: int) -> None:
     for other in (item for item in items if type(item) is not int):
         if not isinstance(other, Integral) or isinstance(other, bool):
             raise TypeError(f"Embedding: ids must be integers, but {short(other)} is among them")
     num_bits = max((int(item).bit_length() for item in items), default=0)
     if num_bits > 63:  # which torch cannot hold, and Python may find too long to show
         raise IndexError(f"Embedding: an id of {num_bits} bits is outside [0, {num_embeddings})")
-    return torch.tensor(rows or items, dtype=torch.int64, device=device)
 
 
 class PositionalEmbedding(Module):

@@ -25,7 +25,6 @@ from infinicore.nn.checks import (
     check_normalized,
     check_out,
     check_pair,
-    check_quantized_lookup,
     check_tensor,
     check_token,
     sampling_options,
@@ -103,7 +102,7 @@ def look_up_blocks(ids: Tensor, weight: QuantizedTensor, out: Tensor | None) -> 
     op = ops.packed_embedding if isinstance(weight, PackedTensor) else ops.quantized_embedding
     if out is None and len(weight.shape) == 2 and (rows := op.attempt(None, ids, weight)) is not None:
         return rows
-    check_quantized_lookup(ids, weight, out)
+    check_lookup(ids, weight, out)
     return op(ids.contiguous(), weight, out=out)
 
 

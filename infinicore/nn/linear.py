@@ -171,7 +171,7 @@ def project(x: Tensor, *layers: BaseLinear) -> tuple[Tensor, ...]:
 
 
 def project_gated(
-    x: Tensor, gate: BaseLinear, up: BaseLinear, norm: RMSNorm | None = None, activation: str = "silu"
+    x: Tensor, gate: BaseLinear, up: BaseLinear, norm: RMSNorm | None, activation: str = "silu"
 ) -> Tensor:
     """activation(gate(x)) * up(x), in one pass where their weights are packed; of norm(x) if there is a norm
 

@@ -169,7 +169,7 @@ def check_loadable(target: Tensor, source: Tensor, name: str) -> None:
 class Module(torch.nn.Module):
     """torch's Module with the seeds' additions; the tree, hooks, `to`, `state_dict` are torch's own."""
 
-    __call__: Callable[..., Tensor]  # which torch has as of anything
+    __call__: Callable[..., Tensor]  # by torch's own types it may return anything
 
     @property
     def device(self) -> torch.device:
@@ -257,7 +257,7 @@ class Module(torch.nn.Module):
         if not isinstance(name, str):
             raise TypeError(f"load_parameter_from_blob: name must be a string, found {type(name).__name__}")
         if name not in parameters:
-            close = difflib.get_close_matches(name, parameters)
+            close = difflib.get_close_matches(name, parameters, cutoff=0.0)
             raise LoadError(f"no parameter {name!r} in {type(self).__name__}; the closest names are {close}")
         parameter = as_ours(parameters[name])
         parameter.load(tensor_from_bytes(data, parameter.whole_shape, parameter.dtype, repr(name)))

@@ -17,8 +17,8 @@ from infinicore.nn.module import Module
 
 
 def sin_and_cos(angle: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Times a factor. Each angle is taken alone: torch's sin takes several at once, and how it rounds one
-    depends on those beside it, and so on the number of threads."""
+    """sin and cos times a factor. Each angle is taken alone: torch's sin takes several at once, and how it
+    rounds one depends on those beside it, and so on the number of threads."""
     turned = torch.polar(angle.new_tensor(factor), angle)
     return turned.imag.contiguous(), turned.real.contiguous()
 

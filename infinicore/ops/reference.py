@@ -1,4 +1,4 @@
-"""What every op means, in plain torch, with the inputs it is tested on.
+"""What norms, activations, products and rope mean, in plain torch, with the inputs they are tested on.
 
 A reference is pure, runs on every device, and is differentiable where its kernel is not. Half types are
 computed in float32 and rounded once, except where a docstring says that the models round twice.

@@ -143,7 +143,7 @@ class Op(Generic[Result]):
 
 
 def is_watched() -> bool:
-    """Whether torch traces what is computed, or carries derivatives along: a kernel it would not see"""
+    """Whether torch traces what is computed, or carries derivatives along: it would not see a kernel"""
     if is_dynamo_compiling():  # which cannot read what the next ones tell
         return True
     is_traced = _get_tracing_state() is not None or _len_torch_dispatch_stack() > 0
@@ -151,7 +151,7 @@ def is_watched() -> bool:
 
 
 def is_followed(out: Any) -> bool:
-    """Whether a gradient goes through what `out` was before, which torch's own writing cuts off"""
+    """Whether `out` belongs to a computation with gradients, which has to be written by torch itself"""
     return torch.is_grad_enabled() and any(getattr(part, "requires_grad", False) for part in parts_of(out))
 
 

@@ -10,18 +10,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from infinicore.quantization import BlockType, QuantizedTensor, quantize
+from infinicore.quantization import BlockType, QuantizedTensor
 from infinilm.folder import Folder, is_later_part
-
-__all__ = [
-    "BlockType",
-    "Checkpoint",
-    "CheckpointError",
-    "QuantizedTensor",
-    "TensorInfo",
-    "open_checkpoint",
-    "quantize",
-]
 
 
 class CheckpointError(ValueError):

@@ -148,7 +148,7 @@ def check_split(part: Part, first: Path, wanted: Split) -> None:
             f"{part.path}: says it is {found or 'no part of a split model'}, but by {first.name} it is "
             f"{wanted}; take all parts of one model"
         )
-    part.metadata = {}  # the first one's count, and a thousand others may be large
+    part.metadata = {}  # only the first one's matter, and those of a thousand parts may be large
 
 
 def add_tensors(part: Part, homes: dict[str, Part], split: Split) -> None:

@@ -190,7 +190,7 @@ def api_keys(options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def check_queue(options: argparse.Namespace) -> None:
-    """In a queue below nothing fewer answers than --max-num-seqs would be made."""
+    """With a queue below 0 fewer answers than --max-num-seqs would be made at once."""
     for name in ("max_queue", "max_queue_tokens"):
         if (count := getattr(options, name)) < 0:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 0, but is {count}")

@@ -268,7 +268,7 @@ def compiled(view: llguidance.LLTokenizer, kind: str, grammar: str) -> llguidanc
         with refusals(kind):
             return compile_grammar(view, grammar)
 
-    return call_with_stack(COMPILE_STACK, compile_or_refuse)  # that there is no thread is no fault of it
+    return call_with_stack(COMPILE_STACK, compile_or_refuse)  # no thread to be had is no fault of a grammar
 
 
 @functools.lru_cache(maxsize=NUM_TRIED)

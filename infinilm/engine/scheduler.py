@@ -29,7 +29,7 @@ class Scheduler:
     """Streams wait, run, and wait again when blocks run out; lists are in the order of who goes first."""
 
     def __init__(
-        self, blocks: Blocks, max_num_seqs: int, max_num_batched_tokens: int, reads_beside: bool = True
+        self, blocks: Blocks, max_num_seqs: int, max_num_batched_tokens: int, reads_beside: bool
     ) -> None:
         self.blocks = blocks
         self.max_num_seqs = max_num_seqs
@@ -49,7 +49,7 @@ class Scheduler:
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Those of all n streams of the requests that wait; of one that runs none, as it is not among them"""
+        """Of all n streams of these requests; a request whose first stream runs is none of them"""
         return sum(len(stream) * stream.params.n for stream in self.waiting if stream.index == 0)
 
     def add(self, stream: Completion) -> None:

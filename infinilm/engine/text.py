@@ -40,7 +40,7 @@ class Text:
         return self._pieces[0] if self._pieces else ""
 
     def add(self, token_id: int, is_shown: bool = True) -> None:
-        """One more token; none counts after a stop string or `finish`. One that ends the text has none."""
+        """One more token, whose text may be left out; none has any after a stop string or `finish`."""
         self.num_tokens += 1
         if self._detokenizer is not None and is_shown:
             self._read(self._detokenizer.add(token_id))

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from infinicore import nn
 from infinilm.config import LIMITS, LlamaConfig
 from infinilm.models.gguf import GGUF
 from infinilm.models.llama import LlamaForCausalLM
@@ -45,9 +44,6 @@ class Exaone4Attention(Qwen3Attention):
     def __init__(self, config: LlamaConfig, layer_idx: int = 0) -> None:
         super().__init__(config, layer_idx)
         self.rotates = config.sliding_window is None or self.sliding_window is not None
-
-    def rope_of(self, rope: nn.RoPE | None) -> nn.RoPE | None:
-        return rope if self.rotates else None
 
 
 class Exaone4DecoderLayer(Olmo2DecoderLayer):

@@ -12,11 +12,9 @@ from infinilm.models.gguf import GGUF
 from infinilm.models.qwen import Qwen3Attention
 from infinilm.models.registry import register
 from infinilm.models.stored import Stored
+from infinilm.models.text_part import keep_text, text_config
 from infinilm.models.two_ropes import TwoRopesAttention, TwoRopesConfig, TwoRopesModel
 from infinilm.values import check_whole
-
-# What a model that also sees says of all its parts
-OF_THE_WHOLE = ("dtype", "torch_dtype", "quantization_config")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,15 +30,8 @@ class Gemma3Config(gemma2.Gemma2Config, TwoRopesConfig):
 
     @classmethod
     def adapted(cls, content: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The text's part of a model that also sees"""
-        if isinstance(content.get("text_config"), Mapping):
-            whole = [key for key in content if key.endswith("token_id") or key in OF_THE_WHOLE]
-            content = {
-                **content["text_config"],
-                **{key: content[key] for key in whole},
-                "model_type": "gemma3",
-            }
-        content = {**super().adapted(content), "attn_logit_softcapping": None}  # which its attention has not
+        content = super().adapted(text_config(content))
+        content = {**content, "attn_logit_softcapping": None}  # which its attention has not
         if "model_type" not in content and content.get("sliding_window", 0) is None:
             content["sliding_window_pattern"] = 1  # a GGUF file without windows
         return content
@@ -84,9 +75,5 @@ class Gemma3ForCausalLM(gemma2.Gemma2ForCausalLM):
 
     @classmethod
     def arrange(cls, stored: Stored, config: LlamaConfig) -> None:
-        # In a model that also sees, where the text's part stands depends on who saved it.
-        stored.move("language_model.", "")
-        stored.move("model.language_model.", "model.")
-        for part in ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_"):
-            stored.drop(part)
+        keep_text(stored)
         super().arrange(stored, config)

@@ -330,8 +330,8 @@ def _yarn(fields: ModelFields, prefix: str) -> dict[str, Any]:
 
 
 def _longrope(fields: ModelFields, checkpoint: Checkpoint, names: list[str]) -> dict[str, Any]:
-    """Divisors of the frequencies, which Hugging Face calls longrope when they are given: of Llama 3 scaling
-    GGUF keeps them, not the constants of the formula: the same at every length, and no other factor."""
+    """Divisors of the frequencies, as Hugging Face's longrope has them. Files of Llama 3 keep these, and not
+    the constants of its formula: the same at every length, and with no other factor."""
     context_length = fields.integer(fields.key("context_length"))
     prefix = fields.key("rope.scaling.")
     return {

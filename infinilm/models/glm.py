@@ -22,6 +22,7 @@ from infinilm.models.stored import Stored
 class GlmConfig(PartlyRotatedConfig):
     model_types: ClassVar[tuple[str, ...]] = ("glm",)
     without = ("mlp_bias",)
+    biases_output = False
     vocab_size: int = 151552
     intermediate_size: int = 13696
     num_hidden_layers: int = 40
@@ -34,10 +35,6 @@ class GlmConfig(PartlyRotatedConfig):
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = (151329, 151336, 151338)
     pad_token_id: int | None = 151329
-
-    @property
-    def has_output_bias(self) -> bool:
-        return False
 
 
 @register(GGUF("chatglm", modules=FUSED))

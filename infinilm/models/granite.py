@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
-from infinicore import nn, ops
+from infinicore import ops
 from infinilm.config import LlamaConfig
 from infinilm.models.gguf import GGUF
 from infinilm.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
@@ -19,6 +20,13 @@ from infinilm.values import check_number
 
 MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 MAX_MULTIPLIER = 1e6
+GGUF_SCALES = {
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "attention.scale": "attention_multiplier",
+    "logit_scale": "logits_scaling",
+}
+GGUF_ROPE = {"rope.scaling.finetuned": "has_rope"}  # as llama.cpp reads it here
 # Of Granite 4: sizes of layers that are not there
 IDLE_KEYS = {
     "expert_shared_feed_forward_length": "shared_intermediate_size",
@@ -32,7 +40,7 @@ IDLE_KEYS = {
 
 @dataclass(frozen=True, kw_only=True)
 class GraniteConfig(LlamaConfig):
-    model_types = ("granite",)
+    model_types: ClassVar[tuple[str, ...]] = ("granite",)
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     attention_multiplier: float | None = 1.0  # None: that of Llama
@@ -49,12 +57,9 @@ class GraniteConfig(LlamaConfig):
 class GraniteAttention(LlamaAttention):
     def __init__(self, config: GraniteConfig, layer_idx: int = 0) -> None:
         super().__init__(config, layer_idx)
-        self.has_rope = config.has_rope
+        self.rotates = config.has_rope
         if config.attention_multiplier is not None:
             self.scaling = config.attention_multiplier
-
-    def rope_of(self, rope: nn.RoPE | None) -> nn.RoPE | None:
-        return rope if self.has_rope else None
 
 
 class GraniteDecoderLayer(LlamaDecoderLayer):
@@ -79,21 +84,14 @@ class GraniteModel(LlamaModel):
 @register(
     GGUF(
         "granite",
-        keys={
-            "embedding_scale": "embedding_multiplier",
-            "residual_scale": "residual_multiplier",
-            "attention.scale": "attention_multiplier",
-            "logit_scale": "logits_scaling",
-            "rope.scaling.finetuned": "has_rope",  # as llama.cpp reads it here
-            **IDLE_KEYS,
-        },
+        keys={**GGUF_SCALES, **GGUF_ROPE, **IDLE_KEYS},
         constants={"attention_multiplier": None},
         has_paired_rows=True,
     )
 )
 class GraniteForCausalLM(LlamaForCausalLM):
-    config_class = GraniteConfig
-    layer_class = GraniteDecoderLayer
+    config_class: type[GraniteConfig] = GraniteConfig
+    layer_class: type[LlamaDecoderLayer] = GraniteDecoderLayer
     model_class = GraniteModel
     config: GraniteConfig
 

@@ -131,6 +131,7 @@ class LlamaAttention(nn.Module):
         self.num_key_value_groups = config.num_key_value_groups
         self.scaling = config.head_dim**-0.5
         self.sliding_window = config.window_of(layer_idx)
+        self.rotates = True
         self.softcap = 0.0  # of scores, where a model has one
         self.register_parameter("sinks", None)  # [H], logits that take part in every softmax
         query_size = config.num_attention_heads * config.head_dim
@@ -183,7 +184,7 @@ class LlamaAttention(nn.Module):
 
     def rope_of(self, rope: nn.RoPE | None) -> nn.RoPE | None:
         """What rotates in this layer, of what the model has"""
-        return rope
+        return rope if self.rotates else None
 
     def rotate(
         self, q: Tensor, k: Tensor, v: Tensor, rope: nn.RoPE | None, batch: Batch, pools: Pools

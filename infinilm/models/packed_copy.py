@@ -14,6 +14,7 @@ import logging
 import mmap
 import os
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,7 +22,7 @@ import torch
 
 import infinicore
 from infinicore import _native
-from infinicore.quantization import PACKED_ROWS, BlockType, PackedTensor
+from infinicore.quantization import PackedTensor
 from infinilm.checkpoint import Checkpoint
 from infinilm.checkpoint.gguf_parts import MAP_FLAGS
 from infinilm.folder import expanded
@@ -75,8 +76,7 @@ class PackedCopy:
 
     @property
     def num_bytes(self) -> int:
-        shapes = map(blocks_shape, self.weights.values())
-        return PAGE + sum(padded(num_panels * panel) for num_panels, panel in shapes)
+        return PAGE + sum(padded(prod(panels_of(weight))) for weight in self.weights.values())
 
     def write(self, model: torch.nn.Module) -> None:
         """Put the matrices of a model that has been loaded there, all or nothing. A disk that cannot take
@@ -119,15 +119,13 @@ def is_of_another(status: os.stat_result) -> bool:
 
 
 def matrix_in(memory: mmap.mmap, at: int, weight: Weight) -> PackedTensor:
-    num_panels, panel = blocks_shape(weight)
-    raw = torch.frombuffer(memory, dtype=torch.uint8, count=num_panels * panel, offset=at)
-    return PackedTensor(raw.view(num_panels, panel), weight.dtype, weight.shape)  # type: ignore[arg-type]
+    panels = panels_of(weight)
+    raw = torch.frombuffer(memory, dtype=torch.uint8, count=prod(panels), offset=at)
+    return PackedTensor(raw.view(panels), weight.dtype, weight.shape)  # type: ignore[arg-type]
 
 
-def blocks_shape(weight: Weight) -> tuple[int, int]:
-    if not isinstance(weight.dtype, BlockType):
-        raise TypeError(f"only blocks are packed, not {weight.dtype}")
-    return -(-weight.shape[0] // PACKED_ROWS), PACKED_ROWS * weight.dtype.bytes_per_row(weight.shape[1])
+def panels_of(weight: Weight) -> tuple[int, int]:
+    return weight.dtype.packed_shape(*weight.shape)  # type: ignore[union-attr]  # all are in blocks
 
 
 def padded(num_bytes: int) -> int:

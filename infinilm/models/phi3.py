@@ -31,7 +31,7 @@ class PartlyRotatedConfig(LlamaConfig):
     def _check(self) -> None:
         super()._check()
         check_number("partial_rotary_factor", self.partial_rotary_factor, 1.0)
-        if self.rotary_dim < 2 or self.rotary_dim % 2 or self.head_dim % 2:
+        if self.rotary_dim < 2 or self.rotary_dim % 2:
             part = f"partial_rotary_factor {self.partial_rotary_factor} of a head of {self.head_dim}"
             raise ValueError(f"{part} is {self.rotary_dim}, which has no pairs to rotate")
 

@@ -21,13 +21,10 @@ from infinilm.values import check_flag, check_whole
 class Qwen2Config(LlamaConfig):
     model_types: ClassVar[tuple[str, ...]] = ("qwen2",)
     without = ("mlp_bias",)
+    biases_output = False
     attention_bias: bool = True
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
-
-    @property
-    def has_output_bias(self) -> bool:
-        return False
 
     @classmethod
     def adapted(cls, content: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -62,12 +59,9 @@ class Qwen2ForCausalLM(LlamaForCausalLM):
 @dataclass(frozen=True, kw_only=True)
 class Qwen3Config(Qwen2Config):
     model_types = ("qwen3",)
+    biases_output = True
     head_dim: int = 128
     attention_bias: bool = False
-
-    @property
-    def has_output_bias(self) -> bool:
-        return self.attention_bias
 
 
 class Qwen3Attention(LlamaAttention):

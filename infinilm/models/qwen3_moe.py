@@ -16,6 +16,7 @@ from infinilm.models.registry import register
 @dataclass(frozen=True, kw_only=True)
 class Qwen3MoeConfig(Qwen2MoeConfig):
     model_types = ("qwen3_moe",)
+    biases_output = True
     intermediate_size: int = 6144
     num_attention_heads: int = 32
     num_key_value_heads: int = 4
@@ -30,10 +31,6 @@ class Qwen3MoeConfig(Qwen2MoeConfig):
         heads, which it always has."""
         settled = ("qkv_bias", "shared_expert_intermediate_size", "use_qk_norm")
         return super().adapted({key: value for key, value in content.items() if key not in settled})
-
-    @property
-    def has_output_bias(self) -> bool:
-        return self.attention_bias
 
 
 class Qwen3MoeDecoderLayer(Qwen2MoeDecoderLayer):

@@ -20,13 +20,17 @@ if TYPE_CHECKING:
 # Files of this folder that register a model when they are imported, in the order in which they are.
 FILES = (
     "llama",
+    "ernie",
     "exaone4",
     "gemma2",
     "gemma3",
     "glm",
     "gpt_oss",
     "granite",
+    "granite4",
+    "granite_moe",
     "hunyuan",
+    "ministral3",
     "mistral",
     "mixtral",
     "olmo2",

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from reprlib import repr as short
 from typing import Any
 
-from infinicore import nn
 from infinilm.config import LIMITS, LlamaConfig
 from infinilm.models.gguf import GGUF
 from infinilm.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM
@@ -69,9 +68,6 @@ class SmolLM3Attention(LlamaAttention):
     def __init__(self, config: SmolLM3Config, layer_idx: int = 0) -> None:
         super().__init__(config, layer_idx)
         self.rotates = bool((config.no_rope_layers or ())[layer_idx])
-
-    def rope_of(self, rope: nn.RoPE | None) -> nn.RoPE | None:
-        return rope if self.rotates else None
 
 
 class SmolLM3DecoderLayer(LlamaDecoderLayer):

@@ -56,25 +56,25 @@ def check_ropes(kinds: Mapping[str, Any], scaling: Mapping[str, Any]) -> None:
 
 
 class TwoRopes(LlamaRoPE):
-    """The rope of layers without a window; `local` is that of layers with one."""
+    """A rope and another one: that of layers with a window, or of queries (`ministral3.py`)"""
 
-    def __init__(self, parameters: RopeParameters, local: RopeParameters) -> None:
+    def __init__(self, parameters: RopeParameters, other: RopeParameters) -> None:
         super().__init__(parameters)
-        self.local = LlamaRoPE(local)
+        self.other = LlamaRoPE(other)
 
     def anew(self) -> LlamaRoPE:
-        return TwoRopes(self.rope_parameters, self.local.rope_parameters)
+        return TwoRopes(self.rope_parameters, self.other.rope_parameters)
 
     def reaching(self, num_positions: int, like: Tensor) -> LlamaRoPE:
         longer = super().reaching(num_positions, like)
         if isinstance(longer, TwoRopes) and longer is not self:
-            longer.local = self.local.reaching(num_positions, like)
+            longer.other = self.other.reaching(num_positions, like)
         return longer
 
 
 class TwoRopesAttention(LlamaAttention):
     def rope_of(self, rope: nn.RoPE | None) -> nn.RoPE | None:
-        return rope.local if isinstance(rope, TwoRopes) and self.sliding_window is not None else rope
+        return rope.other if isinstance(rope, TwoRopes) and self.sliding_window is not None else rope
 
 
 class TwoRopesModel(LlamaModel):

@@ -305,7 +305,7 @@ def give_weight(
     name: str,
     stored: Stored,
     placement: Placement,
-    packed: QuantizedTensor | None = None,
+    packed: QuantizedTensor | None,
 ) -> None:
     """The weight of this name, as it is stored or packed already"""
     path, _, leaf = name.rpartition(".")

@@ -17,15 +17,17 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infinilm.server import anthropic, openai, pooling, responses
+from infinilm.server.bodies import Body
 from infinilm.server.endpoint import Endpoint, Sender, refuse
 from infinilm.server.errors import HttpError, openai_error
 from infinilm.server.exchange import Call, Operation, Raw, Reply, Server
 from infinilm.server.metrics import metrics
 from infinilm.server.pages import HEADERS, page_files
+from infinilm.server.stored import Owner
 
 ACCESS = logging.getLogger("infinilm.access")
 MAX_LOGGED_PATH = 200  # characters
@@ -92,13 +94,18 @@ def make_app(server: Server) -> ASGIApp:
 
 async def not_routed(request: Request, error: Exception) -> Response:
     """No such path, or not by this method"""
-    status, headers = 404, None
-    if isinstance(error, HTTPException):
-        status, headers = error.status_code, error.headers
+    status = error.status_code if isinstance(error, HTTPException) else 404
+    headers = {"allow": ", ".join(methods_of(request))} if status == 405 else None
     path = request.scope["path"][:MAX_LOGGED_PATH]
     told = f"there is no {path!r}" if status == 404 else f"{path!r} does not take {request.method[:16]}"
     code = "not_found" if status == 404 else "method_not_allowed"
     return JSONResponse(error_body_of(path)(HttpError(status, told, code=code)), status, headers)
+
+
+def methods_of(request: Request) -> list[str]:
+    """Those that a path takes, of all its routes: starlette tells those of the first alone."""
+    routes = [one for one in request.app.routes if one.matches(request.scope)[0] is not Match.NONE]
+    return sorted({method for one in routes for method in one.methods})
 
 
 def error_body_of(path: str) -> Any:
@@ -155,22 +162,24 @@ class Front:
         if len(scope["headers"]) > MAX_HEADERS:
             return HttpError(431, f"a request must have at most {MAX_HEADERS} headers, but has more")
         # By the path that was routed: a URL could be another by the Host that a caller names.
-        if not self.keys or scope["path"] in PUBLIC or self.knows(headers):
+        scope["infinilm.owner"] = owner = self.owner(headers)
+        if not self.keys or scope["path"] in PUBLIC or owner is not None:
             return None
         told = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
         return HttpError(401, told, "authentication_error", code="invalid_api_key", headers=CHALLENGE)
 
-    def knows(self, headers: dict[bytes, bytes]) -> bool:
-        """In the same time whatever the key is"""
+    def owner(self, headers: dict[bytes, bytes]) -> Owner:
+        """The digest of the key, if it is known; in the same time whatever it is"""
         scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
         given = [headers.get(b"x-api-key", b""), token.strip() if scheme.lower() == b"bearer" else b""]
-        return any([hmac.compare_digest(digest(one), key) for one in given for key in self.keys])
+        known = [key for one in given for key in self.keys if hmac.compare_digest(digest(one), key)]
+        return known[0] if known else None
 
 
 def routed(scope: Scope) -> tuple[str, str]:
     """The method and the path as routes name them; what callers make up would have no end."""
     operation = getattr(scope.get("endpoint"), "operation", None)
-    method = scope["method"] if scope["method"] in ("GET", "HEAD", "POST") else "other"
+    method = scope["method"] if scope["method"] in ("GET", "HEAD", "POST", "DELETE") else "other"
     return method, operation.path if operation is not None else "other"
 
 
@@ -232,15 +241,27 @@ def described(operation: Operation, path: str) -> dict[str, Any]:
         "summary": (operation.handler.__doc__ or "").splitlines()[0],
         "responses": {"200": {"description": "the answer", "content": answer}, "default": ERROR},
     }
-    names = re.findall(r"{(\w+)}", path)
-    if names:
-        told["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
-        ]
+    if parameters := [*path_parameters(path), *query_parameters(operation.query)]:
+        told["parameters"] = parameters
     if operation.body is not None:
         schema = {"$ref": f"#/components/schemas/{operation.body.__name__}"}
         told["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     return told
+
+
+def path_parameters(path: str) -> list[dict[str, Any]]:
+    names = re.findall(r"{(\w+)}", path)
+    return [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
+
+
+def query_parameters(query: type[Body] | None) -> list[dict[str, Any]]:
+    """The fields of a query that are its own"""
+    schemas = {} if query is None else query.model_json_schema()["properties"]
+    return [
+        {"name": name, "in": "query", "schema": schema}
+        for name, schema in schemas.items()
+        if name not in Body.model_fields
+    ]
 
 
 ERROR = {"description": "an error", "content": {"application/json": {}}}

@@ -29,6 +29,9 @@ from infinilm.engine.request import RequestError
 from infinilm.sampling import MAX_TOKENS, SamplingParams
 
 TEXT_KINDS = ("text", "input_text", "output_text", "refusal")  # parts of a content that are read
+IMAGE_KINDS = ("image_url", "input_image")
+# OpenAI's words, by which Codex takes an image out of a conversation: it would be refused for ever.
+NO_IMAGE = "The image data you provided does not represent a valid image to a model that reads text alone"
 MAX_AGENT_TOOLS = 1024  # with those of the servers that an agent is connected to
 # What a conversation and its template are rendered with, which callers may not take the place of.
 OWN_VARIABLES = ("chat_template", "tokenize", "messages", "tools", "max_tokens", "self")
@@ -92,6 +95,8 @@ def joined_text(content: Any) -> str | None:
 def part_text(part: Any) -> str:
     """What the APIs call text has its text under the same key, but for refusals."""
     kind = part.get("type") if isinstance(part, dict) else None
+    if kind in IMAGE_KINDS:
+        raise ValueError(f"a part must be text, but is of type {kind!r}: {NO_IMAGE}")
     text = part.get("refusal" if kind == "refusal" else "text") if kind in TEXT_KINDS else None
     if not isinstance(text, str):
         wanted = "{'type': 'text', 'text': ...}, for the model reads nothing else"

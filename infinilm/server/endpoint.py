@@ -38,14 +38,13 @@ class Endpoint:
         sender = Sender(send)
         try:
             await self.read_body(call, receive)
-            call.num_bytes = len(call.body)
             await race(self.answer(call, sender), call, sender, receive)
         except HttpError as error:
             await refuse(error, self.operation.error_body, sender, receive)
         except Gone:
             return
         finally:
-            self.server.num_held -= len(call.body)
+            self.server.num_held -= call.num_bytes
 
     async def read_body(self, call: Call, receive: Receive) -> None:
         """All of it, within the limits of size and time."""
@@ -81,7 +80,8 @@ class Endpoint:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise Gone
-        self.server.hold(call, message.get("body", b""))
+        call.body += message.get("body", b"")
+        self.server.hold(call, len(call.body) - call.num_bytes)
         return bool(message.get("more_body", False))
 
     async def answer(self, call: Call, sender: Sender) -> None:

@@ -9,12 +9,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from starlette.datastructures import QueryParams
 from starlette.types import Scope
 
 from infinilm.folder import parse_object
 from infinilm.server.bodies import Body, as_body_errors, read
 from infinilm.server.errors import ErrorBody, HttpError, engine_dead, openai_error
 from infinilm.server.service import Service
+from infinilm.server.stored import Owner, Store
 from infinilm.server.turn import Caller
 
 LARGE_BODY = 64 << 10  # bytes, from which the event loop neither reads JSON nor makes anything of it
@@ -49,14 +51,15 @@ class Server:
     statuses: Counter[tuple[str, str, int]] = field(default_factory=Counter)  # of answers, by method and path
     calls: set[Call] = field(default_factory=set)  # that are being answered
     bodies: set[asyncio.Timeout] = field(default_factory=set)  # limits of those that have not come whole
-    num_held: int = 0  # bytes of bodies
+    num_held: int = 0  # bytes of bodies, and of stored answers that they go on from
+    store: Store = field(default_factory=Store)
 
-    def hold(self, call: Call, data: bytes) -> None:
-        """A part of a body, until the call ends; HttpError if that is too much, for one or for all."""
-        call.body += data
-        self.num_held += len(data)
-        if len(call.body) > self.settings.max_body:
-            raise too_large(self.settings.max_body)
+    def hold(self, call: Call, num_bytes: int, what: str = "the body") -> None:
+        """More for a call, until it ends; HttpError if that is too much, for one or for all."""
+        call.num_bytes += num_bytes
+        self.num_held += num_bytes
+        if call.num_bytes > self.settings.max_body:
+            raise too_large(self.settings.max_body, what)
         if self.num_held > self.settings.max_bodies:
             told = "the server holds as many bodies as it can; try again in 1 s"
             raise HttpError(429, told, "rate_limit_error", headers={"retry-after": "1"})
@@ -79,8 +82,8 @@ class Server:
             call.end(error)
 
 
-def too_large(limit: int) -> HttpError:
-    return HttpError(413, f"the body must have at most {limit} bytes, but has more")
+def too_large(limit: int, what: str = "the body") -> HttpError:
+    return HttpError(413, f"{what} must have at most {limit} bytes, but has more")
 
 
 @dataclass(eq=False, kw_only=True)
@@ -101,6 +104,16 @@ class Call(Caller):
             )
         return self.server.service
 
+    @property
+    def owner(self) -> Owner:
+        """Whose the answers are that this one asks for, and may name"""
+        owner: Owner = self.scope["infinilm.owner"]
+        return owner
+
+    def query(self, kind: type[B]) -> B:
+        """The query as one of its kind, or BodyError."""
+        return read(kind, QueryParams(self.scope["query_string"]))
+
     async def read(self, kind: type[B]) -> B:
         """The body as one of its kind, or BodyError."""
         return await self.made(self.parse, kind)
@@ -108,7 +121,7 @@ class Call(Caller):
     async def made(self, make: Callable[..., T], *given: Any) -> T:
         """What is made of the body, off the event loop where that is large"""
         service = self.service
-        return make(*given) if len(self.body) < LARGE_BODY else await service.off_loop(make, *given)
+        return make(*given) if self.num_bytes < LARGE_BODY else await service.off_loop(make, *given)
 
     def parse(self, kind: type[B]) -> B:
         with as_body_errors(kind.model_fields):
@@ -147,12 +160,13 @@ Handler = Callable[[Call], Awaitable[Reply]]
 
 @dataclass(frozen=True)
 class Operation:
-    """A method of a path, who answers it, and what it reads."""
+    """A method of a path, who answers it, and what it reads: a body, or a query."""
 
     method: str
     path: str
     handler: Handler
     body: type[Body] | None = None
+    query: type[Body] | None = None
     can_stream: bool = False
     error_body: ErrorBody = openai_error
 

@@ -74,7 +74,7 @@ class Protocol(H11Protocol):
     """uvicorn's, with limits on the time to send a request's head and to read an answer; errors are JSON."""
 
     send_seconds = 30.0
-    _timer: asyncio.TimerHandle | None = None
+    _head_timer: asyncio.TimerHandle | None = None
     _reading_timer: asyncio.TimerHandle | None = None
     _num_dropped = 0  # bytes
 
@@ -88,17 +88,17 @@ class Protocol(H11Protocol):
         self.conn = Connection(h11.SERVER, MAX_HEAD)
         super().connection_made(transport)
         self.app = as_long_as_open(self.app, transport)
-        self._start()
+        self._await_head()
 
     def data_received(self, data: bytes) -> None:
         if self.conn.their_state is h11.MUST_CLOSE:  # the request that is being answered was the last one
             self._drop(data)
             return
         if self.awaits_head:
-            self._start()
+            self._await_head()
         super().data_received(data)
         if not self.awaits_head:
-            self._stop()
+            self._stop_awaiting_head()
             self._read_ahead()
 
     def pause_writing(self) -> None:
@@ -110,7 +110,7 @@ class Protocol(H11Protocol):
         super().resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop()
+        self._stop_awaiting_head()
         self._stop_awaiting_reading()
         super().connection_lost(exc)
 
@@ -134,17 +134,17 @@ class Protocol(H11Protocol):
         if self._num_dropped > MAX_AHEAD:
             self.flow.pause_reading()
 
-    def _start(self) -> None:
-        if self._timer is None:
-            self._timer = self.loop.call_later(self.send_seconds, self._give_up)
+    def _await_head(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(self.send_seconds, self._check_head)
 
-    def _stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    def _stop_awaiting_head(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
-    def _give_up(self) -> None:
-        self._timer = None
+    def _check_head(self) -> None:
+        self._head_timer = None
         if self.awaits_head and not self.transport.is_closing():
             self.transport.close()
 

@@ -28,7 +28,7 @@ from infinilm.server.exchange import (
 from infinilm.server.openai_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from infinilm.server.parts import CallArguments, CallStart, Part, Reasoning, Text
 from infinilm.server.service import Service
-from infinilm.server.turn import Piece, Run, Turn, progress_body
+from infinilm.server.turn import Piece, Run, Turn, Usage, progress_body
 
 Chunk = dict[str, Any]
 A = TypeVar("A", ChatBody, CompletionBody)
@@ -109,7 +109,7 @@ class Stream:
         told = {"choices": [], "usage": answers.usage_body(self.usage()), "timings": self.run.timings()}
         return event({**self.head, **told}) + DONE
 
-    def usage(self) -> Any:
+    def usage(self) -> Usage:
         return self.run.usage
 
     def progress(self, progress: Progress) -> bytes:
@@ -201,7 +201,7 @@ class CompletionStream(Stream):
             return offset + len(choice["text"])
         return offset + sum(map(len, choice["logprobs"]["tokens"]))
 
-    def usage(self) -> Any:
+    def usage(self) -> Usage:
         return replace(self.run.usage, drawn=0) if self.is_alone else self.run.usage
 
     def empty(self) -> Chunk:

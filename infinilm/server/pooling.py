@@ -21,7 +21,7 @@ from infinilm.models.judging import Judge
 from infinilm.models.pooling import PoolingError
 from infinilm.server.bodies import BodyError
 from infinilm.server.exchange import Call, Operation, Raw, Reply, dumped_in_turns
-from infinilm.server.pooling_bodies import EmbeddingBody, Judged, RerankBody, ScoreBody
+from infinilm.server.pooling_bodies import EmbeddingBody, Encoded, Judged, RerankBody, ScoreBody
 from infinilm.server.service import BYTES_A_TOKEN, Served, Service
 from infinilm.server.turn import end_tasks
 from infinilm.tokenizer import TokenizerError, TooLong
@@ -155,9 +155,7 @@ class Encoding:
     """The prompts of one request, each of an item of the field `name` and what is `beside` it, read by the
     engine for their last states."""
 
-    def __init__(
-        self, call: Call, body: EmbeddingBody | Judged, served: Served, name: str, beside: str = ""
-    ) -> None:
+    def __init__(self, call: Call, body: Encoded, served: Served, name: str, beside: str = "") -> None:
         self.call, self.name, self.beside = call, name, beside
         self.priority, self.salt, self.lora = body.priority, body.cache_salt, served.lora
         self.service = call.service

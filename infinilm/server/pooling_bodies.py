@@ -55,27 +55,28 @@ Texts = Annotated[Any, PlainValidator(several_texts), WithJsonSchema(TEXTS)]
 Documents = Annotated[Any, PlainValidator(several_documents), WithJsonSchema(DOCUMENTS)]
 
 
-class EmbeddingBody(Body):
+class Encoded(Body):
+    """What embeddings, rankings and scores have in common"""
+
+    truncate_prompt_tokens: Truncation | None = None  # of a query and a document at the end of the document
+    priority: int = 0
+    cache_salt: str | None = None
+    user: Any = None  # changes nothing here
+
+
+class EmbeddingBody(Encoded):
     """POST /v1/embeddings: a text, token ids, or a list of either"""
 
     input: Prompts
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1)] | None = None
     prompt_name: str | None = None  # of those that the model's files have, for texts
-    truncate_prompt_tokens: Truncation | None = None
-    priority: int = 0
-    cache_salt: str | None = None
-    user: Any = None  # changes nothing here
 
 
-class Judged(Body):
+class Judged(Encoded):
     """What rankings and scores have in common"""
 
     instruction: Text | None = None  # for rerankers that take one
-    truncate_prompt_tokens: Truncation | None = None  # at the end of the document
-    priority: int = 0
-    cache_salt: str | None = None
-    user: Any = None  # changes nothing here
 
 
 class RerankBody(Judged):

@@ -12,7 +12,7 @@ from typing import Any
 
 from infinilm.server.parts import CallArguments, CallEnd, CallStart, Part, Reasoning, Text, merged
 from infinilm.server.scanner import BLANK, Mismatch, Scanner, Steps
-from infinilm.server.tools import BRACKETS, TAGS, Family, Tool
+from infinilm.server.tools import THOUGHTS, Family, Tool
 
 BETWEEN = re.compile(r"[ \t\n\r;]*")  # two calls that nothing marks
 NAME = re.compile(r"[a-zA-Z0-9_-]*")
@@ -35,12 +35,16 @@ KEYS = {
 
 
 def has_reasoning(chat_template: str) -> bool:
-    return any(end in chat_template for _, end in (TAGS, BRACKETS))
+    return any(end in chat_template for _, end in THOUGHTS)
 
 
 def starts_in_reasoning(prompt: str) -> bool:
     """Whether the prompt that a template wrote ends with reasoning begun, as some do."""
-    return prompt.rstrip().endswith(TAGS[0])
+    return prompt.rstrip().endswith(tuple(begin for begin, _ in THOUGHTS))
+
+
+def closing(tag: str) -> str:
+    return f"</{tag.removeprefix('<')}"
 
 
 class Reader(Scanner):
@@ -183,11 +187,10 @@ class Reader(Scanner):
 
     def _form(self, marker: str) -> Steps[None]:
         match marker:
-            case "<tool_call>":
+            case "<tool_call>" | "<seed:tool_call>":
                 yield from self._run(BLANK)
-                is_tagged = yield from self._is_ahead("<function=")
-                yield from self._call_in_tags() if is_tagged else self._call_object()
-                yield from self._closing("</tool_call>")
+                yield from self._marked_call()
+                yield from self._closing(closing(marker))
             case "<function=":
                 tool = yield from self._tool_name()
                 yield from self._expect(">")
@@ -269,23 +272,57 @@ class Reader(Scanner):
         yield from self._expect("}")
         self._end_call()
 
+    def _marked_call(self) -> Steps[None]:
+        if (yield from self._is_ahead("<function=")):
+            yield from self._call_in_tags()
+        elif (yield from self._peek()) == "{":
+            yield from self._call_object()
+        else:
+            yield from self._call_with_keys()
+
     def _call_in_tags(self) -> Steps[None]:
-        """<function=name> and <parameter=key>value</parameter> of each argument, as Qwen3-Coder has it. It is
-        told whole: without its end, nothing tells whether there would be more."""
+        """<function=name> and <parameter=key>value</parameter> of each argument, as Qwen3-Coder and Seed-OSS
+        have it. It is told whole: without its end, nothing tells whether there would be more."""
         yield from self._expect("<function=")
         tool = yield from self._tool_name()
         yield from self._expect(">")
         arguments: dict[str, str] = {}
-        while True:
-            yield from self._run(BLANK)
-            if not (yield from self._is_ahead("<parameter=")):
-                break
-            yield from self._expect("<parameter=")
-            key = yield from self._up_to(">")
-            if key in arguments:
-                raise Mismatch
-            arguments[key] = as_json((yield from self._up_to("</parameter>")), tool.schema, key)
+        while (yield from self._is_next("<parameter=")):
+            key = yield from self._new_key(arguments, ">")
+            value = yield from self._up_to("</parameter>")
+            arguments[key] = as_json(value.removeprefix("\n").removesuffix("\n"), tool.schema, key)
         yield from self._expect("</function>")
+        self._call_of(tool, arguments)
+
+    def _call_with_keys(self) -> Steps[None]:
+        """A name, then <arg_key>key</arg_key> and <arg_value>value</arg_value> of each argument, as GLM-4.5
+        has it. It is told whole too, and only its closing tag tells that it is a call."""
+        tool = yield from self._tool_name()
+        arguments: dict[str, str] = {}
+        while (yield from self._is_next("<arg_key>")):
+            key = yield from self._new_key(arguments, "</arg_key>")
+            if not (yield from self._is_next("<arg_value>")):
+                raise Mismatch
+            arguments[key] = as_json((yield from self._up_to("</arg_value>")), tool.schema, key)
+        if not (yield from self._is_ahead("</tool_call>")):
+            raise Mismatch
+        self._call_of(tool, arguments)
+
+    def _is_next(self, tag: str) -> Steps[bool]:
+        """Whether the tag comes after blanks; if so, it is taken"""
+        yield from self._run(BLANK)
+        if not (yield from self._is_ahead(tag)):
+            return False
+        self._take(len(tag))
+        return True
+
+    def _new_key(self, arguments: Mapping[str, str], end: str) -> Steps[str]:
+        key = yield from self._up_to(end)
+        if key in arguments:
+            raise Mismatch
+        return key
+
+    def _call_of(self, tool: Tool, arguments: Mapping[str, str]) -> None:
         pairs = (f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in arguments.items())
         self._whole_call(tool, f"{{{', '.join(pairs)}}}")
         self._end_call()
@@ -403,7 +440,6 @@ PYTHON = {"True": "true", "False": "false", "None": "null"}  # as templates show
 def as_json(text: str, schema: Mapping[str, Any], name: str) -> str:
     """What stands between tags as an argument of this name: a string, unless its schema wants something else
     and it reads as that. Where no type is known, objects and lists are told by their looks."""
-    text = text.removeprefix("\n").removesuffix("\n")
     properties = schema.get("properties")
     kinds = kinds_of(properties.get(name)) if isinstance(properties, Mapping) else set()
     value = PYTHON.get(text, text)

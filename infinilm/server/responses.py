@@ -1,10 +1,10 @@
-"""OpenAI's /v1/responses over HTTP: items in, items out, whole or as events. Nothing is stored."""
+"""OpenAI's /v1/responses over HTTP: items in, items out, whole or as events."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -14,38 +14,55 @@ from infinilm.sampling import SamplingParams, StructuredOutputsParams
 from infinilm.server.bodies import BodyError, as_body_errors, sampled
 from infinilm.server.conversation import Message, led_by
 from infinilm.server.errors import HttpError
-from infinilm.server.exchange import Call, Events, Operation, Reply, named_event
+from infinilm.server.exchange import Call, Events, Operation, Raw, Reply, dumps, named_event
 from infinilm.server.parts import CallArguments, CallEnd, CallStart, Part, Reasoning, Text
 from infinilm.server.responses_bodies import (
+    STORED_ITEMS,
     AllowedTools,
     CallOutputItem,
     ChosenTool,
     CustomCallItem,
     CustomTool,
     FunctionCallItem,
+    ItemReference,
+    ItemsQuery,
     MessageItem,
     Namespace,
     PlainFunction,
     ReasoningItem,
+    ResponseQuery,
     ResponsesBody,
 )
+from infinilm.server.stored import NotStored, Stored, page_of
 from infinilm.server.tools import Choice, Named, Tool, full_name
 from infinilm.server.turn import Piece, Run, Turn, Usage, cache_miss, progress_body
 
 Event = dict[str, Any]
+HELD = "the body, with the answers that it goes on from,"
+GONE = "not found. It was not stored, was deleted or had to make room; send"
+# How ids of items begin, by the types that a caller may send
+ITEM_IDS = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+}
 
 
 # ---- from a body to a turn ---------------------------------------------------------------------------------
 
 
-def turn_of(body: ResponsesBody, defaults: Mapping[str, Any]) -> Turn:
-    """The turn that a body asks for; BodyError if that cannot be done."""
+def turn_of(body: ResponsesBody, defaults: Mapping[str, Any], chain: Sequence[Stored]) -> Turn:
+    """The turn that a body asks for after a chain of answers; BodyError if that cannot be done."""
+    before = STORED_ITEMS.validate_python([item for one in chain for item in one.items()])
     tools = tuple(tool for given in body.tools for tool in tools_of(given))
     effort = {} if body.reasoning.effort is None else {"reasoning_effort": body.reasoning.effort}
     choice, allowed = choice_of(body.tool_choice, tools)
     return Turn(
         params=params_of(body, defaults),
-        messages=led_by(body.instructions, conversation(body.input)),
+        messages=led_by(body.instructions, conversation([*before, *body.input])),
         tools=tools,
         choice=choice,
         allowed=allowed,
@@ -154,6 +171,60 @@ def call_of(item: FunctionCallItem | CustomCallItem) -> dict[str, Any]:
     return {"id": item.call_id, "type": "function", "function": function}
 
 
+# ---- what was stored, and is to be -------------------------------------------------------------------------
+
+
+def hold_chain(call: Call, last: str) -> list[Stored]:
+    """An answer after those that it goes on from, held within the limits of bodies as if one had them."""
+    try:
+        chain = call.server.store.chain((call.owner, last))
+    except NotStored as error:
+        way_out = "the whole conversation as input, without previous_response_id"
+        told = f"Previous response with id {error.id[:64]!r} {GONE} {way_out}"
+        raise BodyError(told, "previous_response_id", "previous_response_not_found") from error
+    for one in chain:
+        call.server.hold(call, len(one.input) + len(one.output), HELD)
+    return chain
+
+
+def hold_named(call: Call, item_id: str) -> Stored:
+    """The answer that has an item of this id, held likewise"""
+    try:
+        holder = call.server.store.holder((call.owner, item_id))
+    except NotStored as error:
+        way_out = "the item itself, as clients do with store: false"
+        raise BodyError(f"input: Item with id {error.id[:64]!r} {GONE} {way_out}", "input") from error
+    call.server.hold(call, len(holder.output), HELD)
+    return holder
+
+
+def with_items(body: ResponsesBody, holders: Mapping[str, Stored]) -> ResponsesBody:
+    """The body with the items that it names, of the answers that hold them"""
+    if not holders:
+        return body
+    items = [holders[one.id].item(one.id) if isinstance(one, ItemReference) else one for one in body.input]
+    return body.model_copy(update={"input": STORED_ITEMS.validate_python(items)})
+
+
+def input_of(body: ResponsesBody) -> bytes:
+    """What the answer is stored with; nothing where it is not stored"""
+    return dumps([told_item(item) for item in body.input]).encode() if body.store else b""
+
+
+def told_item(item: Any) -> Event:
+    """An item of the input as callers are told it: with an id of its own, and content in parts"""
+    told = {"id": f"{ITEM_IDS[item.type]}_{uuid.uuid4().hex}", "type": item.type, "status": "completed"}
+    if isinstance(item, MessageItem):
+        is_said = item.role == "assistant"
+        part = {"type": "output_text", "annotations": []} if is_said else {"type": "input_text"}
+        return {**told, "role": item.role, "content": [{**part, "text": item.content}]}
+    if isinstance(item, ReasoningItem):
+        content = [{"type": "reasoning_text", "text": thought.text} for thought in item.content]
+        summary = [{"type": "summary_text", "text": thought.text} for thought in item.summary]
+        return {**told, "content": content, "summary": summary}
+    return {**told, **item.model_dump(include=set(type(item).model_fields), exclude_none=True)}
+
+
 # ---- to a response -----------------------------------------------------------------------------------------
 
 
@@ -227,8 +298,8 @@ class Item:
 class Answer:
     """A response while it comes: its items, and the events that tell of them."""
 
-    def __init__(self, run: Run, body: ResponsesBody) -> None:
-        self.run, self.body = run, body
+    def __init__(self, run: Run, body: ResponsesBody, keep: Callable[[Event], None]) -> None:
+        self.run, self.body, self.keep = run, body, keep
         self.head = head_of(run, body)
         self.output: list[dict[str, Any]] = []  # items that are done
         self.item: Item | None = None  # that is not
@@ -242,14 +313,15 @@ class Answer:
             async for item in items:
                 if told := self.encoded(self.add(item) if isinstance(item, Piece) else [self.progress(item)]):
                     yield told
-        yield self.encoded([self.about(self.status)])
+        yield self.encoded([self.last()])
 
     async def whole(self) -> Event:
         async with aclosing(self.run.pieces()) as pieces:
             async for piece in pieces:
                 for _ in self.add(piece) if isinstance(piece, Piece) else ():
                     pass
-        return self.response()
+        response: Event = self.last()["response"]
+        return response
 
     def beat(self) -> bytes:
         """A sign of life that every client takes for one"""
@@ -260,7 +332,7 @@ class Answer:
 
     def ending(self, error: HttpError) -> bytes:
         self.status = "failed"
-        return self.encoded([self.about("failed", {"code": code_of(error), "message": str(error)})])
+        return self.encoded([self.last({"code": code_of(error), "message": str(error)})])
 
     def encoded(self, events: Iterable[Event]) -> bytes:
         return b"".join(map(self.numbered, events))
@@ -268,6 +340,13 @@ class Answer:
     def numbered(self, event: Event) -> bytes:
         number, self.num_events = self.num_events, self.num_events + 1
         return named_event(event["type"], {**event, "sequence_number": number})
+
+    def last(self, error: Event | None = None) -> Event:
+        """How it ended. It is stored before anybody knows: the next request may come at once."""
+        event = self.about(self.status, error)
+        if self.body.store:
+            self.keep(event["response"])
+        return event
 
     def about(self, what: str, error: Event | None = None) -> Event:
         return {"type": f"response.{what}", "response": {**self.response(), "error": error}}
@@ -339,10 +418,10 @@ def head_of(run: Run, body: ResponsesBody) -> Event:
         "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": None,
+        "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
         "reasoning": body.reasoning.model_dump(),
-        "store": False,
+        "store": body.store,
         "temperature": params.temperature,
         "text": body.text.model_dump(by_alias=True, exclude_none=True),
         "tool_choice": choice if isinstance(choice, str) else choice.model_dump(exclude_none=True),
@@ -376,25 +455,75 @@ def code_of(error: HttpError) -> str:
 
 async def responses(call: Call) -> Reply:
     """Answer a conversation of items."""
-    body = await call.read(ResponsesBody)
-    service = call.service
-    served = service.served(body.model)
-    turn = await call.made(turn_of, body, service.defaults)
-    answer = Answer(await service.start([turn], call, served), body)
+    body, turn = await read_turn(call)
+    given = await call.made(input_of, body)
+
+    def keep(response: Event) -> None:
+        call.server.store.add(Stored.of(response, call.owner, given))
+
+    run = await call.service.start([turn], call, call.service.served(body.model))
+    answer = Answer(run, body, keep)
     return Events(answer.events(), answer.ending, answer.beat) if body.stream else await answer.whole()
 
 
 async def input_tokens(call: Call) -> Reply:
     """How many tokens the model would read"""
-    body = await call.read(ResponsesBody)
-    service = call.service
-    service.served(body.model)
-    turn = await call.made(turn_of, body, service.defaults)
-    tokens = await service.off_loop(service.tokens_of, turn)
+    _, turn = await read_turn(call)
+    tokens = await call.service.off_loop(call.service.tokens_of, turn)
     return {"object": "response.input_tokens", "input_tokens": len(tokens)}
 
 
+async def read_turn(call: Call) -> tuple[ResponsesBody, Turn]:
+    """A body and the turn that it asks for, after what it names of earlier answers"""
+    body = await call.read(ResponsesBody)
+    call.service.served(body.model)
+    last = body.previous_response_id
+    chain = [] if last is None else hold_chain(call, last)
+    holders = {one.id: hold_named(call, one.id) for one in body.input if isinstance(one, ItemReference)}
+    body = await call.made(with_items, body, holders)
+    return body, await call.made(turn_of, body, call.service.defaults, chain)
+
+
+def named(call: Call) -> Stored:
+    """The answer that the path names"""
+    response_id = call.scope["path_params"]["response_id"]
+    try:
+        return call.server.store.get((call.owner, response_id))
+    except NotStored as error:
+        raise HttpError(404, f"Response with id {response_id[:64]!r} not found.") from error
+
+
+async def response(call: Call) -> Reply:
+    """An answer that was stored"""
+    call.query(ResponseQuery)
+    return Raw(named(call).body)
+
+
+async def delete_response(call: Call) -> Reply:
+    """Forget an answer, and so those that go on from it."""
+    answer = named(call)
+    call.server.store.remove(answer.name)
+    return {"id": answer.id, "object": "response", "deleted": True}
+
+
+async def cancel_response(call: Call) -> Reply:
+    """Nothing to cancel: an answer that is stored is complete."""
+    named(call)
+    raise HttpError(400, "Cannot cancel a synchronous response.")
+
+
+async def input_items(call: Call) -> Reply:
+    """What an answer was made of, in pages"""
+    query, answer = call.query(ItemsQuery), named(call)
+    return await call.made(page_of, hold_chain(call, answer.id), query)
+
+
+ONE = "/v1/responses/{response_id}"
 OPERATIONS = (
     Operation("POST", "/v1/responses", responses, ResponsesBody, can_stream=True),
     Operation("POST", "/v1/responses/input_tokens", input_tokens, ResponsesBody),
+    Operation("GET", ONE, response, query=ResponseQuery),
+    Operation("DELETE", ONE, delete_response),
+    Operation("POST", f"{ONE}/cancel", cancel_response),
+    Operation("GET", f"{ONE}/input_items", input_items, query=ItemsQuery),
 )

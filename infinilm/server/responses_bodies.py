@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, FailFast, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, FailFast, Field, TypeAdapter
 
 from infinilm.server.bodies import (
     MAX_AGENT_TOOLS,
+    Body,
     Content,
     Function,
     Grammar,
@@ -57,14 +58,22 @@ class ReasoningItem(Inner):
     summary: Annotated[list[Thought], FailFast()] = []
 
 
+class ItemReference(Inner):
+    """An item of an answer that was stored, in its place"""
+
+    type: Literal["item_reference"]
+    id: str
+
+
 ITEM_KINDS = (
     *("message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output"),
-    "reasoning",
+    *("reasoning", "item_reference"),
 )
 Item = Annotated[
-    MessageItem | FunctionCallItem | CustomCallItem | CallOutputItem | ReasoningItem,
+    MessageItem | FunctionCallItem | CustomCallItem | CallOutputItem | ReasoningItem | ItemReference,
     Field(discriminator="type"),
 ]
+STORED_ITEMS: TypeAdapter[list[Any]] = TypeAdapter(list[Item])
 
 
 def known_items(given: Any) -> Any:
@@ -74,10 +83,6 @@ def known_items(given: Any) -> Any:
     if not isinstance(given, list):
         raise ValueError("must be a text or a list of items")
     items = [{**one, "type": one.get("type") or "message"} if isinstance(one, dict) else one for one in given]
-    for item in items:
-        if isinstance(item, dict) and item["type"] == "item_reference":
-            way_out = "send the item itself, as clients do with store: false"
-            raise ValueError(f"must not have an 'item_reference', for nothing is stored; {way_out}")
     return of_kinds(items, ITEM_KINDS)
 
 
@@ -185,14 +190,13 @@ class ResponsesBody(Sampled):
         "background": "ask for a stream",
         "chat_template": "the model's own is rendered",
         "context_management": "send what the model is to read",
-        "conversation": "send all of it as input",
+        "conversation": "use previous_response_id, or send all of it as input",
         "logprobs": "ask /v1/chat/completions for them",
         "max_completion_tokens": "use max_output_tokens",
         "max_tokens": "use max_output_tokens",
         "messages": "use input",
         "moderation": "leave it out",
         "n": "ask several times",
-        "previous_response_id": "nothing is stored: send the whole conversation as input, with store: false",
         "prompt": "send its text as instructions and input",
         "response_format": "use text.format",
         "stop": "ask /v1/chat/completions",
@@ -200,7 +204,6 @@ class ResponsesBody(Sampled):
         "top_logprobs": "ask /v1/chat/completions for them",
         "truncation": "shorten the input yourself",
     }
-    codes = {"previous_response_id": "previous_response_not_found"}
 
     input: Items
     instructions: str = ""
@@ -214,3 +217,23 @@ class ResponsesBody(Sampled):
     metadata: dict[str, Any] = {}
     prompt_cache_key: str | None = None
     include: Includes = []
+    store: bool = True
+    previous_response_id: str | None = None
+
+
+class ResponseQuery(Body):
+    """GET /v1/responses/{response_id}"""
+
+    model_config = ConfigDict(extra="ignore")
+    idle = {"stream": ("false",)}
+    refused = {"stream": "leave it out: the answer is complete"}
+
+
+class ItemsQuery(Body):
+    """GET /v1/responses/{response_id}/input_items"""
+
+    model_config = ConfigDict(strict=False, extra="ignore")
+
+    limit: Annotated[int, Field(ge=1, le=100)] = 20
+    order: Literal["asc", "desc"] = "desc"
+    after: str | None = None

@@ -30,8 +30,12 @@ from infinilm.server.conversation import (
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")  # OpenAI takes 64 characters, Anthropic 128
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
-# What reasoning stands between, of most families and of Magistral, whose are special tokens
-TAGS, BRACKETS = ("<think>", "</think>"), ("[THINK]", "[/THINK]")
+# What reasoning stands between: of most families, and of Magistral and Seed-OSS, whose are special tokens
+TAGS, BRACKETS, SEED_TAGS = THOUGHTS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+)
 AFTER_REASONING = "\n\n"
 MAX_CALLS = 16  # that are forced: a small model does not come to an end by itself
 
@@ -86,7 +90,7 @@ def input_schema(pattern: str | None = None) -> dict[str, Any]:
     return {**NO_PARAMETERS, "properties": {"input": text}, "required": ["input"]}
 
 
-def full_name(name: str, namespace: str | None = None) -> str:
+def full_name(name: str, namespace: str | None) -> str:
     return name if namespace is None else f"{namespace}__{name}"
 
 
@@ -204,7 +208,7 @@ class Family:
         if rule is None:
             return structure, []
         strict = [tool for tool in tools if tool.is_strict]
-        faults = {tool.full_name: fault for tool in strict if (fault := fault_of(tool))}
+        faults = faults_of(strict)
         held = [tool for tool in strict if tool.full_name not in faults]
         try:
             rules = self._answers(tools, held, is_parallel, starts_in_reasoning, rule)
@@ -224,7 +228,7 @@ class Family:
         try:
             return enforceable(self._free(tools, strict, is_parallel), strict), []
         except RequestError as error:
-            faults = {tool.full_name: fault for tool in strict if (fault := fault_of(tool))}
+            faults = faults_of(strict)
             rest = [tool for tool in strict if faults and tool.full_name not in faults]
             found, more = self._held_to(rest, tools, is_parallel, is_limited and bool(strict))
             return found, [*(faults.values() or [str(error)]), *more]
@@ -243,7 +247,8 @@ class Family:
         more = f"({literal(self.between)}call){{0,{MAX_CALLS - 1}}} " if is_parallel else ""
         kinds = [*(["calls"] if tools else []), *(["structure"] if structure else [])]
         rules = [f"start: {thoughts}({' | '.join(kinds)})"]
-        rules += [r"thoughts[lazy]: /(?s:.*)<\/think>/"] if starts_in_reasoning else []
+        end = re.escape(self.thoughts[1]).replace("/", r"\/")
+        rules += [f"thoughts[lazy]: /(?s:.*){end}/"] if starts_in_reasoning else []
         rules += [f"structure: {structure}"] if structure else []
         if tools:
             rules += [f"calls: {literal(self.begin)}call {more}{literal(self.end)}"]
@@ -275,6 +280,14 @@ HERMES = Family(
     markers=("<tool_call>",),
 )
 OURS = replace(HERMES, name="ours")
+SEED = replace(
+    HERMES,
+    head='<seed:tool_call>\n{"name": "%s", "arguments": ',
+    tail="}\n</seed:tool_call>",
+    markers=("<seed:tool_call>",),
+    keeps_special_tokens=True,
+    thoughts=SEED_TAGS,
+)
 LLAMA3 = Family(
     name="llama3",
     head='{"name": "%s", "parameters": ',
@@ -325,6 +338,8 @@ def family_by_calls(template: str) -> Family:
         return HARMONY
     if knows_tools and "[TOOL_CALLS]" in template:
         return MISTRAL_ARGS if "[ARGS]" in template else MISTRAL
+    if knows_tools and "<seed:tool_call>" in template:
+        return SEED
     if knows_tools and "<tool_call>" in template:
         return HERMES
     if knows_tools and ("<|python_tag|>" in template or "<|start_header_id|>" in template):
@@ -390,12 +405,15 @@ def held_loosely(tools: Sequence[Tool]) -> tuple[list[Tool], list[str]]:
     return held, warnings
 
 
-def fault_of(tool: Tool) -> str | None:
-    try:
-        check_tool(tool)
-    except RequestError as error:
-        return str(error)
-    return None
+def faults_of(tools: Sequence[Tool]) -> dict[str, str]:
+    """What keeps tools from being enforced, by their full names"""
+    faults = {}
+    for tool in tools:
+        try:
+            check_tool(tool)
+        except RequestError as error:
+            faults[tool.full_name] = str(error)
+    return faults
 
 
 def check_tool(tool: Tool) -> None:

@@ -18,7 +18,7 @@ from infinilm.sampling import SamplingParams, StructuredOutputsParams
 from infinilm.server.bodies import BodyError
 from infinilm.server.parts import CallEnd, CallStart, Part
 from infinilm.server.reader import Reader
-from infinilm.server.tools import BRACKETS, Choice, Family, Named, Tool
+from infinilm.server.tools import TAGS, Choice, Family, Named, Tool
 from infinilm.tokenizer import Tokenizer, TokenizerError
 
 if TYPE_CHECKING:
@@ -64,8 +64,8 @@ class Turn:
 
     @property
     def is_parallel(self) -> bool:
-        """Whether one answer may have several calls. The choice of one tool is one. A small model that is
-        forced to call does not find an end by itself, so that is one too, unless several are asked for."""
+        """Whether one answer may have several calls. Where one tool is chosen it has one; where calls are
+        forced too, unless several are asked for: a small model does not find an end by itself."""
         if isinstance(self.choice, Named):
             return False
         return self.choice == "auto" if self.parallel is None else self.parallel
@@ -104,7 +104,7 @@ class Prepared:
 
 @dataclass(eq=False)
 class Caller:
-    """The one who asks: an id for the engine and the log, the size of the body, and what ends with it."""
+    """The one who asks: an id for the engine and the log, how much is asked, and what ends with it."""
 
     request_id: str
     num_bytes: int = 0
@@ -134,12 +134,12 @@ def enforced(turn: Turn, family: Family, starts_in_reasoning: bool) -> SamplingP
     structure, warnings = structure_of(turn, family, starts_in_reasoning)
     for warning in warnings:
         LOG.warning("%s", warning)
-    has_parts = turn.messages is not None and (family.has_channels or family.thoughts == BRACKETS)
+    has_parts = turn.messages is not None and (family.has_channels or family.thoughts != TAGS)
     has_markers = has_parts or (turn.called and family.keeps_special_tokens)
     return replace(
         params,
         structured_outputs=structure,
-        # Where calls are forced one would be found in what callers never see, and cut the call off.
+        # Where calls are forced a stop string would be met in what callers never see, and cut the call off.
         stop=params.stop if turn.is_free else (),
         skip_special_tokens=params.skip_special_tokens and not has_markers,
     )

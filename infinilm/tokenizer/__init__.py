@@ -18,7 +18,7 @@ import tokenizers
 from infinicore import _native
 from infinicore.checks import integer
 from infinilm.folder import Folder
-from infinilm.tokenizer.added_tokens import names_given
+from infinilm.tokenizer.added_tokens import any_of, any_token, names_given
 from infinilm.tokenizer.chat import (
     Renderer,
     break_up,
@@ -32,7 +32,7 @@ from infinilm.tokenizer.error import TokenizerError, TooLong, errors_of
 from infinilm.tokenizer.gguf import GgufVocabulary
 from infinilm.tokenizer.huggingface import eos_ids_in, read_names, read_vocabulary, templates_in
 from infinilm.tokenizer.library import mark_special, try_out, vocab_size, with_special_tokens_as_text
-from infinilm.tokenizer.normalizer import Normalizer, any_of, any_token
+from infinilm.tokenizer.normalizer import Normalizer
 from infinilm.tokenizer.reach import Reach, reach_of
 from infinilm.tokenizer.spelling import spelling_of
 

@@ -1,6 +1,10 @@
-"""Added tokens, as settings beside a vocabulary have them: behind its own, or its own with other flags."""
+"""Added tokens: as settings beside a vocabulary have them, behind its own or its own with other flags; and
+how they are found in a text.
+"""
 
-from collections.abc import Collection, Mapping
+import os
+import re
+from collections.abc import Collection, Iterable, Mapping
 from reprlib import repr as short
 from typing import Any
 
@@ -16,6 +20,7 @@ FLAGS = ("lstrip", "rstrip", "single_word", "special", "normalized")
 MAX_ADDED_TOKENS = 1 << 17
 # What finds them in a text is built in a second for a hundred thousand.
 MAX_ADDED_BEGINNINGS = 1 << 18
+MAX_BRANCHES = 32  # of a pattern, one in the other: Python's parser goes as deep
 
 
 def check_added(texts: Collection[str]) -> None:
@@ -75,3 +80,42 @@ def _token_given(key: str, value: Any) -> dict[str, Any]:
         f"tokenizer_config.json: 'added_tokens_decoder' has {short(value)} for {key}, "
         f"but must have a text as 'content', and true or false as {', '.join(FLAGS)}"
     )
+
+
+def any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """The longest of texts at each place, as a group: split by it, a text has them at every second place."""
+    return re.compile(f"({_longest([(text, '') for text in texts])})")
+
+
+def any_token(tokens: Iterable[AddedToken]) -> re.Pattern[str]:
+    """The same of tokens, each with the white space around it that is its own."""
+    words = [(token.content, r"\s*" * token.rstrip, token.lstrip) for token in tokens]
+    patterns = [_longest([(text, behind) for text, behind, _ in words])]
+    if taking := [(text, behind) for text, behind, takes_before in words if takes_before]:
+        # From the first space on, so that a run of them is read once and not from each of its places; a token
+        # before it may have taken them.
+        patterns.append(rf"(?<!\s)\s++(?:{_longest(taking)})")
+    return re.compile(f"({'|'.join(patterns)})")
+
+
+def _longest(words: list[tuple[str, str]], depth: int = MAX_BRANCHES) -> str:
+    """The longest word at a place, and the pattern that is to follow it. What words begin with is read once:
+    of thousands, as Gemma 3 has them, each would be tried wherever a text has a "<"."""
+    if not words:
+        return "(?!)"
+    if depth == 0 or len(words) == 1:
+        words = sorted(words, key=lambda word: len(word[0]), reverse=True)
+        return "|".join(re.escape(text) + behind for text, behind in words)
+    by_letter: dict[str, list[tuple[str, str]]] = {}
+    for text, behind in words:
+        by_letter.setdefault(text[:1], []).append((text, behind))
+    ended = by_letter.pop("", [])
+    branches = [_branch(group, depth - 1) for group in by_letter.values()]
+    return "|".join([*branches, *(behind for _, behind in ended)])
+
+
+def _branch(words: list[tuple[str, str]], depth: int) -> str:
+    """Words that begin alike"""
+    beginning = os.path.commonprefix([text for text, _ in words])
+    rest = [(text.removeprefix(beginning), behind) for text, behind in words]
+    return f"{re.escape(beginning)}(?:{_longest(rest, depth)})"

@@ -3,19 +3,15 @@
 The sign for a space is the library's to write; what its own steps would only come near to is done here.
 """
 
-import os
 import re
 import struct
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from itertools import pairwise
-
-from tokenizers import AddedToken
 
 SPACE = "▁"
 MAX_KEY_BYTES = 64  # of a key of the table; the longest in use have 18
 MAX_REPLACEMENT_BYTES = 64  # for one key: U+FDFA, the longest in use, stands for 33
-MAX_BRANCHES = 32  # of a pattern, one in the other: Python's parser goes as deep
 
 
 class CharacterTable:
@@ -87,45 +83,6 @@ def size_of_keys(table: bytes) -> int:
     if size % 4 or not 4 <= size <= len(table) - 4:
         raise ValueError(f"its table of characters has {len(table)} bytes, {size} of them for keys")
     return size
-
-
-def any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """The longest of texts at each place, as a group: split by it, a text has them at every second place."""
-    return re.compile(f"({_longest([(text, '') for text in texts])})")
-
-
-def any_token(tokens: Iterable[AddedToken]) -> re.Pattern[str]:
-    """The same of tokens, each with the white space around it that is its own."""
-    words = [(token.content, r"\s*" * token.rstrip, token.lstrip) for token in tokens]
-    patterns = [_longest([(text, behind) for text, behind, _ in words])]
-    if taking := [(text, behind) for text, behind, takes_before in words if takes_before]:
-        # From the first space on, so that a run of them is read once and not from each of its places; a token
-        # before it may have taken them.
-        patterns.append(rf"(?<!\s)\s++(?:{_longest(taking)})")
-    return re.compile(f"({'|'.join(patterns)})")
-
-
-def _longest(words: list[tuple[str, str]], depth: int = MAX_BRANCHES) -> str:
-    """The longest word at a place, and the pattern that is to follow it. What words begin with is read once:
-    of thousands, as Gemma 3 has them, each would be tried wherever a text has a "<"."""
-    if not words:
-        return "(?!)"
-    if depth == 0 or len(words) == 1:
-        words = sorted(words, key=lambda word: len(word[0]), reverse=True)
-        return "|".join(re.escape(text) + behind for text, behind in words)
-    by_letter: dict[str, list[tuple[str, str]]] = {}
-    for text, behind in words:
-        by_letter.setdefault(text[:1], []).append((text, behind))
-    ended = by_letter.pop("", [])
-    branches = [_branch(group, depth - 1) for group in by_letter.values()]
-    return "|".join([*branches, *(behind for _, behind in ended)])
-
-
-def _branch(words: list[tuple[str, str]], depth: int) -> str:
-    """Words that begin alike"""
-    beginning = os.path.commonprefix([text for text, _ in words])
-    rest = [(text.removeprefix(beginning), behind) for text, behind in words]
-    return f"{re.escape(beginning)}(?:{_longest(rest, depth)})"
 
 
 def _offset(unit: int) -> int:

@@ -12,9 +12,9 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from infinilm.tokenizer.added_tokens import FLAGS, add_tokens, check_added, names_given, tokens_given
+from infinilm.tokenizer.added_tokens import FLAGS, add_tokens, any_of, check_added, names_given, tokens_given
 from infinilm.tokenizer.error import TokenizerError
-from infinilm.tokenizer.normalizer import SPACE, CharacterTable, Normalizer, any_of
+from infinilm.tokenizer.normalizer import SPACE, CharacterTable, Normalizer
 from infinilm.tokenizer.pieces import (
     CONTROL,
     NORMAL,
