@@ -28,6 +28,8 @@ __device__ constexpr int size_of(int part) { return part < 3 ? kParts[part] * GR
 __device__ constexpr int place_of(int part) {
     return part == 0 ? kXBytes : (place_of(part - 1) + size_of(part - 1) * TILES + 127) / 128 * 128;
 }
+__device__ constexpr int kSizes[] = {size_of(0), size_of(1), size_of(2), size_of(3), size_of(4)};
+__device__ constexpr int kPlaces[] = {place_of(0), place_of(1), place_of(2), place_of(3), place_of(4)};
 constexpr int kStageBytes = (place_of(5) + 1023) / 1024 * 1024;
 constexpr int kStepBytes = TILES * (size_of(0) + size_of(1) + size_of(2) + size_of(3) + size_of(4));
 
@@ -72,14 +74,14 @@ __device__ void load_weight(Shared& shared, const Maps& maps, int item, int begi
     long_t& full = shared.full[slot];
     arrive_expecting(full, kStepBytes);
 #pragma unroll
-    for (int i = 0; i < size_of(0); i += kPiece)
-        load_box(stage + place_of(0) + i * TILES, maps.parts[0], (begin * kCodes + i) / 8, tile, 0, full,
+    for (int i = 0; i < kSizes[0]; i += kPiece)
+        load_box(stage + kPlaces[0] + i * TILES, maps.parts[0], (begin * kCodes + i) / 8, tile, 0, full,
                  policy);
 #pragma unroll
     for (int part = 1; part < 5; part++) {
         if (kParts[part] == 0) continue;
         const int first = part < 3 ? begin * (kParts[part] / 8) : begin / 8 * kParts[part];
-        load_box(stage + place_of(part), maps.parts[part], first / 8, tile, 0, full, policy);
+        load_box(stage + kPlaces[part], maps.parts[part], first / 8, tile, 0, full, policy);
     }
 }
 
@@ -136,12 +138,12 @@ __device__ void load_columns(unsigned (&b)[4], const char* stage, int group, int
 __device__ void load_sides(float (&scale)[4], float (&minimum)[4], const char* stage, int tile, int group,
                            int lane) {
     const int index = group * 8 + lane / 4;
-    const char *scales = stage + place_of(1) + tile * size_of(1),
-               *minimums = stage + place_of(2) + tile * size_of(2);
+    const char *scales = stage + kPlaces[1] + tile * kSizes[1],
+               *minimums = stage + kPlaces[2] + tile * kSizes[2];
     if (TYPE == Q4_K) {
         const int of_block = tile * kOfBlocks + lane / 4 * 8;
-        four_halves(scale, stage + place_of(3) + of_block),
-            four_halves(minimum, stage + place_of(4) + of_block);
+        four_halves(scale, stage + kPlaces[3] + of_block),
+            four_halves(minimum, stage + kPlaces[4] + of_block);
         times_bytes(scale, scales + index * 4), times_bytes(minimum, minimums + index * 4);
 #pragma unroll
         for (int j = 0; j < 4; j++) minimum[j] = -minimum[j];

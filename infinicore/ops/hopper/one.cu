@@ -24,6 +24,8 @@ constexpr int kThreads = 32 * kWarps;
 constexpr int kLanes = 16;                     // keys that lie side by side in a pool
 constexpr int kBits = TYPE == Q8_0 ? 14 : 13;  // below the exponent of a group's largest
 
+// Where each begins, and where the last ends
+__device__ constexpr int before(int part) { return part == 0 ? 0 : before(part - 1) + kParts[part - 1]; }
 constexpr int kStageBytes = before(5) * kGroups / 8;
 // A team that waits for a stage takes it for granted that what was there a round before has arrived: either the
 // team itself has had that, or it was asked for so long ago.

@@ -8,7 +8,6 @@ enum { Q4_0 = 2, Q4_1 = 3, Q8_0 = 8, Q4_K = 12 };
 constexpr int kMinimums = TYPE == Q4_K ? 256 : TYPE == Q4_1 ? 512 : 0, kOfBlocks = TYPE == Q4_K ? 64 : 0;
 __device__ constexpr int kParts[] = {TYPE == Q8_0 ? 8192 : 4096, TYPE == Q4_K ? 256 : 512, kMinimums,
                                      kOfBlocks, kOfBlocks};
-__device__ constexpr int before(int part) { return part == 0 ? 0 : before(part - 1) + kParts[part - 1]; }
 
 __device__ float half_to_float(unsigned bits) {
     float wide;
