@@ -48,12 +48,6 @@ struct Shared {
 
 // ---- loading ------------------------------------------------------------------------------------------------
 
-// The slot of a step, when what was there has been multiplied
-__device__ int free_slot(Shared& shared, int step) {
-    if (step >= STAGES) wait(shared.empty[step % STAGES], (step / STAGES - 1) & 1);
-    return step % STAGES;
-}
-
 // A box whose first is at i, j, k
 __device__ void load_box(char* to, const TensorMap& map, int i, int j, int k, long_t& barrier,
                          long_t policy) {

@@ -1,10 +1,17 @@
 // What products of several rows have in common: how x is loaded, and what comes after a product.
 //
-// Given when this is compiled: GATES, HAS_BIAS, ADDS (a residual), IS_BFLOAT16.
+// Given when this is compiled: STAGES, GATES, HAS_BIAS, ADDS (a residual), IS_BFLOAT16.
 
 struct alignas(64) TensorMap { char bytes[128]; };
 
 __device__ bool is_first_lane() { return threadIdx.x % 32 == 0; }
+
+// The slot of a step, when what was there has been multiplied
+template <typename Shared>
+__device__ int free_slot(Shared& shared, int step) {
+    if (step >= STAGES) wait(shared.empty[step % STAGES], (step / STAGES - 1) & 1);
+    return step % STAGES;
+}
 
 // Columns and rows of a matrix, whose pieces of 16 bytes are swizzled among 8 rows
 __device__ void load(char* to, const TensorMap& map, int column, int row, long_t& barrier, long_t policy) {

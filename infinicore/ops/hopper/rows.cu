@@ -26,12 +26,6 @@ struct Shared {
 
 // ---- loading ------------------------------------------------------------------------------------------------
 
-// The slot of a step, when what was there has been multiplied
-__device__ int free_slot(Shared& shared, int step) {
-    if (step >= STAGES) wait(shared.empty[step % STAGES], (step / STAGES - 1) & 1);
-    return step % STAGES;
-}
-
 // What a gate lets through lies `gap` rows behind it.
 __device__ void load_weight(Shared& shared, const TensorMap& map, int step, int column, int row, int gap) {
     const int slot = free_slot(shared, step);
