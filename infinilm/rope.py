@@ -192,14 +192,16 @@ def yarn_ramp(rope: RopeParameters) -> tuple[float, float]:
 
 
 def yarn_attention_factor(scaling: Mapping[str, Any]) -> float:
-    def grown(weight: float) -> float:
-        return 0.1 * weight * math.log(scaling["factor"]) + 1.0 if scaling["factor"] > 1 else 1.0
-
     if scaling.get("attention_factor") is not None:
         return float(scaling["attention_factor"])
+    factor = scaling["factor"]
     if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        return grown(scaling["mscale"]) / grown(scaling["mscale_all_dim"])
-    return grown(1.0)
+        return yarn_growth(factor, scaling["mscale"]) / yarn_growth(factor, scaling["mscale_all_dim"])
+    return yarn_growth(factor, 1.0)
+
+
+def yarn_growth(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def longrope_frequencies(rope: RopeParameters, length: int) -> tuple[Tensor, float]:

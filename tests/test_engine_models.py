@@ -30,6 +30,7 @@ from infinilm.models.llama import LlamaForCausalLM
 pytestmark = pytest.mark.usefixtures("record_at_once")
 
 KINDS = [
+    "deepseek2",
     "ministral3",
     "phi3, window",
     "phi4-mini",

@@ -58,7 +58,32 @@ GRANITE4 = {
 }
 GEMMA3 = {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 16}
 QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+DEEPSEEK = {
+    **QWEN_EXPERTS,
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+DEEPSEEK_ROPE = {**YARN, "rope_theta": 5000.0, "mscale": 0.707, "mscale_all_dim": 0.707}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek2": ("DeepseekV2", {**DEEPSEEK, "first_k_dense_replace": 1, "rope_parameters": DEEPSEEK_ROPE}),
+    "deepseek2, latent queries": (
+        "DeepseekV2",
+        {**DEEPSEEK, "q_lora_rank": 24, "routed_scaling_factor": 2.5, "n_shared_experts": 3},
+    ),
+    "deepseek2, another head": (
+        "DeepseekV2",
+        {
+            **DEEPSEEK,
+            "qk_nope_head_dim": 18,
+            "v_head_dim": 11,
+            "attention_bias": True,
+            "rope_parameters": {**DEEPSEEK_ROPE, "mscale_all_dim": 0.5},
+        },
+    ),
     "ernie": ("Ernie4_5", {"head_dim": 16}),
     "ernie, biases": ("Ernie4_5", {"head_dim": 24, "use_bias": True, "tie_word_embeddings": False}),
     "ministral3": ("Ministral3", {"head_dim": 16, "rope_parameters": MINISTRAL_ROPE}),
@@ -188,6 +213,70 @@ def change_config(folder: Path, remove: tuple[str, ...] = (), **changes: Any) ->
     content = json.loads((folder / "config.json").read_text())
     kept = {key: value for key, value in content.items() if key not in remove}
     (folder / "config.json").write_text(json.dumps(kept | changes))
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("topk_method", "group_limited_greedy"),
+        ("scoring_func", "sigmoid"),
+        ("norm_topk_prob", True),
+        ("moe_layer_freq", 2),
+        ("use_mla", False),
+    ],
+)
+def test_a_deepseek_that_does_otherwise_is_refused_by_key(key: str, value: Any, make: Any) -> None:
+    kind, options = MODELS["deepseek2"]
+    _, folder = make(kind, **options)
+    change_config(folder, **{key: value})
+    with pytest.raises(CheckpointError, match=f"{key} = {value!r} is not supported in a deepseek_v2 model"):
+        LlamaForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    "key, value, rule",
+    [
+        ("v_head_dim", 6, "v_head_dim must be from qk_rope_head_dim 8 to a head's 24, but is 6"),
+        ("v_head_dim", 25, "v_head_dim must be from qk_rope_head_dim 8 to a head's 24, but is 25"),
+        ("qk_rope_head_dim", 7, "qk_rope_head_dim must be even, but is 7"),
+        ("qk_nope_head_dim", 0, "qk_nope_head_dim must be a whole number"),
+        ("q_lora_rank", 0, "q_lora_rank must be a whole number"),
+        ("n_shared_experts", 0, "n_shared_experts must be a whole number"),
+        ("routed_scaling_factor", -1.0, "routed_scaling_factor must be a number above 0"),
+    ],
+)
+def test_sizes_of_a_deepseek_that_have_no_heads_are_refused(
+    key: str, value: Any, rule: str, make: Any
+) -> None:
+    kind, options = MODELS["deepseek2"]
+    _, folder = make(kind, **options)
+    change_config(folder, **{key: value})
+    with pytest.raises(CheckpointError, match=rule):
+        LlamaForCausalLM.from_pretrained(folder)
+
+
+def test_gradients_go_through_the_latents_of_a_deepseek_as_in_transformers(make: Any) -> None:
+    kind, options = MODELS["deepseek2, latent queries"]
+    theirs, folder = make(kind, **options)
+    ours = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).requires_grad_()
+    for logits in (ours(prompt(), logits_to_keep=0), theirs(prompt()).logits):
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), prompt().flatten()).backward()
+    for part in ("q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj"):
+        name = f"model.layers.0.self_attn.{part}.weight"
+        found, wanted = (model.get_parameter(name).grad for model in (ours, theirs))
+        assert nmse(found, wanted) < 1e-9
+
+
+@torch.inference_mode()
+def test_who_observes_a_layer_of_a_deepseek_keeps_what_it_made(make: Any) -> None:
+    """Queries are rotated elsewhere."""
+    kind, options = MODELS["deepseek2"]
+    model = LlamaForCausalLM.from_pretrained(make(kind, **options)[1], dtype=torch.float32)
+    layer, seen = model.model.layers[1].self_attn.q_proj, list[Tensor]()
+    layer.register_forward_hook(lambda layer, args, made: seen.extend([*args, made]))
+    model(prompt())
+    x, found = seen
+    assert nmse(found, x @ layer.weight.T) < 1e-10
 
 
 def test_an_exaone_whose_pattern_is_a_word_goes_by_its_layer_types(make: Any) -> None:

@@ -18,9 +18,12 @@ from safetensors.torch import load_file
 from test_models import LONGROPE, MODELS
 from torch import Tensor
 
+from infinicore.quantization import BlockType, quantize
 from infinilm.checkpoint import CheckpointError
 from infinilm.config import LAYER_TYPES
+from infinilm.models.latent import joined
 from infinilm.models.llama import LlamaForCausalLM
+from infinilm.models.stored import Weight
 
 Weights = dict[str, Tensor]
 
@@ -83,6 +86,15 @@ def suffixed(name: str) -> str:
     if name.endswith("_proj_bias"):
         return name.removesuffix("_bias") + ".bias"
     return name if name.endswith((".weight", ".bias")) else name + ".weight"
+
+
+def parted(weights: Weights, config: Any) -> Weights:
+    """What makes keys of a latent apart from what makes values, and with its columns as rows"""
+    for name in [name for name in weights if "kv_b_proj" in name]:
+        heads = weights.pop(name).unflatten(0, (config.num_attention_heads, -1))
+        keys, values = heads.tensor_split([config.qk_nope_head_dim], dim=1)
+        weights |= {name.replace("kv_b", "k_b"): keys.mT, name.replace("kv_b", "v_b"): values}
+    return weights
 
 
 def nothing(writer: Any, config: Any) -> None:
@@ -167,6 +179,39 @@ def experts(writer: Any, config: Any) -> None:
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
 
 
+def latents(writer: Any, config: Any) -> None:
+    """As all files had it once: heads as they are computed with"""
+    for size in ("key_length", "value_length"):
+        del writer.kv_data[0][f"{writer.arch}.attention.{size}"]
+    writer.add_key_length(config.qk_head_dim)
+    writer.add_value_length(config.v_head_dim)
+    writer.add_rope_dimension_count(config.qk_rope_head_dim)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    if config.q_lora_rank is not None:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    experts(writer, config)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+
+
+def cached_latents(writer: Any, config: Any) -> None:
+    """As newer files have it: one head for all, which is a latent"""
+    latents(writer, config)
+    for size in ("key_length", "value_length", "head_count_kv"):
+        del writer.kv_data[0][f"{writer.arch}.attention.{size}"]
+    writer.add_head_count_kv(1)
+    writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
+    writer.add_value_length(config.kv_lora_rank)
+    writer.add_key_length_mla(config.qk_head_dim)
+    writer.add_value_length_mla(config.v_head_dim)
+    writer.add_expert_group_count(1)
+    writer.add_expert_group_used_count(1)
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX)
+    yarn(writer, config.rope_parameters)
+    writer.add_rope_scaling_yarn_log_mul(0.1 * config.rope_parameters["mscale_all_dim"])
+
+
 def phi3_mini(writer: Any, config: Any) -> None:
     writer.add_rope_dimension_count(12)
     writer.add_rope_scaling_attn_factors(1.0954451)  # sqrt(1 + ln(64 / 32) / ln(32))
@@ -175,6 +220,8 @@ def phi3_mini(writer: Any, config: Any) -> None:
 
 # Of each model: the architecture, what the converter does to weights, what it writes beside what all have.
 KINDS: dict[str, tuple[str, tuple[Callable[[Weights, Any], Weights], ...], Callable[[Any, Any], None]]] = {
+    "deepseek2": ("DEEPSEEK2", (stacked, parted), cached_latents),
+    "deepseek2, latent queries": ("DEEPSEEK2", (stacked,), latents),
     "ernie": ("ERNIE4_5", (), nothing),
     "ernie, biases": ("ERNIE4_5", (), nothing),
     "ministral3": ("MISTRAL3", (paired,), ministral3),
@@ -280,6 +327,62 @@ def edited(make: Any, tmp_path: Path) -> Callable[..., tuple[LlamaForCausalLM, L
         return tuple(LlamaForCausalLM.from_pretrained(p, dtype=torch.float32) for p in (folder, path))
 
     return both
+
+
+OTHERWISE: dict[str, tuple[Any, str]] = {
+    "sigmoid": (
+        lambda writer, config: writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID),
+        "scoring_func = 2 is not supported in a deepseek_v2 model",
+    ),
+    "shares that add up to one": (
+        lambda writer, config: writer.add_expert_weights_norm(True),
+        "norm_topk_prob = True is not supported",
+    ),
+    "groups of experts": (
+        lambda writer, config: writer.add_expert_group_count(8),
+        "'deepseek2.expert_group_count' is not supported; its value is 8",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_a_deepseek_file_whose_experts_are_chosen_otherwise_is_refused(name: str, edited: Any) -> None:
+    more, rule = OTHERWISE[name]
+    with pytest.raises(CheckpointError, match=rule):
+        edited("deepseek2, latent queries", more=more)
+
+
+def test_a_bias_of_the_choice_of_experts_has_no_place_in_a_deepseek(make: Any, tmp_path: Path) -> None:
+    theirs, folder = make(MODELS["deepseek2"][0], **MODELS["deepseek2"][1])
+    weights = load_file(folder / "model.safetensors") | {"blk.1.exp_probs_b.bias": torch.ones(6)}
+    write(tmp_path / "model.gguf", "deepseek2", theirs.config, weights)
+    with pytest.raises(CheckpointError, match=r"'blk.1.exp_probs_b.bias' has no place in a deepseek2 model"):
+        LlamaForCausalLM.from_pretrained(tmp_path / "model.gguf")
+
+
+def test_what_makes_keys_of_a_latent_may_be_in_blocks() -> None:
+    """Which lie across the rows of the matrix that it becomes a part of"""
+    keys, values = torch.randn(3, 5, 64), torch.randn(3, 7, 5)
+    blocks = quantize(keys, BlockType.Q8_0)
+    stored = Weight((3, 5, 64), BlockType.Q8_0, lambda: blocks, ("k",))
+    made = joined(stored, Weight((3, 7, 5), torch.float32, lambda: values, ("v",)))
+    wanted = torch.cat([blocks.dequantize().mT, values], dim=1).flatten(0, 1)
+    assert made.shape == (3 * 71, 5)
+    assert torch.equal(made.read(), wanted)
+
+
+def test_keys_and_values_of_two_latents_are_refused(make: Any, tmp_path: Path) -> None:
+    theirs, folder = make(MODELS["deepseek2"][0], **MODELS["deepseek2"][1])
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.1.self_attn.kv_b_proj.weight"
+    del weights[name]
+    weights |= {
+        "blk.1.attn_k_b.weight": torch.ones(4, 32, 16),
+        "blk.1.attn_v_b.weight": torch.ones(4, 16, 31),
+    }
+    write(tmp_path / "model.gguf", "deepseek2", theirs.config, weights)
+    with pytest.raises(CheckpointError, match=r"\(4, 16, 31\) are not keys and values of one latent"):
+        LlamaForCausalLM.from_pretrained(tmp_path / "model.gguf")
 
 
 def test_a_granite_file_without_a_scale_of_scores_has_that_of_llama(edited: Any) -> None:

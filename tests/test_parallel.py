@@ -9,6 +9,7 @@ from test_distributed import results_of
 from infinicore.distributed import LocalCommunicator, TorchCommunicator
 from infinicore.quantization import BlockType, quantize
 from infinilm.cache import DynamicCache
+from infinilm.models.deepseek import DeepseekV2Config, DeepseekV2ForCausalLM
 from infinilm.models.ernie import Ernie4_5ForCausalLM
 from infinilm.models.exaone4 import Exaone4ForCausalLM
 from infinilm.models.gemma2 import Gemma2Config, Gemma2ForCausalLM
@@ -132,6 +133,8 @@ def test_what_cannot_be_shared_is_refused_and_left_whole() -> None:
         split_layers(model, Ranks(4))
     with pytest.raises(ValueError, match="a OlmoeForCausalLM cannot be split: no plan says how layers.0.mlp"):
         split_tensors(OlmoeForCausalLM(OlmoeConfig(**SIZES, num_experts=2, num_experts_per_tok=1)), Ranks(2))
+    with pytest.raises(ValueError, match="no plan says how layers.0.self_attn.q_a_proj is"):
+        split_tensors(DeepseekV2ForCausalLM(DeepseekV2Config(**SIZES, first_k_dense_replace=3)), Ranks(2))
     for kind in (Olmo2ForCausalLM, Olmo3ForCausalLM):
         with pytest.raises(ValueError, match=f"a {kind.__name__} cannot be split: it has norms of all heads"):
             split_tensors(kind(kind.config_class(**SIZES)), Ranks(2))

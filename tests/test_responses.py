@@ -184,6 +184,13 @@ def test_a_token_limit_ends_in_an_incomplete_response(idle: Running) -> None:
     assert raw[-1].type in ("response.incomplete", "response.completed")
 
 
+def test_a_call_that_a_token_limit_cuts_off_is_no_complete_item(idle: Running) -> None:
+    asked = {"tools": [DIAL], "tool_choice": "required", "max_output_tokens": 50, **GREEDY}
+    *_, done, last = events(idle, **asked)
+    assert done["item"]["type"] == "function_call" and done["item"]["status"] == "incomplete"
+    assert last["type"] == "response.incomplete" and last["response"]["output"] == [done["item"]]
+
+
 def test_progress_of_a_prompt_is_told_where_it_is_asked_for(idle: Running) -> None:
     told = [one for one in events(idle, return_progress=True) if "prompt_progress" in one]
     assert told[-1]["prompt_progress"] == {"total": 11, "cache": 0, "processed": 11}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 import tracemalloc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import pytest
 from servers import GREEDY, NAME, Running, answered, error_of, running
 
 from infinilm.server.exchange import Settings
-from infinilm.server.stored import NotStored, Store, Stored
+from infinilm.server.stored import NotStored, Store, Stored, parsed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -107,6 +109,14 @@ def test_an_item_may_be_named_in_its_place(idle: Running) -> None:
     found = prompt_of(idle, input="c", previous_response_id=second["id"])
     rest = [{"role": "assistant", "content": said(second)}, {"role": "user", "content": "c"}]
     assert found == prompt_of(idle, input=[*whole, *rest])
+
+
+@pytest.mark.parametrize("kind", [{}, {"type": None}], ids=["left out", "null"])
+def test_an_item_may_be_named_by_its_id_alone(kind: dict[str, None], idle: Running) -> None:
+    """OpenAI's client takes the type for optional there"""
+    named = {"id": answer(idle, **GREEDY)["output"][0]["id"]}
+    asked = {"type": "item_reference", **named}
+    assert prompt_of(idle, input=[{**kind, **named}]) == prompt_of(idle, input=[asked])
 
 
 # ---- what is not there -------------------------------------------------------------------------------------
@@ -291,6 +301,14 @@ def test_a_conversation_that_goes_on_stays_whole() -> None:
         assert [one.id for one in store.chain((None, "resp_4"))] == [f"resp_{i}" for i in range(5)]
 
 
+def test_a_conversation_that_names_its_items_stays_whole() -> None:
+    store = Store(max_answers=10)
+    store.add(stored(0))
+    for number in range(100, 200):
+        store.add(stored(number))
+        assert store.holder((None, "msg_0")).id == "resp_0"
+
+
 def test_a_chain_of_thousands_is_gone_on_from(folder: Path) -> None:
     with running(folder) as server:
         for one in chained(9_000):
@@ -299,6 +317,17 @@ def test_a_chain_of_thousands_is_gone_on_from(folder: Path) -> None:
         found = answered(server.post(f"{RESPONSES}/input_tokens", **asked))["input_tokens"]
         assert found == sum(len(f"user:{i}\n") for i in (*range(9_000), "last"))
         server.check_idle()
+
+
+def test_others_have_their_turns_while_a_long_chain_is_read() -> None:
+    items = json.dumps([{"id": f"rs_{i}"} for i in range(200_000)]).encode()
+    num_turns = 0
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(parsed, items)
+        while not reading.done():
+            num_turns += 1
+            time.sleep(0.001)
+    assert num_turns > 5 and len(reading.result()) == 200_000
 
 
 def with_message(one: Stored) -> Stored:

@@ -439,6 +439,21 @@ def test_arguments_come_as_they_are_written():
     assert reader.add('"}}') == [CallArguments(0, '"}'), CallEnd(0)]
 
 
+@pytest.mark.parametrize(
+    "name, arguments", [("clock", '{"a": [1, "b"]}'), ("apply_patch", '{"input": "x\\ny"}')]
+)
+def test_a_call_says_whether_all_its_arguments_came(name, arguments):
+    begin = f'<tool_call>{{"name": "{name}", "arguments": '
+    ends = [
+        part.is_whole
+        for end in range(len(arguments) + 1)
+        for part in read(HERMES, [begin + arguments[:end]])[0]
+        if isinstance(part, CallEnd)
+    ]
+    num_whole = 2 if name == "apply_patch" else 1  # whose input is all there before the brace
+    assert ends[-num_whole:] == [True] * num_whole and not any(ends[:-num_whole]) and len(ends) > 3
+
+
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_ids_are_new_and_of_the_familys_form(family):
     found = {family.new_id() for _ in range(100)}

@@ -75,6 +75,8 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (0,),
     "embedding_scale": (0, 1),
     "expert_count": (0,),
+    "expert_group_count": (0, 1),
+    "expert_group_used_count": (0, 1),
     "expert_used_count": (0,),
     "final_logit_softcapping": (0,),
     "leading_dense_block_count": (0,),
@@ -232,10 +234,9 @@ def _num_layers(fields: ModelFields, names: Mapping[str, str]) -> int:
 def _head_dim(fields: ModelFields, num_heads: int) -> int:
     hidden_size = fields.integer(fields.key("embedding_length"))
     head_dim = fields.integer(fields.key("attention.key_length"), hidden_size // num_heads, minimum=2)
-    if fields.integer(fields.key("attention.value_length"), head_dim) != head_dim:
-        raise fields.error(
-            f"metadata key {fields.key('attention.value_length')!r} is not the head size, {head_dim}"
-        )
+    size = "attention.value_length"
+    if size not in fields.kind.keys and fields.integer(fields.key(size), head_dim) != head_dim:
+        raise fields.error(f"metadata key {fields.key(size)!r} is not the head size, {head_dim}")
     if head_dim % 2:
         raise fields.error(f"the head size {head_dim} is odd, so it has no rotation pairs")
     return head_dim

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 # Files of this folder that register a model when they are imported, in the order in which they are.
 FILES = (
     "llama",
+    "deepseek",
     "ernie",
     "exaone4",
     "gemma2",

@@ -43,6 +43,7 @@ class CallArguments:
 @dataclass(frozen=True, slots=True)
 class CallEnd:
     index: int
+    is_whole: bool = True  # not where its arguments were cut off, or are no JSON
 
 
 Part = Text | Reasoning | CallStart | CallArguments | CallEnd

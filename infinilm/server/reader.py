@@ -74,6 +74,7 @@ class Reader(Scanner):
         self._parts: list[Part] = []
         self._num_calls = 0
         self._is_open = False  # a call has begun and not ended
+        self._is_whole = False  # the last one has all its arguments
         self._is_after_call = False  # and nothing has been said since
         self._steps = self._answer()
 
@@ -368,7 +369,7 @@ class Reader(Scanner):
             raise Mismatch
         self._begin_call(tool, self._argue)
         yield from self._object()
-        self._record("")
+        self._end_arguments()
 
     def _input_text(self, tool: Tool) -> Steps[None]:
         """{"input": "..."} of a custom tool"""
@@ -381,7 +382,7 @@ class Reader(Scanner):
             raise Mismatch
         self._begin_call(tool, self._argue_decoded)
         yield from self._string()
-        self._record("")
+        self._end_arguments()
         yield from self._run(BLANK)
         yield from self._expect("}")
 
@@ -389,7 +390,7 @@ class Reader(Scanner):
         found = input_in(arguments) if tool.kind == "custom" else arguments
         self._begin_call(tool, self._argue)
         self._argue(found)
-        self._record("")
+        self._end_arguments()
 
     def _closing(self, marker: str) -> Steps[None]:
         """Models leave it out at times."""
@@ -402,7 +403,7 @@ class Reader(Scanner):
         self._blanks.clear()
         self._parts.append(CallStart(self._num_calls, self._family.new_id(), tool))
         self._num_calls += 1
-        self._is_open = True
+        self._is_open, self._is_whole = True, False
         self._raw = []
         self._sink = sink
 
@@ -413,9 +414,13 @@ class Reader(Scanner):
         if piece != '"':
             self._argue(decoded(piece) if piece.startswith("\\") else piece)
 
+    def _end_arguments(self) -> None:
+        self._is_whole = True
+        self._record("")
+
     def _end_call(self) -> None:
         if self._is_open:
-            self._parts.append(CallEnd(self._num_calls - 1))
+            self._parts.append(CallEnd(self._num_calls - 1, self._is_whole))
             self._is_open = False
             self._is_after_call = True
 

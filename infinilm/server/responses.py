@@ -377,7 +377,7 @@ class Answer:
         elif isinstance(part, CallStart):
             yield from self.opened(*call_kind(part))
         elif isinstance(part, CallEnd):
-            yield from self.done("completed")
+            yield from self.done("completed" if part.is_whole else "incomplete")
         if self.item is not None and isinstance(part, Text | Reasoning | CallArguments):
             yield self.item.more(part.text)
 

@@ -82,8 +82,16 @@ def known_items(given: Any) -> Any:
         return [{"type": "message", "role": "user", "content": given}]
     if not isinstance(given, list):
         raise ValueError("must be a text or a list of items")
-    items = [{**one, "type": one.get("type") or "message"} if isinstance(one, dict) else one for one in given]
+    items = [
+        {**one, "type": one.get("type") or untold_kind(one)} if isinstance(one, dict) else one
+        for one in given
+    ]
     return of_kinds(items, ITEM_KINDS)
+
+
+def untold_kind(item: dict[str, Any]) -> str:
+    """OpenAI's items have a type, but for messages and for what has nothing but an id."""
+    return "item_reference" if item.keys() | {"type"} == {"type", "id"} else "message"
 
 
 Items = Annotated[

@@ -60,11 +60,17 @@ class Stored:
         return self.rest[:-1] + b',"output":' + self.output + b"}"
 
     def items(self) -> list[Item]:
-        return [*json.loads(self.input), *json.loads(self.output)]
+        return [*parsed(self.input), *parsed(self.output)]
 
     def item(self, item_id: str) -> Item:
         """The one of the output that has this id"""
-        return next(item for item in json.loads(self.output) if item["id"] == item_id)
+        return next(item for item in parsed(self.output) if item["id"] == item_id)
+
+
+def parsed(items: bytes) -> list[Item]:
+    """Items as they were. The parser lets no other thread work, but while it calls a function of Python's."""
+    found: list[Item] = json.loads(items, object_pairs_hook=lambda pairs: dict(pairs))
+    return found
 
 
 class Store:
@@ -102,10 +108,12 @@ class Store:
         return self._answers[name]
 
     def holder(self, name: Named) -> Stored:
-        """The answer that has an item of this id"""
+        """The answer that has an item of this id. It counts as used now: who names items goes on from it."""
         if name not in self._holders:
             raise NotStored(name)
-        return self._holders[name]
+        found = self._holders[name]
+        self._answers.move_to_end(found.name)
+        return found
 
     def chain(self, name: Named) -> list[Stored]:
         """An answer after those that it goes on from. All of them count as used now, so that none of a
@@ -121,7 +129,7 @@ class Store:
 
 def page_of(chain: Sequence[Stored], query: ItemsQuery) -> dict[str, Any]:
     """Some of the items that the last answer of a chain was made of"""
-    found = [item for one in chain[:-1] for item in one.items()] + json.loads(chain[-1].input)
+    found = [item for one in chain[:-1] for item in one.items()] + parsed(chain[-1].input)
     if query.order == "desc":
         found.reverse()
     ids: list[str] = [item["id"] for item in found]
