@@ -167,6 +167,21 @@ def test_what_is_no_object_of_json_is_refused(abused: Running) -> None:
             refused(abused.http.post(path, content=body))
 
 
+def nested(depth: int, size: int) -> bytes:
+    head = b'{"input": "x", "max_output_tokens": 2, "instructions": "%s", "metadata": ' % (b"x" * size)
+    return head + b'{"[": ' * depth + b'"' + b"[" * 300 + b'"' + b"}" * (depth + 1)
+
+
+@pytest.mark.parametrize("size", [10, 100_000])
+def test_what_is_nested_too_deep_is_refused_in_bodies_small_and_large(size: int, abused: Running) -> None:
+    """Some are read by another thread than writes what is told again of them, and has another depth left."""
+    for depth in (256, 900, *range(960, 990, 2)):
+        answer = abused.http.post(RESPONSES, content=nested(depth, size))
+        assert answer.status_code == 400, depth
+        assert re.search("nested more than 256|recursion depth", answer.text), depth
+    assert abused.http.post(RESPONSES, content=nested(255, 10)).status_code == 200
+
+
 HALF = "\ud800"
 HALVES: list[tuple[str, str, Any]] = [
     (CHAT, "messages", [{"role": "user", "content": HALF}]),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, TypeVar
 
 from starlette.datastructures import QueryParams
@@ -27,6 +29,10 @@ B = TypeVar("B", bound=Body)
 T = TypeVar("T")
 dumps = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 NUMBERS_AT_ONCE = 4 << 10
+MAX_DEPTH = 256  # of JSON: Python's own limit is another in another thread, and when it is written again
+STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+NO_BRACKETS = bytes(set(range(256)) - set(b"[{]}"))
+STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")  # in and out, as signed bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,12 +132,22 @@ class Call(Caller):
     def parse(self, kind: type[B]) -> B:
         with as_body_errors(kind.model_fields):
             given = parse_object(bytes(self.body), "body", ValueError)
+            check_depth(bytes(self.body))
         return read(kind, given)
 
     def end(self, error: BaseException) -> None:
         self.error = error
         if self.task is not None:
             self.task.cancel()
+
+
+def check_depth(body: bytes) -> None:
+    """Of a body that is JSON, which has not too many values"""
+    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
+        return
+    steps = memoryview(STRINGS.sub(b"", body).translate(STEPS, NO_BRACKETS)).cast("b")
+    if max(accumulate(steps), default=0) > MAX_DEPTH:
+        raise ValueError(f"body: its JSON is nested more than {MAX_DEPTH} deep")
 
 
 @dataclass(frozen=True)
