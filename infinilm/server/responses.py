@@ -11,10 +11,11 @@ from typing import Any
 
 from infinilm.engine.stats import Progress
 from infinilm.sampling import SamplingParams, StructuredOutputsParams
+from infinilm.server import responses_stored
 from infinilm.server.bodies import BodyError, as_body_errors, sampled
 from infinilm.server.conversation import Message, led_by
 from infinilm.server.errors import HttpError
-from infinilm.server.exchange import Call, Events, Operation, Raw, Reply, dumps, named_event
+from infinilm.server.exchange import Call, Events, Operation, Reply, named_event
 from infinilm.server.parts import CallArguments, CallEnd, CallStart, Part, Reasoning, Text
 from infinilm.server.responses_bodies import (
     STORED_ITEMS,
@@ -25,30 +26,18 @@ from infinilm.server.responses_bodies import (
     CustomTool,
     FunctionCallItem,
     ItemReference,
-    ItemsQuery,
     MessageItem,
     Namespace,
     PlainFunction,
     ReasoningItem,
-    ResponseQuery,
     ResponsesBody,
 )
-from infinilm.server.stored import NotStored, Stored, page_of
+from infinilm.server.responses_stored import hold_chain, hold_named, input_of, with_items
+from infinilm.server.stored import Stored
 from infinilm.server.tools import Choice, Named, Tool, full_name
 from infinilm.server.turn import Piece, Run, Turn, Usage, cache_miss, progress_body
 
 Event = dict[str, Any]
-HELD = "the body, with the answers that it goes on from,"
-GONE = "not found. It was not stored, was deleted or had to make room; send"
-# How ids of items begin, by the types that a caller may send
-ITEM_IDS = {
-    "message": "msg",
-    "reasoning": "rs",
-    "function_call": "fc",
-    "function_call_output": "fco",
-    "custom_tool_call": "ctc",
-    "custom_tool_call_output": "ctco",
-}
 
 
 # ---- from a body to a turn ---------------------------------------------------------------------------------
@@ -169,60 +158,6 @@ def call_of(item: FunctionCallItem | CustomCallItem) -> dict[str, Any]:
         return {"id": item.call_id, "type": "custom", "custom": {"name": name, "input": item.input}}
     function = {"name": name, "arguments": item.arguments}
     return {"id": item.call_id, "type": "function", "function": function}
-
-
-# ---- what was stored, and is to be -------------------------------------------------------------------------
-
-
-def hold_chain(call: Call, last: str) -> list[Stored]:
-    """An answer after those that it goes on from, held within the limits of bodies as if one had them."""
-    try:
-        chain = call.server.store.chain((call.owner, last))
-    except NotStored as error:
-        way_out = "the whole conversation as input, without previous_response_id"
-        told = f"Previous response with id {error.id[:64]!r} {GONE} {way_out}"
-        raise BodyError(told, "previous_response_id", "previous_response_not_found") from error
-    for one in chain:
-        call.server.hold(call, len(one.input) + len(one.output), HELD)
-    return chain
-
-
-def hold_named(call: Call, item_id: str) -> Stored:
-    """The answer that has an item of this id, held likewise"""
-    try:
-        holder = call.server.store.holder((call.owner, item_id))
-    except NotStored as error:
-        way_out = "the item itself, as clients do with store: false"
-        raise BodyError(f"input: Item with id {error.id[:64]!r} {GONE} {way_out}", "input") from error
-    call.server.hold(call, len(holder.output), HELD)
-    return holder
-
-
-def with_items(body: ResponsesBody, holders: Mapping[str, Stored]) -> ResponsesBody:
-    """The body with the items that it names, of the answers that hold them"""
-    if not holders:
-        return body
-    items = [holders[one.id].item(one.id) if isinstance(one, ItemReference) else one for one in body.input]
-    return body.model_copy(update={"input": STORED_ITEMS.validate_python(items)})
-
-
-def input_of(body: ResponsesBody) -> bytes:
-    """What the answer is stored with; nothing where it is not stored"""
-    return dumps([told_item(item) for item in body.input]).encode() if body.store else b""
-
-
-def told_item(item: Any) -> Event:
-    """An item of the input as callers are told it: with an id of its own, and content in parts"""
-    told = {"id": f"{ITEM_IDS[item.type]}_{uuid.uuid4().hex}", "type": item.type, "status": "completed"}
-    if isinstance(item, MessageItem):
-        is_said = item.role == "assistant"
-        part = {"type": "output_text", "annotations": []} if is_said else {"type": "input_text"}
-        return {**told, "role": item.role, "content": [{**part, "text": item.content}]}
-    if isinstance(item, ReasoningItem):
-        content = [{"type": "reasoning_text", "text": thought.text} for thought in item.content]
-        summary = [{"type": "summary_text", "text": thought.text} for thought in item.summary]
-        return {**told, "content": content, "summary": summary}
-    return {**told, **item.model_dump(include=set(type(item).model_fields), exclude_none=True)}
 
 
 # ---- to a response -----------------------------------------------------------------------------------------
@@ -484,46 +419,8 @@ async def read_turn(call: Call) -> tuple[ResponsesBody, Turn]:
     return body, await call.made(turn_of, body, call.service.defaults, chain)
 
 
-def named(call: Call) -> Stored:
-    """The answer that the path names"""
-    response_id = call.scope["path_params"]["response_id"]
-    try:
-        return call.server.store.get((call.owner, response_id))
-    except NotStored as error:
-        raise HttpError(404, f"Response with id {response_id[:64]!r} not found.") from error
-
-
-async def response(call: Call) -> Reply:
-    """An answer that was stored"""
-    call.query(ResponseQuery)
-    return Raw(named(call).body)
-
-
-async def delete_response(call: Call) -> Reply:
-    """Forget an answer, and so those that go on from it."""
-    answer = named(call)
-    call.server.store.remove(answer.name)
-    return {"id": answer.id, "object": "response", "deleted": True}
-
-
-async def cancel_response(call: Call) -> Reply:
-    """Nothing to cancel: an answer that is stored is complete."""
-    named(call)
-    raise HttpError(400, "Cannot cancel a synchronous response.")
-
-
-async def input_items(call: Call) -> Reply:
-    """What an answer was made of, in pages"""
-    query, answer = call.query(ItemsQuery), named(call)
-    return await call.made(page_of, hold_chain(call, answer.id), query)
-
-
-ONE = "/v1/responses/{response_id}"
 OPERATIONS = (
     Operation("POST", "/v1/responses", responses, ResponsesBody, can_stream=True),
     Operation("POST", "/v1/responses/input_tokens", input_tokens, ResponsesBody),
-    Operation("GET", ONE, response, query=ResponseQuery),
-    Operation("DELETE", ONE, delete_response),
-    Operation("POST", f"{ONE}/cancel", cancel_response),
-    Operation("GET", f"{ONE}/input_items", input_items, query=ItemsQuery),
+    *responses_stored.OPERATIONS,
 )
