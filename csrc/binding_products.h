@@ -146,15 +146,36 @@ void read_arguments(Reading<PackedLinear>& r, nb::handle x, nb::sequence weights
 
 // ---- mixtures of experts ----------------------------------------------------------------------------------
 
-void read_arguments(Reading<Route>& r, nb::handle logits, int64_t num_chosen, bool normalizes) {
+Scoring scoring_of(const char* name) {
+    if (!strcmp(name, "softmax")) return Scoring::softmax;
+    require(!strcmp(name, "sigmoid"), "route: scores must be those of 'softmax' or 'sigmoid'");
+    return Scoring::sigmoid;
+}
+
+void check_groups(const Route& a, int64_t num_chosen, int64_t num_experts) {
+    require(
+        a.num_groups >= 1 && num_experts % a.num_groups == 0 && a.num_kept >= 1 && a.num_kept <= a.num_groups,
+        "route: groups must be equally large, and some of them be kept");
+    const int64_t size = num_experts / a.num_groups;
+    require(a.num_groups == 1 || size >= 2, "route: a group must have two experts or more");
+    require(num_chosen >= 1 && num_chosen <= a.num_kept * size,
+            "route: as many experts must be chosen as are left, or fewer, and one at least");
+}
+
+void read_arguments(Reading<Route>& r, nb::handle logits, int64_t num_chosen, bool normalizes,
+                    const char* scoring, nb::handle bias, std::pair<int64_t, int64_t> groups) {
     Route& a = r.args;
     check_float_rows(r.take(a.logits, logits));
     const int64_t num_experts = a.logits.shape[a.logits.ndim - 1];
     require(a.logits.ndim == 2 && num_experts < (int64_t{1} << 31),
             "route: logits must be [tokens, experts]");
-    require(num_chosen >= 1 && num_chosen <= num_experts,
-            "route: as many experts must be chosen as there are, or fewer, and one at least");
-    a.normalizes = normalizes;
+    a.normalizes = normalizes, a.scoring = scoring_of(scoring);
+    a.num_groups = groups.first, a.num_kept = groups.second;
+    check_groups(a, num_chosen, num_experts);
+    r.take_if_any(a.bias, bias);
+    require(bias.is_none() || (a.bias.dtype == DType::f32 && a.bias.ndim == 1 && is_contiguous(a.bias) &&
+                               a.bias.shape[0] == num_experts),
+            "route: bias must be contiguous float32, one value an expert");
     r.promise(DType::i32, with_length(a.logits, num_chosen));
     a.shares.dtype = DType::f32;
 }

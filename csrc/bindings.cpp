@@ -3,6 +3,7 @@
 // runs it again and again, on the same tensors or on others of the same layout. This file and binding_*.h are
 // the only ones that know Python.
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 
 #include <atomic>

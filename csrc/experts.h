@@ -4,10 +4,14 @@
 
 namespace infini {
 
+enum class Scoring { softmax, sigmoid };
+
 struct Route {
-    Tensor ids, shares, logits;
+    Tensor ids, shares, logits, bias;  // without data where there is none
     bool normalizes;
-    static constexpr Roles kRoles{.outputs = 2, .tensors = 3};
+    Scoring scoring;
+    int64_t num_groups, num_kept;
+    static constexpr Roles kRoles{.outputs = 2, .tensors = 4};
 };
 
 enum class Gating { silu, swiglu_oai };

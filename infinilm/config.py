@@ -42,8 +42,10 @@ LAYER_TYPES = ("full_attention", "sliding_attention")  # without a window, and w
 # do. Their GGUF files may be Mistral's, which has one; those have no model_type.
 WITHOUT_WINDOW = (
     "ernie4_5",
+    "ernie4_5_moe",
     "glm",
     "glm4",
+    "glm4_moe",
     "granite",
     "granitemoe",
     "granitemoehybrid",

@@ -38,6 +38,9 @@ def write_theirs(folder: Path, kind: str, dtype: torch.dtype = torch.float32, **
     for name, parameter in model.named_parameters():
         if name.endswith(("bias", "sinks")) or "norm" in name:
             torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.3)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, 0.0, 0.3)
     model.to(dtype).save_pretrained(folder)
     return model
 

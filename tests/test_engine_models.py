@@ -31,6 +31,10 @@ pytestmark = pytest.mark.usefixtures("record_at_once")
 
 KINDS = [
     "deepseek2",
+    "deepseek3",
+    "erniemoe",
+    "glm4moe, norms",
+    "dots",
     "ministral3",
     "phi3, window",
     "phi4-mini",

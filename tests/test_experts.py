@@ -19,6 +19,7 @@ from infinicore.quantization import BlockType, PackedTensor, QuantizedTensor, qu
 Weight = Tensor | QuantizedTensor
 NUM_EXPERTS, NUM_CHOSEN = 8, 3
 NO_BIASES = (None, None, None)
+PLAIN = ("softmax", None, (1, 1))  # by logits alone
 KINDS = ["f32", "bf16", "f16", "Q4_0", "Q4_K", "Q6_K", "Q8_0", "MXFP4"]
 PACKED = ["Q4_0", "Q4_K", "Q6_K", "Q8_0", "MXFP4"]
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
@@ -45,7 +46,7 @@ def packed(weights: tuple[Weight, ...], bits: int = 16) -> tuple[Weight, ...]:
 
 
 def chosen(num_tokens: int, num_experts: int = NUM_EXPERTS) -> tuple[Tensor, Tensor]:
-    return ops.route(rows(num_tokens, num_experts, seed=7), NUM_CHOSEN, True)
+    return ops.route(rows(num_tokens, num_experts, seed=7), NUM_CHOSEN, True, *PLAIN)
 
 
 def inputs(num_tokens: int, weights: tuple[Weight, ...]) -> Tensor:
@@ -112,7 +113,12 @@ def family(name: str, class_name: str, **config: Any) -> torch.nn.Module:
 
     module = getattr(transformers.models, name)
     made = getattr(module, f"modeling_{name}")
-    prefix = class_name.removesuffix("TopKRouter").removesuffix("SparseMoeBlock").removesuffix("MLP")
+    prefix = (
+        class_name.removesuffix("TopKRouter")
+        .removesuffix("TopkRouter")
+        .removesuffix("SparseMoeBlock")
+        .removesuffix("MLP")
+    )
     config_class = getattr(getattr(module, f"configuration_{name}"), f"{prefix}Config")
     layer: torch.nn.Module = getattr(made, class_name)(config_class(**config))
     with torch.no_grad():
@@ -139,22 +145,59 @@ def test_experts_and_shares_are_those_of_the_familys_router(name: str) -> None:
     config = sizes(48, 32) | ({} if name in ("mixtral", "gpt_oss") else {"norm_topk_prob": normalizes})
     router = family(name, class_name, **config)
     logits, shares, ids = router(rows(50, 48))
-    found_ids, found_shares = ops.route(logits.detach(), NUM_CHOSEN, normalizes)
+    found_ids, found_shares = ops.route(logits.detach(), NUM_CHOSEN, normalizes, *PLAIN)
     assert torch.equal(found_ids.long(), ids)
     torch.testing.assert_close(found_shares, shares.detach(), rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("normalizes", [False, True])
+def test_experts_in_groups_are_those_of_deepseeks_router(normalizes: bool, level: str) -> None:
+    config = sizes(48, 32) | {"n_group": 4, "topk_group": 2, "norm_topk_prob": normalizes}
+    router = family("deepseek_v3", "DeepseekV3TopkRouter", **config, routed_scaling_factor=1.0)
+    router.e_score_correction_bias.copy_(rows(1, NUM_EXPERTS, seed=3, scale=0.2)[0])
+    logits, wanted, ids = router(rows(50, 48))
+    args = NUM_CHOSEN, normalizes, "sigmoid", router.e_score_correction_bias, (4, 2)
+    found_ids, shares = ops.route(logits.detach(), *args)
+    order = ids.sort(dim=1)
+    assert torch.equal(found_ids.long().sort(dim=1)[0], order[0])
+    found = shares.gather(1, found_ids.argsort(dim=1))
+    torch.testing.assert_close(found, wanted.detach().gather(1, order[1]), rtol=1e-6, atol=1e-7)
+
+
+def test_a_bias_chooses_and_has_no_share(level: str) -> None:
+    """As in ERNIE, whose scores are those of softmax"""
+    logits, bias = rows(9, 16), rows(1, 16, seed=3)[0]
+    ids, shares = ops.route(logits, 4, False, "softmax", bias, (1, 1))
+    scores = logits.softmax(1)
+    assert torch.equal(ids.long(), (scores + bias).topk(4)[1])
+    torch.testing.assert_close(shares, scores.gather(1, ids.long()), rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("groups", [(3, 1), (8, 3), (2, 0), (1, 2), (4, 1)])
+def test_groups_that_are_none_or_too_small_are_declined(groups: tuple[int, int]) -> None:
+    assert ops.route.pick(rows(2, 8), NUM_CHOSEN, True, "sigmoid", None, groups) is None
+
+
+def test_a_token_is_routed_alone_as_in_company(level: str) -> None:
+    logits, bias = rows(300, 64), rows(1, 64, seed=3)[0]
+    args = 6, True, "sigmoid", bias, (8, 3)
+    ids, shares = ops.route(logits, *args)
+    for i in (0, 150, 299):
+        found = ops.route(logits[i : i + 1], *args)
+        assert torch.equal(found[0], ids[i : i + 1]) and torch.equal(found[1], shares[i : i + 1])
+
+
 def test_of_equal_logits_the_first_are_chosen_in_their_order(level: str) -> None:
-    ids, shares = ops.route(torch.tensor([[1.0, 3, 3, 0, 3, 1]]), 5, True)
+    ids, shares = ops.route(torch.tensor([[1.0, 3, 3, 0, 3, 1]]), 5, True, *PLAIN)
     assert ids.tolist() == [[1, 2, 4, 0, 5]]
     assert shares[0, 0] == shares[0, 1] == shares[0, 2] and shares[0, 3] == shares[0, 4]
 
 
 def test_a_logit_that_is_no_number_spoils_its_own_row_alone(level: str) -> None:
     logits = rows(5, 40)
-    wanted_ids, wanted = ops.route(logits, 4, False)
+    wanted_ids, wanted = ops.route(logits, 4, False, *PLAIN)
     logits[2, 30] = torch.nan
-    ids, shares = ops.route(logits, 4, False)
+    ids, shares = ops.route(logits, 4, False, *PLAIN)
     others = [0, 1, 3, 4]
     assert torch.equal(ids[others], wanted_ids[others]) and torch.equal(shares[others], wanted[others])
     assert shares[2].isnan().all() and ids[2, 0] == 30 and len(set(ids[2].tolist())) == 4
@@ -162,7 +205,7 @@ def test_a_logit_that_is_no_number_spoils_its_own_row_alone(level: str) -> None:
 
 @pytest.mark.parametrize("num_chosen", [0, 6])
 def test_more_experts_than_there_are_cannot_be_chosen_natively(num_chosen: int) -> None:
-    assert ops.route.pick(rows(2, 5), num_chosen, True) is None
+    assert ops.route.pick(rows(2, 5), num_chosen, True, *PLAIN) is None
 
 
 # ---- values ----
@@ -308,7 +351,7 @@ def test_a_recording_follows_tokens_that_choose_other_experts(num_tokens: int) -
     x, router = inputs(num_tokens, weights), rows(NUM_EXPERTS, 64, seed=9)
 
     def step() -> Tensor:
-        ids, shares = ops.route(ops.linear(x, router, None), NUM_CHOSEN, True)
+        ids, shares = ops.route(ops.linear(x, router, None), NUM_CHOSEN, True, *PLAIN)
         return ops.experts(x, ids, shares, weights, NO_BIASES, "silu")
 
     graph = Graph.record(step, Arena())
@@ -346,7 +389,7 @@ def test_the_layer_gives_what_the_familys_block_gives(name: str, class_name: str
         found = block(x)
         wanted = found[0] if isinstance(found, tuple) else found
         normalizes = bool(getattr(block.gate, "norm_topk_prob", True))
-        ids, shares = ops.route(block.gate(x.flatten(0, 1))[0], NUM_CHOSEN, normalizes)
+        ids, shares = ops.route(block.gate(x.flatten(0, 1))[0], NUM_CHOSEN, normalizes, *PLAIN)
     assert_near(layer(x, ids.view(2, 17, -1), shares.view(2, 17, -1)), wanted, 1e-12)
 
 
@@ -362,7 +405,7 @@ def test_the_layer_gives_what_gpt_oss_gives(level: str) -> None:
     layer.down_proj.bias = nn.Parameter(experts.down_proj_bias.detach().flatten())
     with torch.no_grad():
         wanted = block(x)[0]
-        ids, shares = ops.route(block.router(x[0])[0], NUM_CHOSEN, True)
+        ids, shares = ops.route(block.router(x[0])[0], NUM_CHOSEN, True, *PLAIN)
     assert_near(layer(x[0], ids, shares), wanted[0], 1e-11)
 
 

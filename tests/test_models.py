@@ -68,6 +68,20 @@ DEEPSEEK = {
     "v_head_dim": 16,
 }
 DEEPSEEK_ROPE = {**YARN, "rope_theta": 5000.0, "mscale": 0.707, "mscale_all_dim": 0.707}
+GROUPED = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_mtp_layers": 0,
+}
+NO_GROUPS = {"n_group": 1, "topk_group": 1}
+DEEPSEEK_V3 = {**{key: value for key, value in DEEPSEEK.items() if "experts" not in key}, **GROUPED}
+ERNIE_EXPERTS = {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 40}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek2": ("DeepseekV2", {**DEEPSEEK, "first_k_dense_replace": 1, "rope_parameters": DEEPSEEK_ROPE}),
     "deepseek2, latent queries": (
@@ -84,7 +98,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**DEEPSEEK_ROPE, "mscale_all_dim": 0.5},
         },
     ),
+    "deepseek3": ("DeepseekV3", {**DEEPSEEK_V3, "rope_parameters": DEEPSEEK_ROPE}),
+    "deepseek3, no groups": (
+        "DeepseekV3",
+        {**DEEPSEEK_V3, **NO_GROUPS, "q_lora_rank": 24, "norm_topk_prob": False},
+    ),
+    "dots": ("Dots1", {**GROUPED, **NO_GROUPS, "head_dim": 16, "norm_topk_prob": True}),
+    "dots, window": ("Dots1", {**GROUPED, "head_dim": 16, "sliding_window": 9, "max_window_layers": 1}),
     "ernie": ("Ernie4_5", {"head_dim": 16}),
+    "erniemoe": ("Ernie4_5_Moe", ERNIE_EXPERTS),
+    "erniemoe, some layers": (
+        "Ernie4_5_Moe",
+        {**ERNIE_EXPERTS, "num_hidden_layers": 4, "moe_layer_interval": 2, "moe_num_shared_experts": 0},
+    ),
     "ernie, biases": ("Ernie4_5", {"head_dim": 24, "use_bias": True, "tie_word_embeddings": False}),
     "ministral3": ("Ministral3", {"head_dim": 16, "rope_parameters": MINISTRAL_ROPE}),
     "ministral3, window": (
@@ -111,6 +137,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm4": ("Glm4", {"head_dim": 16}),
     "glm4, scaled": ("Glm4", {"head_dim": 16, "rope_parameters": {**YARN, "rope_theta": 5000.0}}),
+    "glm4moe": ("Glm4Moe", {**GROUPED, **NO_GROUPS, "head_dim": 16, "attention_bias": True}),
+    "glm4moe, norms": ("Glm4Moe", {**GROUPED, "head_dim": 24, "use_qk_norm": True}),
     "granite": ("Granite", GRANITE),
     "granitemoe": ("GraniteMoe", {**GRANITE, "num_local_experts": 5, "num_experts_per_tok": 3}),
     "granite, fourth": ("GraniteMoeHybrid", {**GRANITE4, "position_embedding_type": "rope"}),
@@ -249,6 +277,57 @@ def test_sizes_of_a_deepseek_that_have_no_heads_are_refused(
     key: str, value: Any, rule: str, make: Any
 ) -> None:
     kind, options = MODELS["deepseek2"]
+    _, folder = make(kind, **options)
+    change_config(folder, **{key: value})
+    with pytest.raises(CheckpointError, match=rule):
+        LlamaForCausalLM.from_pretrained(folder)
+
+
+GUESSING = {
+    "deepseek3": "model.layers.2.eh_proj.weight",
+    "glm4moe": "model.layers.2.shared_head.norm.weight",
+    "erniemoe": "model.mtp_block.0.self_attn.q_proj.weight",
+}
+
+
+@pytest.mark.parametrize("name", GUESSING)
+def test_layers_that_guess_further_tokens_are_not_read(name: str, make: Any) -> None:
+    kind, options = MODELS[name]
+    _, folder = make(kind, **options)
+    change_config(folder, num_nextn_predict_layers=1)
+    wanted = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)(prompt())
+    weights = load_file(folder / "model.safetensors") | {GUESSING[name]: torch.ones(3)}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert torch.equal(LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)(prompt()), wanted)
+
+
+@pytest.mark.parametrize("name", ["deepseek3", "erniemoe"])
+def test_a_bias_of_the_choice_stays_in_float32(name: str, make: Any) -> None:
+    kind, options = MODELS[name]
+    model = LlamaForCausalLM.from_pretrained(make(kind, **options)[1], dtype=torch.bfloat16)
+    gate = model.model.layers[1].mlp.gate
+    assert gate.weight.dtype == torch.bfloat16
+    assert gate.e_score_correction_bias.dtype == torch.float32
+
+
+CHOSEN_OTHERWISE: dict[str, tuple[str, str, Any, str]] = {
+    "softmax": ("deepseek3", "scoring_func", "softmax", "'softmax' is not supported in a deepseek_v3 model"),
+    "greedily": ("deepseek3", "topk_method", "greedy", "'greedy' is not supported in a deepseek_v3 model"),
+    "by halves": ("deepseek3", "rope_interleave", False, "False is not supported in a deepseek_v3 model"),
+    "groups that differ": ("glm4moe", "n_group", 3, "num_experts 8 are not 3 groups of equally many"),
+    "groups of one": ("dots", "n_group", 8, "num_experts 8 are not 8 groups of equally many experts, two"),
+    "too many groups": ("deepseek3", "topk_group", 5, "topk_group must be a whole number from 1 to 4"),
+    "too few left": ("deepseek3", "topk_group", 1, "num_experts_per_tok must be a whole number from 1 to 2"),
+    "least total": ("erniemoe", "moe_norm_min", 0.1, "0.1 is not supported in an ernie4_5_moe model"),
+    "biases": ("erniemoe", "use_bias", True, "True is not supported in an ernie4_5_moe model"),
+    "float8": ("deepseek3", "quantization_config", {"quant_method": "fp8"}, "give the unquantised model"),
+}
+
+
+@pytest.mark.parametrize("name", CHOSEN_OTHERWISE)
+def test_experts_that_are_chosen_in_a_way_unknown_are_refused(name: str, make: Any) -> None:
+    model, key, value, rule = CHOSEN_OTHERWISE[name]
+    kind, options = MODELS[model]
     _, folder = make(kind, **options)
     change_config(folder, **{key: value})
     with pytest.raises(CheckpointError, match=rule):
@@ -567,7 +646,19 @@ def test_what_a_ministral_cannot_have_is_refused_by_name(name: str, make: Any) -
         LlamaForCausalLM.from_pretrained(folder)
 
 
-WITHOUT_WINDOW = ["ernie", "glm", "glm4", "granite", "granitemoe", "hunyuan", "olmo2", "olmoe", "seedoss"]
+WITHOUT_WINDOW = [
+    "ernie",
+    "erniemoe",
+    "glm",
+    "glm4",
+    "glm4moe",
+    "granite",
+    "granitemoe",
+    "hunyuan",
+    "olmo2",
+    "olmoe",
+    "seedoss",
+]
 
 
 @pytest.mark.parametrize("name", [*WITHOUT_WINDOW, "granite, fourth"])

@@ -212,6 +212,50 @@ def cached_latents(writer: Any, config: Any) -> None:
     writer.add_rope_scaling_yarn_log_mul(0.1 * config.rope_parameters["mscale_all_dim"])
 
 
+def biased(weights: Weights, config: Any) -> Weights:
+    """A bias of the choice under a name that ends as that of any bias"""
+    return {name.replace("_correction_bias", "_correction.bias"): w.squeeze() for name, w in weights.items()}
+
+
+def grouped(writer: Any, config: Any) -> None:
+    experts(writer, config)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    sigmoids(writer, config)
+
+
+def sigmoids(writer: Any, config: Any) -> None:
+    writer.add_expert_weights_norm(config.norm_topk_prob)
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_expert_group_count(config.n_group)
+    writer.add_expert_group_used_count(config.topk_group)
+
+
+def deepseek3(writer: Any, config: Any) -> None:
+    latents(writer, config)
+    sigmoids(writer, config)
+
+
+def deepseek3_scaled(writer: Any, config: Any) -> None:
+    deepseek3(writer, config)
+    yarn(writer, config.rope_parameters)
+    writer.add_rope_scaling_yarn_log_mul(0.1 * config.rope_parameters["mscale_all_dim"])
+
+
+def glm4_experts(writer: Any, config: Any) -> None:
+    part_of_a_head(writer, config)
+    grouped(writer, config)
+
+
+def ernie_experts(writer: Any, config: Any) -> None:
+    experts(writer, config)
+    writer.add_expert_shared_count(config.moe_num_shared_experts)
+    writer.add_expert_shared_feed_forward_length(config.moe_intermediate_size * config.moe_num_shared_experts)
+    writer.add_leading_dense_block_count(config.moe_layer_start_index)
+    writer.add_interleave_moe_layer_step(config.moe_layer_interval)
+
+
 def phi3_mini(writer: Any, config: Any) -> None:
     writer.add_rope_dimension_count(12)
     writer.add_rope_scaling_attn_factors(1.0954451)  # sqrt(1 + ln(64 / 32) / ln(32))
@@ -222,7 +266,12 @@ def phi3_mini(writer: Any, config: Any) -> None:
 KINDS: dict[str, tuple[str, tuple[Callable[[Weights, Any], Weights], ...], Callable[[Any, Any], None]]] = {
     "deepseek2": ("DEEPSEEK2", (stacked, parted), cached_latents),
     "deepseek2, latent queries": ("DEEPSEEK2", (stacked,), latents),
+    "deepseek3": ("DEEPSEEK2", (stacked, biased), deepseek3_scaled),
+    "deepseek3, no groups": ("DEEPSEEK2", (stacked, biased), deepseek3),
+    "dots": ("DOTS1", (stacked, biased), grouped),
     "ernie": ("ERNIE4_5", (), nothing),
+    "erniemoe": ("ERNIE4_5_MOE", (stacked, biased), ernie_experts),
+    "erniemoe, some layers": ("ERNIE4_5_MOE", (stacked, biased), ernie_experts),
     "ernie, biases": ("ERNIE4_5", (), nothing),
     "ministral3": ("MISTRAL3", (paired,), ministral3),
     "ministral3, window": ("MISTRAL3", (paired,), ministral3),
@@ -236,6 +285,8 @@ KINDS: dict[str, tuple[str, tuple[Callable[[Weights, Any], Weights], ...], Calla
     "glm, another part": ("CHATGLM", (), part_of_a_head),
     "glm4": ("GLM4", (), part_of_a_head),
     "glm4, scaled": ("GLM4", (), glm4_scaled),
+    "glm4moe": ("GLM4_MOE", (stacked, biased), glm4_experts),
+    "glm4moe, norms": ("GLM4_MOE", (stacked, biased), glm4_experts),
     "granite": ("GRANITE", (paired,), multipliers),
     "granitemoe": ("GRANITE_MOE", (paired, halved), granite_experts),
     "hunyuan": ("HUNYUAN_DENSE", (), another_base),
@@ -330,10 +381,6 @@ def edited(make: Any, tmp_path: Path) -> Callable[..., tuple[LlamaForCausalLM, L
 
 
 OTHERWISE: dict[str, tuple[Any, str]] = {
-    "sigmoid": (
-        lambda writer, config: writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID),
-        "scoring_func = 2 is not supported in a deepseek_v2 model",
-    ),
     "shares that add up to one": (
         lambda writer, config: writer.add_expert_weights_norm(True),
         "norm_topk_prob = True is not supported",
@@ -343,6 +390,20 @@ OTHERWISE: dict[str, tuple[Any, str]] = {
         "'deepseek2.expert_group_count' is not supported; its value is 8",
     ),
 }
+
+
+def test_a_file_whose_sigmoids_are_an_array_is_refused(edited: Any) -> None:
+    def spoil(writer: Any, config: Any) -> None:
+        del writer.kv_data[0][f"{writer.arch}.expert_gating_func"]
+        writer.add_array(f"{writer.arch}.expert_gating_func", [2, 2])
+
+    with pytest.raises(CheckpointError, match="'scoring_func' are an array, not one value"):
+        edited("dots", more=spoil)
+
+
+def test_a_file_that_does_not_name_its_sigmoids_has_them_all_the_same(edited: Any) -> None:
+    wanted, found = edited("glm4moe", without=("expert_gating_func",))
+    assert torch.equal(found(prompt()), wanted(prompt()))
 
 
 @pytest.mark.parametrize("name", OTHERWISE)
@@ -358,6 +419,23 @@ def test_a_bias_of_the_choice_of_experts_has_no_place_in_a_deepseek(make: Any, t
     write(tmp_path / "model.gguf", "deepseek2", theirs.config, weights)
     with pytest.raises(CheckpointError, match=r"'blk.1.exp_probs_b.bias' has no place in a deepseek2 model"):
         LlamaForCausalLM.from_pretrained(tmp_path / "model.gguf")
+
+
+def test_layers_of_a_file_that_guess_further_tokens_are_not_read(make: Any, tmp_path: Path) -> None:
+    kind, options = MODELS["glm4moe"]
+    theirs, folder = make(kind, **options)
+
+    def edit(writer: Any, config: Any) -> None:
+        del writer.kv_data[0][f"{writer.arch}.block_count"]
+        writer.add_block_count(config.num_hidden_layers + 1)
+        writer.add_nextn_predict_layers(1)
+        for name in ("attn_norm", "nextn.eh_proj"):
+            writer.add_tensor(f"blk.{config.num_hidden_layers}.{name}.weight", np.ones(64, np.float32))
+
+    path = tmp_path / "model.gguf"
+    write(path, "glm4moe", theirs.config, load_file(folder / "model.safetensors"), edit)
+    one, other = (LlamaForCausalLM.from_pretrained(each, dtype=torch.float32) for each in (folder, path))
+    assert torch.equal(other(prompt()), one(prompt()))
 
 
 def test_what_makes_keys_of_a_latent_may_be_in_blocks() -> None:

@@ -18,6 +18,7 @@ from infinicore.tiles import tile
 
 NUM_EXPERTS, NUM_CHOSEN = 8, 3
 NO_BIASES = (None, None, None)
+PLAIN = ("softmax", None, (1, 1))  # by logits alone
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -33,7 +34,7 @@ def mixture(hidden: int, inner: int, dtype: torch.dtype = torch.float32) -> tupl
 
 
 def choice(num_tokens: int) -> tuple[Tensor, Tensor]:
-    return ops.route(random(num_tokens, NUM_EXPERTS, seed=7), NUM_CHOSEN, True)
+    return ops.route(random(num_tokens, NUM_EXPERTS, seed=7), NUM_CHOSEN, True, *PLAIN)
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
@@ -91,10 +92,22 @@ def test_routes_are_those_of_the_reference_with_nan_and_equals_among_them() -> N
     logits[4, 20], logits[5, 3], logits[6, :] = torch.nan, torch.inf, -torch.inf
     logits[7, ::2] = -0.0
     for normalizes in (False, True):
-        found = kernel_of(ops.route).run(None, logits, 6, normalizes)
-        wanted = ops.route.reference(logits, 6, normalizes)
-        assert torch.equal(found[0], wanted[0])
-        torch.testing.assert_close(found[1], wanted[1], equal_nan=True, rtol=1e-6, atol=1e-7)
+        check_routes(logits, 6, normalizes, *PLAIN)
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_routes_with_a_bias_and_in_groups_are_those_of_the_reference(scoring: str) -> None:
+    logits, bias = random(7, 40, seed=3), random(40, seed=4)
+    logits[4, 20], logits[5, 3], logits[6, :] = torch.nan, torch.inf, -torch.inf
+    for added, groups in ((None, (5, 2)), (bias, (1, 1)), (bias, (5, 2)), (torch.ones_like(bias), (4, 3))):
+        for normalizes in (False, True):
+            check_routes(logits, 6, normalizes, scoring, added, groups)
+
+
+def check_routes(*args: Any) -> None:
+    found, wanted = kernel_of(ops.route).run(None, *args), ops.route.reference(*args)
+    assert torch.equal(found[0], wanted[0])
+    torch.testing.assert_close(found[1], wanted[1], equal_nan=True, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
@@ -114,7 +127,7 @@ def test_a_recording_follows_tokens_that_choose_other_experts() -> None:
     x = random(4, 64)
 
     def step() -> Tensor:
-        return layer(x, *ops.route(torch.nn.functional.linear(x, router), NUM_CHOSEN, True))  # type: ignore[no-any-return]
+        return layer(x, *ops.route(torch.nn.functional.linear(x, router), NUM_CHOSEN, True, *PLAIN))  # type: ignore[no-any-return]
 
     graph = Graph.record(step, CudaArena(DEVICE))
     for seed in (20, 21):

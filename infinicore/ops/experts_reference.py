@@ -28,28 +28,87 @@ from infinicore.quantization import BlockType, QuantizedTensor
 
 # N tokens, X experts, k of them chosen, E hidden size, I intermediate size
 MOST_PAIRS = 128  # of a token and an expert that a GPU has one kernel for
+SCORINGS = ("softmax", "sigmoid")
+LEAST_TOTAL = 1e-20  # so that scores that are all zero stay so
 
 
 def route_samples(dtype: torch.dtype) -> Samples:
+    plain = "softmax", None, (1, 1)
     for num_tokens, num_experts, num_chosen in ((1, 128, 8), (7, 5, 5), (3, 33, 2), (300, 64, 6), (0, 8, 2)):
         for normalizes in (False, True):
-            yield random(num_tokens, num_experts, dtype=dtype), num_chosen, normalizes
-    yield random(4, 9, dtype=dtype).round(), 6, False  # of which many are equal
+            yield random(num_tokens, num_experts, dtype=dtype), num_chosen, normalizes, *plain
+    yield random(4, 9, dtype=dtype).round(), 6, False, *plain  # of which many are equal
     for (logits,) in not_finite_samples(dtype):
         for normalizes in (False, True):
-            yield logits, 3, normalizes
+            yield logits, 3, normalizes, *plain
+    for scoring in SCORINGS:
+        yield from other_route_samples(dtype, scoring)
+
+
+def other_route_samples(dtype: torch.dtype, scoring: str) -> Samples:
+    """By other scores, with a bias, in groups"""
+    for num_tokens, num_experts, num_chosen, groups in (
+        (7, 64, 6, (8, 3)),
+        (2, 5, 3, (1, 1)),
+        (0, 8, 2, (2, 1)),
+    ):
+        logits, bias = random(num_tokens, num_experts, dtype=dtype), random(num_experts, dtype=torch.float32)
+        for normalizes in (False, True):
+            for added in (None, bias):
+                yield logits, num_chosen, normalizes, scoring, added, groups
+    equal = random(4, 12, dtype=dtype).round()
+    yield equal, 6, True, scoring, torch.ones(12), (4, 2)
+    for (logits,) in not_finite_samples(dtype):
+        num_groups = 3 if logits.shape[1] == 18 else 1
+        bias = random(logits.shape[1], dtype=torch.float32)
+        yield logits, 3, True, scoring, bias, (num_groups, 1)
 
 
 @op(route_samples)
-def route(logits: Tensor, num_chosen: int, normalizes: bool) -> tuple[Tensor, Tensor]:
-    """The experts with the largest logits in falling order, the first of equals first, and their shares.
+def route(  # noqa: PLR0913  all that families of models do differently
+    logits: Tensor,
+    num_chosen: int,
+    normalizes: bool,
+    scoring: str,
+    bias: Tensor | None,
+    groups: tuple[int, int],
+) -> tuple[Tensor, Tensor]:
+    """The experts that are worth most in falling order, the first of equals first, and their shares.
 
-    logits [N, X] -> int32 [N, k], float32 [N, k]. Shares are those of softmax; normalised they add up to 1,
-    which is the softmax of the chosen alone. NaN counts as the largest, and makes all shares NaN.
+    logits [N, X] -> int32 [N, k], float32 [N, k]. Shares are the scores of the chosen, "softmax" or "sigmoid"
+    of the logits; normalised they add up to 1. A bias [X] is added to scores for choosing alone. Of `groups`,
+    the first number of them being equally many experts in a row, the second is kept: those whose two best add
+    up to most. NaN counts as the largest; it makes NaN of its own share and of all that it is added up with.
     """
-    values, order = torch.sort(logits.float(), dim=-1, descending=True, stable=True)
-    shares = torch.softmax(values[:, :num_chosen] if normalizes else values, -1)
-    return order[:, :num_chosen].int(), shares[:, :num_chosen]
+    x = logits.float()
+    worth = x
+    # Unless something is added up, the order of the logits is that of the scores, and tells more apart.
+    if bias is not None or groups[0] > 1:
+        scores = torch.softmax(x, -1) if scoring == "softmax" else torch.sigmoid(x)
+        worth = within_best_groups(scores if bias is None else scores + bias, *groups)
+    ids = falling(worth)[1][:, :num_chosen]
+    return ids.int(), shares_of(x, ids, normalizes, scoring)
+
+
+def falling(values: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.sort(values, dim=-1, descending=True, stable=True)
+
+
+def within_best_groups(worth: Tensor, num_groups: int, num_kept: int) -> Tensor:
+    """Minus infinity in the place of those that are in other groups"""
+    groups = worth.view(len(worth), num_groups, worth.shape[1] // num_groups)
+    sums = falling(groups)[0][..., :2].sum(-1)
+    is_left_out = torch.ones_like(sums, dtype=torch.bool).scatter(1, falling(sums)[1][:, :num_kept], False)
+    return groups.masked_fill(is_left_out.unsqueeze(-1), -torch.inf).flatten(1)
+
+
+def shares_of(logits: Tensor, ids: Tensor, normalizes: bool, scoring: str) -> Tensor:
+    """Of softmax those that are normalised are the softmax of the chosen alone."""
+    chosen = logits.gather(1, ids)
+    if scoring == "softmax":
+        return torch.softmax(chosen, -1) if normalizes else torch.softmax(logits, -1).gather(1, ids)
+    scores = torch.sigmoid(chosen)
+    return scores / (scores.sum(-1, keepdim=True) + LEAST_TOTAL) if normalizes else scores
 
 
 def swiglu_oai(gate: Tensor, up: Tensor) -> Tensor:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from reprlib import repr as short
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
-from infinicore import ops
+from infinicore import nn, ops
 from infinilm.config import LIMITS, LlamaConfig
 from infinilm.models.gguf import GGUF
 from infinilm.models.latent import LatentAttention, LatentConfig, joined
-from infinilm.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP
+from infinilm.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP
 from infinilm.models.mixture import (
     GGUF_KEYS,
     GGUF_MODULES,
@@ -40,22 +40,20 @@ LOG_MULTIPLIER = "yarn_log_multiplier"
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepseekV2Config(LatentConfig, MixtureConfig):
-    model_types = ("deepseek_v2",)
-    vocab_size: int = 102400
-    num_experts: int = 64
-    moe_intermediate_size: int = 1407
-    n_shared_experts: int = 2
+class SharedExpertsConfig(MixtureConfig):
+    usual: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # what keys may say that have no field
+    n_shared_experts: int = 1
     first_k_dense_replace: int = 0
     routed_scaling_factor: float = 1.0
 
     @classmethod
     def adapted(cls, content: Mapping[str, Any]) -> Mapping[str, Any]:
-        for key, usual in USUAL.items():
+        for key, usual in cls.usual.items():
             if content.get(key) not in usual:
-                raise ValueError(f"{key} = {short(content[key])} is not supported in a deepseek_v2 model")
+                kind = cls.model_types[0]
+                raise ValueError(f"{key} = {short(content[key])} is not supported in a {kind} model")
         if "model_type" not in content:
-            return of_gguf(content)
+            return content
         return {**content, "num_experts": content.get("n_routed_experts"), "n_routed_experts": None}
 
     def _check(self) -> None:
@@ -63,6 +61,21 @@ class DeepseekV2Config(LatentConfig, MixtureConfig):
         check_whole("n_shared_experts", self.n_shared_experts, 1, MAX_EXPERTS)
         check_whole("first_k_dense_replace", self.first_k_dense_replace, 0, LIMITS["num_hidden_layers"])
         check_number("routed_scaling_factor", self.routed_scaling_factor, MAX_FACTOR)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepseekV2Config(LatentConfig, SharedExpertsConfig):
+    model_types: ClassVar[tuple[str, ...]] = ("deepseek_v2",)
+    usual = USUAL
+    vocab_size: int = 102400
+    num_experts: int = 64
+    moe_intermediate_size: int = 1407
+    n_shared_experts: int = 2
+
+    @classmethod
+    def adapted(cls, content: Mapping[str, Any]) -> Mapping[str, Any]:
+        content = super().adapted(content)
+        return content if "model_type" in content else of_gguf(content)
 
 
 def of_gguf(content: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -76,8 +89,8 @@ def of_gguf(content: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**content, **own}
 
 
-class DeepseekV2MLP(MixtureMLP):
-    def __init__(self, config: DeepseekV2Config) -> None:
+class SharedExpertsMLP(MixtureMLP):
+    def __init__(self, config: SharedExpertsConfig) -> None:
         super().__init__(config)
         self.factor = config.routed_scaling_factor
         size = config.moe_intermediate_size * config.n_shared_experts
@@ -87,18 +100,33 @@ class DeepseekV2MLP(MixtureMLP):
         return ops.add_scaled(self.shared_experts(x), super().mixed(x), self.factor)
 
 
-class DeepseekV2DecoderLayer(LlamaDecoderLayer):
-    attention_class = LatentAttention
-    mlp_class = DeepseekV2MLP
+class DenseFirstDecoderLayer(LlamaDecoderLayer):
+    mlp_class: type[nn.Module] = SharedExpertsMLP
 
-    def __init__(self, config: DeepseekV2Config, layer_idx: int = 0) -> None:
+    def __init__(self, config: SharedExpertsConfig, layer_idx: int = 0) -> None:
         super().__init__(config, layer_idx)
         if layer_idx < config.first_k_dense_replace:
             self.mlp = LlamaMLP(config)
 
 
-KEYS = {
+class DeepseekV2DecoderLayer(DenseFirstDecoderLayer):
+    attention_class: type[LlamaAttention] = LatentAttention
+
+
+SHARED_KEYS = {
     **GGUF_KEYS,
+    "leading_dense_block_count": "first_k_dense_replace",
+    "expert_shared_count": "n_shared_experts",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_gating_func": "scoring_func",
+}
+SHARED_MODULES = {
+    **GGUF_MODULES,
+    **{f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
+}
+KEYS = {
+    **SHARED_KEYS,
     "attention.key_length": "head_dim",
     "attention.value_length": "v_head_dim",
     # Where the two above are those of a cache of latents, as newer files have them, these count.
@@ -108,15 +136,9 @@ KEYS = {
     "attention.kv_lora_rank": "kv_lora_rank",
     "rope.dimension_count": "qk_rope_head_dim",
     f"rope.scaling.{LOG_MULTIPLIER}": LOG_MULTIPLIER,
-    "leading_dense_block_count": "first_k_dense_replace",
-    "expert_shared_count": "n_shared_experts",
-    "expert_weights_scale": "routed_scaling_factor",
-    "expert_weights_norm": "norm_topk_prob",
-    "expert_gating_func": "scoring_func",
 }
 MODULES = {
-    **GGUF_MODULES,
-    **{f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
+    **SHARED_MODULES,
     **{f"attn_{part}": f"self_attn.{part}_proj" for part in ("q_a", "q_b", "kv_b", "k_b", "v_b")},
     **{f"attn_{part}_a_norm": f"self_attn.{part}_a_layernorm" for part in ("q", "kv")},
     "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
@@ -125,8 +147,8 @@ MODULES = {
 
 @register(GGUF("deepseek2", KEYS, MODULES, {"q_lora_rank": None}, has_experts=True))
 class DeepseekV2ForCausalLM(LlamaForCausalLM):
-    config_class = DeepseekV2Config
-    layer_class = DeepseekV2DecoderLayer
+    config_class: type[LlamaConfig] = DeepseekV2Config
+    layer_class: type[LlamaDecoderLayer] = DeepseekV2DecoderLayer
 
     @classmethod
     def arrange(cls, stored: Stored, config: LlamaConfig) -> None:

@@ -87,6 +87,9 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
 }
 
 WINDOW_LAYERS = "attention.sliding_window_pattern"
+GUESSING_LAYERS = "nextn_predict_layers"  # at the end, for further tokens; not read
+HEAD_NORM = "model.layers.0.self_attn.q_norm.weight"
+SIGMOID = 2  # as expert_gating_func
 
 
 @dataclass(frozen=True)
@@ -101,13 +104,15 @@ class GGUF:
     has_windows: bool = False
     names_windows: bool = False  # files may say which layers have one
     usual_window: int = 0  # where files are silent
+    may_norm_heads: bool = False  # queries and keys, where files have the weights of such norms
     has_experts: bool = False
+    has_sigmoids: bool = False  # which choose experts; files may say so
     other_parts: tuple[str, ...] = ()  # what keys begin with that say nothing of the text
 
     @property
-    def kind(self) -> tuple[str, bool, bool]:
+    def kind(self) -> tuple[str, bool, bool, bool]:
         """What tells its files from those of others: `gguf_kind` in registry.py finds it there"""
-        return self.architecture, self.has_experts, self.names_windows
+        return self.architecture, self.has_experts, self.has_sigmoids, self.names_windows
 
     def name_of(self, name: str) -> str | None:
         """The model's name of a tensor"""
@@ -125,7 +130,7 @@ def tensor_names(checkpoint: Checkpoint, kind: GGUF) -> dict[str, str]:
     """The model's name of each tensor, and the file's"""
     fields, found = ModelFields(checkpoint, kind), dict[str, str]()
     for name in checkpoint.names():
-        if name in ROPE_FACTORS:
+        if name in ROPE_FACTORS or fields.is_guessing(name):
             continue
         if (ours := kind.name_of(name)) is None:
             raise fields.error(f"tensor {name!r} has no place in a {kind.architecture} model")
@@ -149,6 +154,18 @@ class ModelFields(Fields):
         arrays = {key: self.metadata[key] for key in keys if isinstance(self.metadata.get(key), np.ndarray)}
         numbers = {key: array.tolist() for key, array in arrays.items() if len(array) == count}
         return {key: each[0] for key, each in numbers.items() if len(set(each)) == 1}
+
+    @property
+    def num_layers(self) -> int:
+        """Without those that guess further tokens, where the model knows of such"""
+        count = self.integer(self.key("block_count"))
+        if GUESSING_LAYERS not in self.kind.keys:
+            return count
+        return count - self.integer(self.key(GUESSING_LAYERS), 0, minimum=0, maximum=count - 1)
+
+    def is_guessing(self, name: str) -> bool:
+        match = re.match(r"blk\.(\d{1,6})\.", name)
+        return GUESSING_LAYERS in self.kind.keys and match is not None and int(match[1]) >= self.num_layers
 
     def check_keys(self) -> None:
         for key, value in self.metadata.items():
@@ -204,6 +221,7 @@ def read_gguf_config(checkpoint: Checkpoint, kind: GGUF) -> dict[str, Any]:
         "bos_token_id": _token_id(fields, "bos", vocab_size),
         "eos_token_id": _token_id(fields, "eos", vocab_size),
         "pad_token_id": _token_id(fields, "padding", vocab_size),
+        **({"use_qk_norm": HEAD_NORM in names} if kind.may_norm_heads else {}),
         **kind.constants,
         **fields.own(),
     }
@@ -221,7 +239,7 @@ def _vocab_size(fields: ModelFields, checkpoint: Checkpoint) -> int:
 
 
 def _num_layers(fields: ModelFields, names: Mapping[str, str]) -> int:
-    num_layers = fields.integer(fields.key("block_count"))
+    num_layers = fields.num_layers
     found = {int(name.split(".")[2]) for name in names if name.startswith("model.layers.")}
     if len(found) != num_layers or max(found) != num_layers - 1:
         raise fields.error(

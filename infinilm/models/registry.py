@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import product
 from reprlib import repr as short
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,7 +13,7 @@ from infinilm.checkpoint import Checkpoint, CheckpointError
 from infinilm.checkpoint.gguf_fields import Fields
 from infinilm.config import LlamaConfig
 from infinilm.folder import Folder
-from infinilm.models.gguf import GGUF, WINDOW_LAYERS, read_gguf_config
+from infinilm.models.gguf import GGUF, SIGMOID, WINDOW_LAYERS, read_gguf_config
 
 if TYPE_CHECKING:
     from infinilm.models.llama import LlamaForCausalLM
@@ -21,11 +22,15 @@ if TYPE_CHECKING:
 FILES = (
     "llama",
     "deepseek",
+    "deepseek_v3",
+    "dots",
     "ernie",
+    "ernie_moe",
     "exaone4",
     "gemma2",
     "gemma3",
     "glm",
+    "glm_moe",
     "gpt_oss",
     "granite",
     "granite4",
@@ -45,7 +50,7 @@ FILES = (
     "smollm3",
 )
 
-PARTS = ("experts", WINDOW_LAYERS)  # of GGUF files, by which models of one architecture differ
+PARTS = ("experts", "sigmoids", WINDOW_LAYERS)  # of GGUF files, by which models of one architecture differ
 
 Class = TypeVar("Class", bound="type[LlamaForCausalLM]")
 
@@ -91,19 +96,24 @@ def folder_entry(checkpoint: Checkpoint) -> Entry | None:
 
 
 def gguf_entry(checkpoint: Checkpoint) -> Entry | None:
-    """A model whose files may name windows also has those that name none, unless another has them."""
-    kind = gguf_kind(checkpoint)
+    """A model whose files may name windows or sigmoids also has those that name none, unless another has."""
+    architecture, has_experts, *named = gguf_kind(checkpoint)
     known = {entry.gguf.kind: entry for entry in reversed(by_rank()) if entry.gguf is not None}
-    return known.get(kind) or known.get((*kind[:2], True))
+    sigmoids, windows = (dict.fromkeys((is_named, True)) for is_named in named)
+    kinds = ((architecture, has_experts, *both) for both in product(sigmoids, windows))
+    return next((known[kind] for kind in kinds if kind in known), None)
 
 
-def gguf_kind(checkpoint: Checkpoint) -> tuple[str, bool, bool]:
-    """The architecture, whether it has experts, and whether it is said which layers have a window"""
+def gguf_kind(checkpoint: Checkpoint) -> tuple[str, bool, bool, bool]:
+    """The architecture, whether it has experts, and whether it is said that sigmoids choose them, and which
+    layers have a window"""
     metadata = checkpoint.metadata
     architecture = Fields(metadata, checkpoint.path).value("general.architecture", str)
     count = metadata.get(f"{architecture}.expert_count")
     has_experts = isinstance(count, int) and count > 0
-    return architecture, has_experts, f"{architecture}.{WINDOW_LAYERS}" in metadata
+    gating = metadata.get(f"{architecture}.expert_gating_func")
+    has_sigmoids = isinstance(gating, int) and gating == SIGMOID
+    return architecture, has_experts, has_sigmoids, f"{architecture}.{WINDOW_LAYERS}" in metadata
 
 
 def unknown(checkpoint: Checkpoint) -> CheckpointError:

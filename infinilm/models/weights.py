@@ -23,7 +23,7 @@ from infinilm.checkpoint import Checkpoint
 from infinilm.checkpoint.staging import Staging
 from infinilm.config import DTYPES, EngineConfig, LlamaConfig, parse_dtype
 from infinilm.models.gguf import tensor_names
-from infinilm.models.mixture import Router
+from infinilm.models.mixture import BiasedRouter, Router
 from infinilm.models.packed_copy import PackedCopy
 from infinilm.models.registry import class_of, entry_of, read_config
 from infinilm.models.stored import Stored, Weight
@@ -249,13 +249,13 @@ class Placement:
             return isinstance(weight, RowTensor) or weight.type in PARTS
         return self.device.type == "cpu" and self.dtype == torch.float32
 
-    def dense(self, weight: Tensor | QuantizedTensor) -> Tensor:
-        """In the dtype that is computed in; a copy, which nothing done to the file reaches"""
+    def dense(self, weight: Tensor | QuantizedTensor, dtype: torch.dtype) -> Tensor:
+        """A copy, which nothing done to the file reaches"""
         if isinstance(weight, QuantizedTensor):
             self.dequantized[weight.type.name] += 1
-            weight = weight.dequantize(self.dtype)
+            weight = weight.dequantize(dtype)
         is_copy = self.staging is not None
-        return weight.to(device=self.device, dtype=self.dtype, copy=not is_copy)
+        return weight.to(device=self.device, dtype=dtype, copy=not is_copy)
 
     def tell_of_dequantized(self, stored: Stored) -> None:
         """Say that more memory is taken than the file's; nothing else would."""
@@ -319,7 +319,8 @@ def give_weight(
         if placement.keeps(weight):
             module.set_weight(placement.kept(weight))
             return
-    dense = placement.dense(weight)
+    is_precise = isinstance(module, BiasedRouter) and leaf != "weight"
+    dense = placement.dense(weight, torch.float32 if is_precise else placement.dtype)
     if dense.dtype == torch.float16 and found.dtype != torch.float16 and not is_finite(dense):
         raise stored.error(f"{name!r} has numbers beyond float16; take bfloat16 or float32 as dtype")
     setattr(module, leaf, nn.Parameter(dense))

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 import infinicore
-from infinicore.ops.experts_reference import MOST_PAIRS
+from infinicore.ops.experts_reference import LEAST_TOTAL, MOST_PAIRS, SCORINGS
 from infinicore.ops.triton.tensors import (
     FLOATS,
     INDICES,
@@ -33,31 +33,69 @@ ROWS, COLUMNS, WARPS = 4, 1024, 4  # of a weight at a time, and for them
 
 
 @triton.jit
-def route_kernel(
-    ids_ptr, shares_ptr, logits_ptr, stride, X,
-    CHOSEN: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr,
-    NORMALIZES: tl.constexpr, OVERLAPS: tl.constexpr,
+def in_order(x, place, SIZE: tl.constexpr):
+    """Integers in the order of floats, NaN above all, that tell equals apart: the first is the largest"""
+    bits = tl.where(x != x, 0x7FFFFFFF, (x + 0.0).to(tl.int32, bitcast=True))
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) * (1 << 32) + (SIZE - place)
+
+
+@triton.jit
+def within_best_groups(
+    worth, expert, X, GROUPS: tl.constexpr, KEPT: tl.constexpr, ROOM: tl.constexpr, SIZE: tl.constexpr
 ):  # fmt: skip
-    """The largest CHOSEN logits of a row, NaN above all, the first of equals first; and their softmax"""
+    """Minus infinity for all but the groups whose two best add up to most"""
+    group, of_expert = tl.arange(0, ROOM), expert // (X // GROUPS)
+    sums = tl.full([ROOM], -float("inf"), tl.float32)
+    for g in range(GROUPS):
+        order = tl.where(of_expert == g, in_order(worth, expert, SIZE), -(1 << 63))
+        is_best = order == tl.max(order, 0)
+        best = tl.sum(tl.where(is_best, worth, 0.0), 0)
+        order = tl.where(is_best, -(1 << 63), order)
+        sums = tl.where(group == g, best + tl.sum(tl.where(order == tl.max(order, 0), worth, 0.0), 0), sums)
+    order = tl.where(group < GROUPS, in_order(sums, group, ROOM), -(1 << 63))
+    is_kept = expert < 0
+    for _ in range(KEPT):
+        is_best = order == tl.max(order, 0)
+        is_kept = is_kept | (of_expert == tl.sum(tl.where(is_best, group, 0), 0))
+        order = tl.where(is_best, -(1 << 63), order)
+    return tl.where(is_kept, worth, -float("inf"))
+
+
+@triton.jit
+def route_kernel(
+    ids_ptr, shares_ptr, logits_ptr, bias_ptr, stride, X,
+    CHOSEN: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
+    ROOM: tl.constexpr, NORMALIZES: tl.constexpr, SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr,
+    LEAST_TOTAL: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """The CHOSEN experts of a row that are worth most, and the scores of their logits"""
     wait_for_inputs(OVERLAPS)
     token, expert, slot = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE), tl.arange(0, SLOTS)
     x = tl.load(logits_ptr + token * stride + expert, mask=expert < X, other=-float("inf")).to(tl.float32)
-    # Integers in the order of the floats; above them as many bits that tell equals apart
-    bits = tl.where(x != x, 0x7FFFFFFF, (x + 0.0).to(tl.int32, bitcast=True))
-    order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) * (1 << 32) + (SIZE - expert)
-    order = tl.where(expert < X, order, -(1 << 63))
+    largest = in_order(x, expert, SIZE)
+    top = tl.sum(tl.where(largest == tl.max(largest, 0), x, 0.0), 0)
+    worth = x
+    if HAS_BIAS or GROUPS > 1:
+        worth = 1 / (1 + tl.exp(-x)) if SIGMOID else tl.exp(x - top) / tl.sum(tl.exp(x - top), 0)
+        if HAS_BIAS:
+            worth += tl.load(bias_ptr + expert, mask=expert < X, other=0.0)
+        worth = within_best_groups(worth, expert, X, GROUPS, KEPT, ROOM, SIZE)
+    order = tl.where(expert < X, in_order(worth, expert, SIZE), -(1 << 63))
     ids, chosen = tl.zeros([SLOTS], tl.int32), tl.full([SLOTS], -float("inf"), tl.float32)
-    top = tl.full([], 0.0, tl.float32)
     for i in tl.static_range(CHOSEN):
         is_best = order == tl.max(order, 0)
-        value = tl.sum(tl.where(is_best, x, 0.0), 0)
-        if i == 0:
-            top = value
         ids = tl.where(slot == i, tl.sum(tl.where(is_best, expert, 0), 0), ids)
-        chosen = tl.where(slot == i, value, chosen)
+        chosen = tl.where(slot == i, tl.sum(tl.where(is_best, x, 0.0), 0), chosen)
         order = tl.where(is_best, -(1 << 63), order)
-    shares = tl.exp(chosen - top)
-    total = tl.sum(tl.where(slot < CHOSEN, shares, 0.0), 0) if NORMALIZES else tl.sum(tl.exp(x - top), 0)
+    if SIGMOID:
+        shares = 1 / (1 + tl.exp(-chosen))
+        total = tl.sum(tl.where(slot < CHOSEN, shares, 0.0), 0) + LEAST_TOTAL if NORMALIZES else 1.0
+    else:
+        if NORMALIZES:
+            largest = in_order(chosen, slot, SLOTS)
+            top = tl.sum(tl.where(largest == tl.max(largest, 0), chosen, 0.0), 0)
+        shares = tl.exp(chosen - top)
+        total = tl.sum(tl.where(slot < CHOSEN, shares, 0.0), 0) if NORMALIZES else tl.sum(tl.exp(x - top), 0)
     tl.store(ids_ptr + token * CHOSEN + slot, ids, mask=slot < CHOSEN)
     tl.store(shares_ptr + token * CHOSEN + slot, shares / total, mask=slot < CHOSEN)
 
@@ -131,25 +169,59 @@ def down_kernel(
     tl.store(y_ptr + token * E + row, total.to(T), mask=row < E)
 
 
-def accepts_route(out: Any, logits: Tensor, num_chosen: int, normalizes: bool) -> bool:
+def accepts_route(  # noqa: PLR0913  as the op has them
+    out: Any,
+    logits: Tensor,
+    num_chosen: int,
+    normalizes: bool,
+    scoring: str,
+    bias: Tensor | None,
+    groups: tuple[int, int],
+) -> bool:
     return (
         out is None
         and are_plain(logits.device, FLOATS, logits)
         and logits.dim() == 2
         and logits.stride(1) == 1
-        and 1 <= num_chosen <= logits.shape[1] <= LARGEST_TILE
+        and logits.shape[1] <= LARGEST_TILE
         and len(logits) > 0
+        and scoring in SCORINGS
+        and have_enough(num_chosen, logits.shape[1], groups)
+        and (bias is None or is_vector(bias, logits))
     )
 
 
-def route(out: None, logits: Tensor, num_chosen: int, normalizes: bool) -> tuple[Tensor, Tensor]:
+def have_enough(num_chosen: int, num_experts: int, groups: tuple[int, int]) -> bool:
+    num_groups, num_kept = groups
+    if not 1 <= num_kept <= num_groups or num_experts % num_groups:
+        return False
+    size = num_experts // num_groups
+    return (num_groups == 1 or size >= 2) and 1 <= num_chosen <= num_kept * size
+
+
+def is_vector(bias: Tensor, logits: Tensor) -> bool:
+    is_plain = are_plain(logits.device, (torch.float32,), bias) and bias.is_contiguous()
+    return is_plain and tuple(bias.shape) == (logits.shape[1],)
+
+
+def route(  # noqa: PLR0913
+    out: None,
+    logits: Tensor,
+    num_chosen: int,
+    normalizes: bool,
+    scoring: str,
+    bias: Tensor | None,
+    groups: tuple[int, int],
+) -> tuple[Tensor, Tensor]:
     num_tokens, num_experts = logits.shape
     ids = torch.empty(num_tokens, num_chosen, dtype=torch.int32, device=logits.device)
     shares = torch.empty(num_tokens, num_chosen, dtype=torch.float32, device=logits.device)
     route_kernel[(num_tokens,)](
-        ids, shares, logits, logits.stride(0), num_experts, CHOSEN=num_chosen,
+        ids, shares, logits, bias, logits.stride(0), num_experts, CHOSEN=num_chosen,
         SLOTS=triton.next_power_of_2(num_chosen), SIZE=triton.next_power_of_2(num_experts),
-        NORMALIZES=normalizes, num_warps=1, **overlap(logits.device),
+        GROUPS=groups[0], KEPT=groups[1], ROOM=triton.next_power_of_2(groups[0]), NORMALIZES=normalizes,
+        SIGMOID=scoring == "sigmoid", HAS_BIAS=bias is not None, LEAST_TOTAL=LEAST_TOTAL, num_warps=1,
+        **overlap(logits.device),
     )  # fmt: skip
     return ids, shares
 
