@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from infinicore import ops
 from infinicore.ops import hopper
-from infinicore.ops.hopper import one, rows
+from infinicore.ops.hopper import one, rows, tiled
 from infinicore.ops.hopper.rows import Tile
 from infinicore.ops.samples import random_blocks
 from infinicore.ops.triton.beside import ALONE, Beside
@@ -54,9 +54,9 @@ def gated(y: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def assert_near(found: Tensor, expected: Tensor) -> None:
+def assert_near(found: Tensor, expected: Tensor, most: float = 1e-5) -> None:
     error = (found.double() - expected).square().sum() / expected.square().sum()
-    assert error < 1e-5, f"{error:.1e}"
+    assert error < most, f"{error:.1e}"
 
 
 def run(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
@@ -223,12 +223,24 @@ def test_stages_of_one_row_fit_into_shared_memory_and_no_team_mistakes_their_rou
             assert one.shared_bytes(weight, kind.num_tiles, kind.stages) <= one.ROOM
 
 
+@pytest.mark.parametrize("type", one.TYPES, ids=lambda type: type.name)
+def test_stages_and_sums_of_several_rows_of_tiles_fit_into_shared_memory(type: BlockType) -> None:
+    for num_rows in tiled.WARPS:
+        for num_tiles in (2, 4, 8, 16) if num_rows == tiled.FEW else (4, 8):
+            plan = tiled.Plan(type, num_tiles, 1, num_rows)
+            assert plan.shared_bytes <= 227 * 1024
+            assert plan.num_stages >= max(2 * plan.teams, 3) and plan.num_stages % plan.teams == 0
+            sums = plan.teams * num_rows * (32 * num_tiles + 4) * 4
+            assert sums <= (plan.sum_bytes or plan.num_stages * plan.stage_bytes)
+
+
 def test_the_instruction_names_every_sum() -> None:
     for size in (64, 144, 256):
         source = rows.multiply_of(size, "bf16")
         assert f"m64n{size}k16.f32.bf16.bf16 " in source and "{%0, %1, " in source
         assert f'"+f"(sums[{size // 2 - 1}])' in source and f"(sums[{size // 2}])" not in source
         assert f"%{size // 2 - 1}}}, %{size // 2}, %{size // 2 + 1}, adds" in source
+        assert f"m64n{size}k32.f32.e4m3.e4m3 " in rows.multiply_of(size, "e4m3")
 
 
 def test_rows_that_lie_over_each_other_are_copied() -> None:

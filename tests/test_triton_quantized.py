@@ -24,6 +24,7 @@ from test_triton import (  # noqa: F401  fixtures too
 )
 from test_triton import assert_near as assert_same
 from torch import Tensor
+from torch.nn.functional import silu
 
 import infinicore
 from infinicore import nn, ops
@@ -454,6 +455,22 @@ def test_float8_products_of_many_rows_round_each_to_a_scale_of_its_own(num_rows:
         x[1, 7] = torch.nan
         spoilt = run(ops.quantized_linear, x, weight, bias)
         assert spoilt[1].isnan().all() and torch.equal(spoilt[2:], found[2:])
+
+
+@on_a_gpu
+@pytest.mark.parametrize("num_rows", [65, 100, 128])
+def test_rows_that_are_rounded_to_float8_have_a_residual_or_a_gate_in_the_same_launch(num_rows: int) -> None:
+    from infinicore.ops.triton import float8
+
+    for size, length in ((64, 320), (6144, 4096), (4096, 14336), (28672, 4096)):
+        weight, bias = float8_of(size, length), random(size, dtype=HALF)
+        x, residual = random(num_rows, length, dtype=HALF) / 64, random(num_rows, size, dtype=HALF)
+        values, scales = float8.rounded(x)
+        wanted = product(values.double() * scales.double(), weight, bias)
+        found = run(ops.linear_add, x, weight, bias, residual)
+        assert nmse(found, wanted + residual.double()) <= 1e-5
+        gate, up = wanted.chunk(2, -1)
+        assert nmse(run(ops.gated_linear, x, None, 0.0, weight, bias), silu(gate) * up) <= 3e-5
 
 
 @on_a_gpu

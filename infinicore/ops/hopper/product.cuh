@@ -1,6 +1,7 @@
-// What products of several rows have in common: how x is loaded, and what comes after a product.
+// What products of several rows have in common: how they are loaded and read, and what comes after a product.
 //
-// Given when this is compiled: STAGES, GATES, HAS_BIAS, ADDS (a residual), IS_BFLOAT16.
+// Given when this is compiled: STAGES, SCALES (of rows of x and of the weight), GATES, HAS_BIAS, ADDS (a residual),
+// IS_BFLOAT16.
 
 struct alignas(64) TensorMap { char bytes[128]; };
 
@@ -24,9 +25,20 @@ __device__ void load(char* to, const TensorMap& map, int column, int row, long_t
         : "memory");
 }
 
+// What the tensor cores read: rows of 128 bytes, whose pieces of 16 are swizzled among 8 rows
+__device__ long_t operand(const char* rows) {
+    return (address(rows) & 0x3FFFF) >> 4 | 1ull << 16 | (1024ull >> 4) << 32 | 1ull << 62;
+}
+
+template <int LEFT>
+__device__ void wait_for_products() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+
 struct Problem {
     half_t* y;
     const half_t *bias, *residual;
+    const float *x_scales, *scales;
     long long residual_stride;
     int num_rows, num_outputs, num_columns;
 };
@@ -57,15 +69,24 @@ __device__ float2 added(float2 sums, const half_t* values, bool are_there) {
     return {sums.x + widened(both & 0xFFFF), sums.y + widened(both >> 16)};
 }
 
+// Sums of row m and outputs n and n + 1, times what they are worth
+__device__ float2 rescaled(const Problem& p, int m, int n, float2 sums, bool are_there) {
+    const float own = are_there ? p.x_scales[m] : 0;
+    const float2 both = are_there ? *(const float2*)(p.scales + n) : float2{0, 0};
+    return {sums.x * own * both.x, sums.y * own * both.y};
+}
+
 __device__ float gated(float gate, float up) { return __fdividef(gate, 1 + __expf(-gate)) * up; }
 
 // Outputs n and n + 1 of row m. There is no branch, which would keep sums from overlapping each other.
 __device__ unsigned finished(const Problem& p, int m, int n, float2 sums, float2 ups) {
-    const bool are_outputs = n < p.num_outputs;
+    const bool are_outputs = n < p.num_outputs, are_there = are_outputs && m < p.num_rows;
+    if (SCALES) sums = rescaled(p, m, n, sums, are_there);
+    if (SCALES && GATES) ups = rescaled(p, m, p.num_outputs + n, ups, are_there);
     if (HAS_BIAS) sums = added(sums, p.bias + n, are_outputs);
     if (HAS_BIAS && GATES) ups = added(ups, p.bias + p.num_outputs + n, are_outputs);
     if (GATES) sums = {gated(sums.x, ups.x), gated(sums.y, ups.y)};
-    if (ADDS) sums = added(sums, p.residual + m * p.residual_stride + n, are_outputs && m < p.num_rows);
+    if (ADDS) sums = added(sums, p.residual + m * p.residual_stride + n, are_there);
     return narrowed(sums);
 }
 

@@ -1,11 +1,12 @@
 // y = x @ weight.T + bias + residual, or silu(gate) * up, for up to 128 rows of 16 bits. rows.py launches it.
+// Where rows have scales, 16 bits are two columns of float8.
 //
 // A program has TILE rows of the weight and all rows of x. One warp asks for the weight, another for x, step by
 // step, as long as there is room; groups of four warps multiply, each 64 rows of x. The weight need not wait
 // for the kernel before this one, so memory is busy while that one ends. Where there are too few tiles for all
 // processors, SPLITS programs of a cluster have a part of the columns each, and add up what they have.
 //
-// Given when this is compiled: TILE, SPLITS, GROUPS, STAGES (steps that there is room for), GATES, HAS_BIAS,
+// Given when this is compiled: TILE, SPLITS, GROUPS, STAGES (steps that there is room for), SCALES, GATES, HAS_BIAS,
 // ADDS (a residual), IS_BFLOAT16, and multiply(sums, x, weight, adds): 64 rows and 16 columns of x times those
 // of the weight.
 
@@ -43,16 +44,6 @@ __device__ void load_x(Shared& shared, const TensorMap& map, int step, int colum
 }
 
 // ---- multiplying --------------------------------------------------------------------------------------------
-
-// Rows of 128 bytes, whose pieces of 16 are swizzled among 8 rows
-__device__ long_t operand(const char* rows) {
-    return (address(rows) & 0x3FFFF) >> 4 | 1ull << 16 | (1024ull >> 4) << 32 | 1ull << 62;
-}
-
-template <int LEFT>
-__device__ void wait_for_products() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
-}
 
 // While the columns of one step are multiplied, those of the step before make room.
 __device__ void multiply_steps(float (&sums)[kSums], Shared& shared, int first, int num_steps) {

@@ -1,4 +1,5 @@
-"""Products of 2 to 128 rows of 16 bits, in little more time than their weight takes to be read (rows.cu)."""
+"""Products of 2 to 128 rows of 16 bits, or of float8, in little more time than their weight takes to be read
+(rows.cu)."""
 
 from __future__ import annotations
 
@@ -45,11 +46,17 @@ class Tile(NamedTuple):
 
 
 class After(NamedTuple):
-    """What comes after a product: silu(gate) * up, a bias, a residual"""
+    """What comes after a product: silu(gate) * up, a bias, a residual; scales come first"""
 
     gates: bool = False
     has_bias: bool = False
     adds: bool = False
+    scales: bool = False
+
+    @property
+    def defines(self) -> dict[str, int]:
+        names = "GATES", "HAS_BIAS", "ADDS", "SCALES"
+        return {name: int(value) for name, value in zip(names, self, strict=True)}
 
 
 class Problem(ctypes.Structure):
@@ -57,6 +64,8 @@ class Problem(ctypes.Structure):
         ("y", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("residual", ctypes.c_void_p),
+        ("x_scales", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
         ("residual_stride", ctypes.c_longlong),
         ("num_rows", ctypes.c_int),
         ("num_outputs", ctypes.c_int),
@@ -79,34 +88,42 @@ def suits(x: Tensor, weight: Tensor, is_gated: bool = False) -> bool:
     )
 
 
-def launch(
+def launch(  # noqa: PLR0913  what a product is
     y: Tensor,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     residual: Tensor | None = None,
     is_gated: bool = False,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """y = x @ weight.T + bias + residual, or silu(gate) * up where the weight has the rows of both"""
+    """y = x @ weight.T + bias + residual, or silu(gate) * up where the weight has the rows of both
+
+    With scales of the rows of x and of the weight, each value of 16 bits is two of float8.
+    """
     hopper.bind_context(x.device)
     place = y if y.data_ptr() % 8 == 0 else torch.empty_like(y)
     x = aligned(x)
     bias, residual = (None if t is None else aligned(t) for t in (bias, residual))
     tile = tile_of(len(x), y.shape[-1], x.shape[1], is_gated, x.device)
-    kernel = kernel_of(tile, After(is_gated, bias is not None, residual is not None), x.dtype, x.device)
-    problem = Problem(
-        place.data_ptr(), *(0 if t is None else t.data_ptr() for t in (bias, residual)),
-        0 if residual is None else residual.stride(0), len(x), y.shape[-1], x.shape[1],
-    )  # fmt: skip
+    after = After(is_gated, bias is not None, residual is not None, scales is not None)
+    problem = problem_of(place, x, bias, residual, *(scales or (None, None)))
     maps = map_of(weight, outputs_of(tile, is_gated)), map_of(x, len(x))
     num_tiles = min(-(-y.shape[-1] // outputs_of(tile, is_gated)), most_tiles(tile.splits, x.device))
     hopper.launch(
-        kernel, num_tiles * tile.splits, tile.num_threads, tile.shared_bytes,
-        isinstance(weight, torch.nn.Parameter),  # which the kernel before cannot be writing
+        kernel_of(tile, after, x.dtype, x.device), num_tiles * tile.splits, tile.num_threads,
+        tile.shared_bytes,
+        after.scales or isinstance(weight, torch.nn.Parameter),  # which the kernel before cannot be writing
         *(map.getPtr() for map in maps), ctypes.addressof(problem),
     )  # fmt: skip
     if place is not y:
         y.copy_(place)
+
+
+def problem_of(y: Tensor, x: Tensor, bias: Tensor | None, residual: Tensor | None, *scales: Any) -> Problem:
+    beside = (0 if t is None else t.data_ptr() for t in (bias, residual, *(scales or (None, None))))
+    stride = 0 if residual is None else residual.stride(0)
+    return Problem(y.data_ptr(), *beside, stride, *(len(x), y.shape[-1], x.shape[1]))
 
 
 def is_aligned(t: Tensor) -> bool:
@@ -166,24 +183,25 @@ def most_tiles(splits: int, device: torch.device) -> int:
 
 @cache
 def kernel_of(tile: Tile, after: After, dtype: torch.dtype, device: torch.device) -> Any:
-    source = multiply_of(tile.size, TYPES[dtype]) + hopper.source("product.cuh", "rows.cu")
+    kind = "e4m3" if after.scales else TYPES[dtype]
+    source = multiply_of(tile.size, kind) + hopper.source("product.cuh", "rows.cu")
     defines = {
         "TILE": tile.size, "SPLITS": tile.splits, "GROUPS": tile.groups, "STAGES": tile.num_stages,
-        "GATES": int(after.gates), "HAS_BIAS": int(after.has_bias), "ADDS": int(after.adds),
-        "IS_BFLOAT16": int(dtype == torch.bfloat16),
+        "IS_BFLOAT16": int(dtype == torch.bfloat16), **after.defines,
     }  # fmt: skip
     return hopper.loaded(source, defines, tile.shared_bytes)
 
 
-def multiply_of(size: int, dtype: str) -> str:
-    """The instruction, which names each of its sums"""
-    count = size // 2
+def multiply_of(size: int, kind: str) -> str:
+    """The instruction for 32 bytes of each row, which names each of its sums"""
+    count, shape = size // 2, f"m64n{size}k{32 if kind == 'e4m3' else 16}"
     names, sums = (", ".join(form % i for i in range(count)) for form in ("%%%d", '"+f"(sums[%d])'))
+    order = "" if kind == "e4m3" else ", 0, 0"  # of rows and columns, which bytes have no choice of
     return f"""
 __device__ void multiply(float (&sums)[{count}], unsigned long long x, unsigned long long weight, int adds) {{
   asm volatile("{{\\n.reg .pred adds;\\nsetp.ne.b32 adds, %{count + 2}, 0;\\n"
-               "wgmma.mma_async.sync.aligned.m64n{size}k16.f32.{dtype}.{dtype} "
-               "{{{names}}}, %{count}, %{count + 1}, adds, 1, 1, 0, 0;\\n}}"
+               "wgmma.mma_async.sync.aligned.{shape}.f32.{kind}.{kind} "
+               "{{{names}}}, %{count}, %{count + 1}, adds, 1, 1{order};\\n}}"
                : {sums} : "l"(x), "l"(weight), "r"(adds));
 }}
 """

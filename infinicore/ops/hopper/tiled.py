@@ -1,5 +1,4 @@
-"""Products of 2 to 8 rows of bfloat16 and a weight in tiles, in little more time than it takes to be read
-(few.cu)."""
+"""Products of 2 to 128 rows of bfloat16 and a weight in tiles (few.cu, many.cu, tiled.cuh)."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ from infinicore.ops.hopper.rows import After
 from infinicore.quantization import BlockType
 from infinicore.tiles import PARTS, TILE_ROWS, TiledTensor, bytes_per_tile
 
-MOST_ROWS = 8
-WARPS = 16  # that multiply
+WARPS = {8: 16, 16: 16, 32: 16, 64: 12, 128: 8}  # that multiply so many rows: their sums take registers
+FEW, MOST_ROWS = min(WARPS), max(WARPS)
 LOADERS = 3  # warps that ask for the weight
 NUM_PARTS, MAP_BYTES = 5, 128
 PIECE = 2048  # bytes of codes that are loaded at once, of each tile
@@ -30,15 +29,16 @@ PART = 20000  # what a part of a sum costs, in bytes
 
 
 class Plan(NamedTuple):
-    """Tiles that a program has, and programs that share its columns"""
+    """Tiles that a program has, programs that share its columns, and rows of x that there is room for"""
 
     type: BlockType
     tiles: int
     splits: int
+    rows: int
 
     @property
     def teams(self) -> int:
-        return WARPS // self.tiles
+        return WARPS[self.rows] // self.tiles
 
     @property
     def num_threads(self) -> int:
@@ -46,9 +46,10 @@ class Plan(NamedTuple):
 
     @property
     def groups(self) -> int:
-        """Of 32 columns, in a step: at least a piece, and as many as there is room for four times, twice
-        for every team"""
-        room, least = (ROOM - self.sum_bytes) // max(2 * self.teams, 4), PIECE // self.sizes(1)[0]
+        """Of 32 columns, in a step: at least a piece, and as many as there is room for some times, twice for
+        every team"""
+        least, some = PIECE // self.sizes(1)[0], 4 if self.rows == FEW else 3
+        room = (ROOM - self.sum_bytes) // max(2 * self.teams, some)
         return next((n for n in (8, 4) if self.bytes_of(n) + 16 <= room), least)
 
     def sizes(self, groups: int) -> list[int]:
@@ -60,7 +61,7 @@ class Plan(NamedTuple):
     def bytes_of(self, groups: int) -> int:
         """A step's, of x and the weight"""
         parts = sum(-(-self.tiles * size // 128) * 128 for size in self.sizes(groups))
-        return -(-(groups * 64 * MOST_ROWS + parts) // 1024) * 1024
+        return -(-(groups * 64 * self.rows + parts) // 1024) * 1024
 
     @property
     def stage_bytes(self) -> int:
@@ -68,7 +69,8 @@ class Plan(NamedTuple):
 
     @property
     def sum_bytes(self) -> int:
-        return self.teams * MOST_ROWS * (TILE_ROWS * self.tiles + 4) * 4
+        """Of few rows; those of many lie where steps were"""
+        return self.teams * FEW * (TILE_ROWS * self.tiles + 4) * 4 if self.rows == FEW else 0
 
     @property
     def num_stages(self) -> int:
@@ -111,16 +113,14 @@ def launch(
     x = rows.aligned(x)
     bias, residual = (None if t is None else rows.aligned(t) for t in (bias, residual))
     num_outputs = y.shape[-1]
-    plan = plan_of(num_outputs, weight.shape[1], weight.type, is_gated, x.device)
+    num_rows = next(most for most in WARPS if len(x) <= most)
+    plan = plan_of(num_rows, num_outputs, weight.shape[1], weight.type, is_gated, x.device)
     after = After(is_gated, bias is not None, residual is not None)
-    problem = rows.Problem(
-        place.data_ptr(), *(0 if t is None else t.data_ptr() for t in (bias, residual)),
-        0 if residual is None else residual.stride(0), len(x), num_outputs, x.shape[1],
-    )  # fmt: skip
+    problem = rows.problem_of(place, x, bias, residual)
     num_items = items_of(plan, num_outputs, is_gated)
     maps, source = maps_of(weight, plan, is_gated), Weight(weight.shape[1] // 32, num_items, PAIR)
     hopper.launch(
-        kernel_of(plan, after, x.device), min(num_items, most_items(plan, x.device)) * plan.splits,
+        kernel_of(plan, after, x.device), num_programs(plan, num_items, x.device),
         plan.num_threads, plan.shared_bytes, True,
         map_of(x, plan).getPtr(), *(ctypes.addressof(t) for t in (maps, problem, source)),
     )  # fmt: skip
@@ -131,7 +131,7 @@ def launch(
 def map_of(x: Tensor, plan: Plan) -> Any:
     """A step's columns, by pieces that are as long as memory is swizzled"""
     sizes = rows.STEP, len(x), x.shape[1] // rows.STEP
-    box = rows.STEP, MOST_ROWS, plan.groups // 2
+    box = rows.STEP, plan.rows, plan.groups // 2
     return hopper.tensor_map(x.data_ptr(), sizes, (x.stride(0), rows.STEP), box)
 
 
@@ -158,8 +158,8 @@ def items_of(plan: Plan, num_outputs: int, is_gated: bool) -> int:
 
 
 @cache
-def plan_of(
-    num_outputs: int, num_columns: int, type: BlockType, is_gated: bool, device: torch.device
+def plan_of(  # noqa: PLR0913  what a product is
+    num_rows: int, num_outputs: int, num_columns: int, type: BlockType, is_gated: bool, device: torch.device
 ) -> Plan:
     """That by which a program has least to read"""
     row_bytes = bytes_per_tile(type, 256) // 256
@@ -167,15 +167,16 @@ def plan_of(
     def cost(plan: Plan) -> float:
         rounds = -(-items_of(plan, num_outputs, is_gated) // most_items(plan, device))
         columns = num_columns / plan.splits
-        return rounds * columns * (plan.tiles * row_bytes + 2 * MOST_ROWS) + PART * plan.splits
+        return rounds * columns * (plan.tiles * row_bytes + 2 * num_rows) + PART * plan.splits
 
     def candidates() -> Iterator[Plan]:
-        for tiles in (2, 4, 8, 16):
-            yield Plan(type, tiles, 1)
-            halved = Plan(type, tiles, 2)
-            is_one_round = items_of(halved, num_outputs, is_gated) <= most_items(halved, device)
-            if is_one_round and num_columns >= 64 * halved.groups:
-                yield halved
+        is_few = num_rows == FEW
+        for tiles in (2, 4, 8, 16) if is_few else (4, 8):
+            for splits in (1, 2) if is_few else (1, 2, 3):
+                plan = Plan(type, tiles, splits, num_rows)
+                is_one_round = items_of(plan, num_outputs, is_gated) <= most_items(plan, device)
+                if splits == 1 or (is_one_round and num_columns >= 32 * splits * plan.groups):
+                    yield plan
 
     return min(candidates(), key=cost)
 
@@ -189,14 +190,41 @@ def most_items(plan: Plan, device: torch.device) -> int:
     return hopper.most_clusters(kernel, plan.splits, plan.num_threads, plan.shared_bytes)
 
 
+def num_programs(plan: Plan, num_items: int, device: torch.device) -> int:
+    """Of few rows a program has several items where there are more than programs at once"""
+    return (min(num_items, most_items(plan, device)) if plan.rows == FEW else num_items) * plan.splits
+
+
 # ---- the kernel --------------------------------------------------------------------------------------------
 
 
 @cache
 def kernel_of(plan: Plan, after: After, device: torch.device) -> Any:
     defines = {
-        "TYPE": plan.type.ggml_id, "TILES": plan.tiles, "TEAMS": plan.teams, "GROUPS": plan.groups,
-        "SPLITS": plan.splits, "STAGES": plan.num_stages,
-        "GATES": int(after.gates), "HAS_BIAS": int(after.has_bias), "ADDS": int(after.adds), "IS_BFLOAT16": 1,
+        "TYPE": plan.type.ggml_id, "TILES": plan.tiles, "TEAMS": plan.teams, "ROWS": plan.rows,
+        "GROUPS": plan.groups, "SPLITS": plan.splits, "STAGES": plan.num_stages,
+        "IS_BFLOAT16": 1, **after.defines,
     }  # fmt: skip
-    return hopper.loaded(hopper.source("product.cuh", "tiles.cuh", "few.cu"), defines, plan.shared_bytes)
+    return hopper.loaded(source_of(plan), defines, plan.shared_bytes)
+
+
+def source_of(plan: Plan) -> str:
+    names = "product.cuh", "tiles.cuh", "tiled.cuh"
+    if plan.rows == FEW:
+        return hopper.source(*names, "few.cu")
+    return multiply_of(plan.rows) + hopper.source(*names, "many.cu")
+
+
+def multiply_of(num_rows: int) -> str:
+    """The instruction, whose weight comes from registers; it names each of its sums"""
+    count = num_rows // 2
+    names, sums = (", ".join(form % i for i in range(count)) for form in ("%%%d", '"+f"(sums[%d])'))
+    return f"""
+__device__ void multiply(float (&sums)[{count}], const unsigned (&a)[4], unsigned long long x, int adds) {{
+  asm volatile("{{\\n.reg .pred adds;\\nsetp.ne.b32 adds, %{count + 5}, 0;\\n"
+               "wgmma.mma_async.sync.aligned.m64n{num_rows}k16.f32.bf16.bf16 "
+               "{{{names}}}, {{%{count}, %{count + 1}, %{count + 2}, %{count + 3}}}, %{count + 4}, "
+               "adds, 1, 1, 0;\\n}}"
+               : {sums} : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"(adds));
+}}
+"""

@@ -2,7 +2,8 @@
 
 One row is sums of products in registers (float8_one.py); a few go through the tensor cores in their own
 dtype (fragment_rows.py), so that only the weight is rounded. Many of bfloat16 are rounded too, each to a
-scale of its own, for the float8 tensor cores. GPUs without these take the reference.
+scale of its own, for the float8 tensor cores, by CUDA C++ on Hopper (hopper/rows.py) or by cuBLAS. GPUs
+without these take the reference.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 
 import infinicore
 from infinicore.float8 import LARGEST, Float8Tensor
+from infinicore.ops.hopper import rows as hopper_rows
 from infinicore.ops.triton import fragment_rows
 from infinicore.ops.triton.float8_one import launch_one, takes_one, values_of
 from infinicore.ops.triton.tensors import overlap, wait_for_inputs
@@ -132,6 +134,8 @@ def linear(y: Tensor, x: Tensor, weight: Float8Tensor, bias: Tensor | None) -> N
         launch_one(y, x, weight, bias)
     elif fragment_rows.suits(x, weight):
         fragment_rows.launch(y, x, weight, bias)
+    elif rounds(x, weight):
+        launch_rounded(y, x, weight, bias)
     elif x.dtype == torch.bfloat16 and weight.shape[0] % 16 == 0:
         values, scales = rounded(x)
         torch._scaled_mm(
@@ -139,6 +143,26 @@ def linear(y: Tensor, x: Tensor, weight: Float8Tensor, bias: Tensor | None) -> N
         )
     else:
         y.copy_(torch.nn.functional.linear(x, weight.dequantize(x.dtype), bias))
+
+
+def rounds(x: Tensor, weight: Float8Tensor, is_gated: bool = False) -> bool:
+    """Whether rows are rounded, and so few that cuBLAS takes longer"""
+    is_many = x.dtype == torch.bfloat16 and not fragment_rows.suits(x, weight)
+    return is_many and hopper_rows.suits(x, weight.blocks.view(torch.bfloat16), is_gated)
+
+
+def launch_rounded(
+    y: Tensor,
+    x: Tensor,
+    weight: Float8Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    is_gated: bool = False,
+) -> None:
+    """y = x times the weight + bias + residual, or silu(gate) * up where the weight has the rows of both"""
+    values, scales = rounded(x)
+    pairs, others = values.view(torch.bfloat16), weight.blocks.view(torch.bfloat16)
+    hopper_rows.launch(y, pairs, others, bias, residual, is_gated, (scales, weight.row_scales))
 
 
 def rows(y: Tensor, ids: Tensor, weight: Float8Tensor) -> None:

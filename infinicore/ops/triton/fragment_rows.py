@@ -15,7 +15,7 @@ from torch import Tensor
 
 import infinicore
 from infinicore.float8 import Float8Tensor
-from infinicore.ops.hopper import few
+from infinicore.ops.hopper import tiled
 from infinicore.ops.triton.fragments import FP8, columns_of, fetch, load_float8, load_tiles
 from infinicore.ops.triton.rows import HALVES, finish
 from infinicore.ops.triton.splits import arrivals, leave_part, parts_at, sum_of_parts
@@ -186,8 +186,8 @@ def launch(
     is_gated: bool = False,
 ) -> None:
     """y = x times the weight + bias + residual, or silu(gate) * up where the weight has the rows of both"""
-    if isinstance(weight, TiledTensor) and few.suits(x, weight):
-        return few.launch(y, x, weight, bias, residual, is_gated)
+    if isinstance(weight, TiledTensor) and tiled.suits(x, weight):
+        return tiled.launch(y, x, weight, bias, residual, is_gated)
     size, num_outputs = x.shape[1], y.shape[-1]
     tile = tile_of(len(x), weight)
     each = tile.tiles // 2 if is_gated else tile.tiles

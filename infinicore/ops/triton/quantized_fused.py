@@ -13,7 +13,7 @@ from torch import Tensor
 import infinicore
 from infinicore.float8 import Float8Tensor
 from infinicore.ops.fused_reference import Where
-from infinicore.ops.triton import float8_one, fragment_rows, tiles_one
+from infinicore.ops.triton import float8, float8_one, fragment_rows, tiles_one
 from infinicore.ops.triton.beside import Beside, Heads
 from infinicore.ops.triton.cache import note_stored
 from infinicore.ops.triton.heads import are_heads, are_projected_heads, query_shape
@@ -31,15 +31,34 @@ def is_one(x: Tensor, weight: Weight) -> bool:
     return takes(x, weight)  # type: ignore[arg-type]
 
 
-def are_few(x: Tensor, weight: Any, bias: Tensor | None, norm: Tensor | None = None) -> bool:
+def are_few(
+    x: Tensor, weight: Any, bias: Tensor | None, norm: Tensor | None = None, is_gated: bool = False
+) -> bool:
     """Whether rows, their norm and a weight are such as one launch takes"""
     return (
         isinstance(weight, Weight)
         and accepts_quantized_linear(None, x, weight, bias)
         and not infinicore.deterministic
-        and fragment_rows.suits(x, weight)
+        and (fragment_rows.suits(x, weight) or are_rounded(x, weight, is_gated))
         and (norm is None or (are_rows(x, norm) and norm.dtype == x.dtype))
     )
+
+
+def are_rounded(x: Tensor, weight: Weight, is_gated: bool = False) -> bool:
+    return isinstance(weight, Float8Tensor) and float8.rounds(x, weight, is_gated)
+
+
+def launch_rows(
+    y: Tensor,
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    is_gated: bool = False,
+) -> None:
+    bias = None if bias is None else bias.contiguous()
+    by = float8.launch_rounded if are_rounded(x, weight, is_gated) else fragment_rows.launch
+    by(y, rows_of(x), weight, bias, residual, is_gated)  # type: ignore[arg-type]
 
 
 def launch_one(
@@ -68,8 +87,7 @@ def linear_add(
     if is_one(x, weight):
         launch_one(y, x, weight, bias, Beside(residual=residual.contiguous()))
     else:
-        bias = None if bias is None else bias.contiguous()
-        fragment_rows.launch(y, rows_of(x), weight, bias, rows_of(residual))
+        launch_rows(y, x, weight, bias, rows_of(residual))
     return settled(y, out)
 
 
@@ -84,7 +102,7 @@ def accepts_gated_linear(
 ) -> bool:
     return (
         activation == "silu"
-        and are_few(x, weight, bias, norm)
+        and are_few(x, weight, bias, norm, is_gated=True)
         and weight.shape[0] % (2 * TILE_ROWS) == 0
         and fits(out, (*x.shape[:-1], weight.shape[0] // 2), x.dtype, x.device)
     )
@@ -105,8 +123,7 @@ def gated_linear(
         launch_one(y, x, weight, bias, Beside(norm, eps, is_gated=True))
     else:
         normed = x if norm is None else rms_norm(None, x, norm, eps)
-        bias = None if bias is None else bias.contiguous()
-        fragment_rows.launch(y, rows_of(normed), weight, bias, is_gated=True)
+        launch_rows(y, normed, weight, bias, is_gated=True)
     return settled(y, out)
 
 
