@@ -120,11 +120,17 @@ def test_logits_of_layers_as_wide_as_people_have_them_are_those_of_a_cpu(name: s
     check_logits(make(kind, initializer_range=0.02, **options)[1], torch.float32, FLOAT32_BAR)
 
 
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
 def all_chosen(name: str) -> dict[str, Any]:
     """As many experts as there are: where a few are chosen, rounding may tip a token over to others."""
     options = KINDS[name][1]
-    count = options.get("num_experts", options.get("num_local_experts"))
-    return {**options, "num_experts_per_tok": count} if has_experts(options) else options
+    if not has_experts(options):
+        return options
+    count = next(options[key] for key in NUM_EXPERTS if key in options)
+    chosen = {"moe_k" if "moe_k" in options else "num_experts_per_tok": count}
+    return {**options, **chosen, **({"topk_group": options["n_group"]} if "n_group" in options else {})}
 
 
 @pytest.mark.parametrize("name", KINDS)
