@@ -29,8 +29,10 @@ from infinilm.engine.request import EngineDead, QueueFull, Request, RequestError
 from infinilm.engine.stats import Progress, Stats
 from infinilm.sampling import SamplingParams, plain_text
 from infinilm.startup import Report, make_engine, tell_nobody
+from infinilm.tokenizer import Tokenizer
 
 News = RequestOutput | BaseException
+Inbox = queue.SimpleQueue[Callable[[], None] | None]  # None is the end
 Result = TypeVar("Result")
 
 
@@ -88,13 +90,13 @@ class Worker:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.inbox: Inbox = queue.SimpleQueue()
         self.listeners: dict[str, Listener] = {}
         self.post = Post()
         self.death: BaseException | None = None
         self.end: Future[BaseException] = Future()
         self.thread = threading.Thread(target=self.run, name="infinilm-engine", daemon=True)
-        WORKERS.add(self)
+        INBOXES[self.thread] = self.inbox
 
     def run(self) -> None:
         try:
@@ -184,20 +186,26 @@ class Worker:
 
     def stop(self) -> None:
         """Wait for the end of the step that is on; what still waits fails."""
-        if self.thread.is_alive():  # in a fork it is not
-            self.inbox.put(None)
-            if self.thread is not threading.current_thread():  # which `run` may have called from
-                self.thread.join()
+        end_thread(self.thread, self.inbox)
 
 
-WORKERS: weakref.WeakSet[Worker] = weakref.WeakSet()
+# Of threads and not of workers: where nobody else holds it, a thread frees its worker, and with it the model.
+INBOXES: weakref.WeakKeyDictionary[threading.Thread, Inbox] = weakref.WeakKeyDictionary()
 
 
 @atexit.register
-def stop_workers() -> None:
-    """Python ends threads where they are, and a process whose thread is within a kernel then aborts."""
-    for worker in list(WORKERS):
-        worker.stop()
+def end_threads() -> None:
+    """Python ends threads where they are; a process whose thread is within a kernel, or frees a tensor, then
+    aborts."""
+    for thread, inbox in list(INBOXES.items()):
+        end_thread(thread, inbox)
+
+
+def end_thread(thread: threading.Thread, inbox: Inbox) -> None:
+    if thread.is_alive():  # in a fork it is not
+        inbox.put(None)
+        if thread is not threading.current_thread():  # which `run` may have called from
+            thread.join()
 
 
 class AsyncLLM:
@@ -296,6 +304,9 @@ class AsyncLLM:
         worker.inbox.put(lambda: worker.make(call, outcome))
         self._check_alive()  # after the call is in the inbox: who dies later will find it there
         return await asyncio.wrap_future(outcome)
+
+    async def get_tokenizer(self) -> Tokenizer:
+        return self.tokenizer
 
     async def save_prefixes(self, path: str | Path) -> int:
         """Write what the cache knows to a file, for another process with this model; the number of blocks"""

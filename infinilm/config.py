@@ -22,7 +22,7 @@ from infinilm.rope import (
     checked_scaling,
     rope_type_of,
 )
-from infinilm.values import check_flag, check_number, check_one_of, check_whole
+from infinilm.values import check_flag, check_number, check_one_of, check_whole, knowing
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -41,6 +41,8 @@ LAYER_TYPES = ("full_attention", "sliding_attention")  # without a window, and w
 # Models that have no window, whatever size their config.json gives one, as files made from another model's
 # do. Their GGUF files may be Mistral's, which has one; those have no model_type.
 WITHOUT_WINDOW = (
+    "deepseek_v2",
+    "deepseek_v3",
     "ernie4_5",
     "ernie4_5_moe",
     "glm",
@@ -376,8 +378,39 @@ UNITS = {
     "gi": 1 << 30,
     "ti": 1 << 40,
 }
+# What vLLM, transformers and llama-cpp-python take that is not here, and what is
+NEEDLESS = "it is not needed here"
+ONE_PROCESS = "one process with one device runs the model; infinilm.models.parallel splits one by hand"
+ELSEWHERE = {
+    "gpu_memory_utilization": "kv_cache_memory bounds what keys and values take",
+    "swap_space": "kv_cache_memory bounds what keys and values take",
+    "n_ctx": "it is max_model_len here",
+    "torch_dtype": "it is dtype here",
+    "device_map": "it is device here",
+    "n_gpu_layers": "device says where all layers are",
+    "quantization": "files say how they are quantised; quantize does it while loading",
+    "load_in_8bit": "quantize='q8_0' does it",
+    "load_in_4bit": "quantize='q4_0' does it",
+    "load_format": "files say what they are",
+    "tokenizer": "it is the one in the model's files",
+    "generation_config": "sampling_params of a call replace what the model's files recommend",
+    "tensor_parallel_size": ONE_PROCESS,
+    "pipeline_parallel_size": ONE_PROCESS,
+    "data_parallel_size": ONE_PROCESS,
+    "download_dir": "HF_HOME in the environment says where downloads are kept",
+    "task": "every model generates, embeds and scores as far as it can",
+    "runner": "every model generates, embeds and scores as far as it can",
+    "trust_remote_code": NEEDLESS,
+    "enforce_eager": NEEDLESS,
+    "enable_chunked_prefill": NEEDLESS,
+    "tokenizer_mode": NEEDLESS,
+    "disable_log_stats": NEEDLESS,
+    "max_logprobs": NEEDLESS,
+    "verbose": NEEDLESS,
+}
 
 
+@knowing(ELSEWHERE)
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """How a model is loaded and run. None leaves a choice to the engine, which makes it from the model and

@@ -34,6 +34,7 @@ from infinilm.models.judging import Judge
 from infinilm.progress import progress
 from infinilm.sampling import SamplingParams
 from infinilm.startup import Report, make_engine, tell_nobody
+from infinilm.tokenizer import Tokenizer
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -195,6 +196,9 @@ class LLM:
                     if has_ended and text.num_tokens == num_drawn:
                         text.finish()
                     yield token, text.text[num_shown:]
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What applies where a call has none: the model's own, if its files recommend any"""

@@ -102,7 +102,8 @@ class LlamaRoPE(nn.RoPE):
     """
 
     def __init__(self, parameters: RopeParameters) -> None:
-        super().__init__(parameters.head_dim, 1, parameters.theta, RopeAlgo.GPT_NEOX)
+        # Models are made without memory, on "meta", from where torch would not move these to the weights.
+        super().__init__(parameters.head_dim, 1, parameters.theta, RopeAlgo.GPT_NEOX, device="cpu")
         self.rope_parameters = parameters
         self.num_positions = 0
 

@@ -662,6 +662,31 @@ def test_a_script_that_ends_while_the_engine_works_ends_as_it_says(
     assert child.returncode == 3, child.stderr
 
 
+# Ends while the engine's thread, which was left alone with the model, frees it: as slowly as a large one.
+LEFT_ALONE = """
+import sys, threading, time
+from infinilm import AsyncLLM
+
+begun = threading.Event()
+
+class Large:
+    def __del__(self):
+        begun.set()
+        time.sleep(0.3)
+        print("freed", flush=True)
+
+llm = AsyncLLM(sys.argv[1], kv_cache_memory="1MB")
+llm.model.large = Large()
+del llm
+begun.wait()
+"""
+
+
+def test_a_script_ends_after_a_model_that_nobody_holds_is_freed(folder: Path, run_python: RunPython) -> None:
+    child = run_python(LEFT_ALONE, str(folder))
+    assert (child.returncode, child.stdout) == (0, "freed\n"), child.stderr
+
+
 FORKED = """
 import asyncio, os, sys
 from infinilm import AsyncLLM, EngineDead, SamplingParams

@@ -907,6 +907,37 @@ def test_a_device_that_is_not_there_is_refused_by_name(known: Callable[..., Any]
         AutoLlamaModel.from_pretrained(folder, device="foo")
 
 
+def test_a_model_may_be_moved_before_it_has_run(known: Callable[..., Any]) -> None:
+    _, folder = known("Llama")
+    stayed, moved = (AutoLlamaModel.from_pretrained(folder) for _ in range(2))
+    assert torch.equal(moved.to("cpu").generate(prompt(1, 6)), stayed.generate(prompt(1, 6)))
+
+
+@pytest.mark.parametrize(
+    ("name", "way_out"),
+    [("torch_dtype", "; it is dtype here"), ("device_map", "; it is device here"), ("cache_dir", "")],
+)
+def test_a_keyword_of_from_pretrained_that_others_have_is_refused_with_ours(
+    known: Callable[..., Any], name: str, way_out: str
+) -> None:
+    _, folder = known("Llama")
+    for kind in (AutoLlamaModel, LlamaForCausalLM):
+        with pytest.raises(TypeError, match=f"from_pretrained does not know '{name}'{way_out}$"):
+            kind.from_pretrained(folder, **{name: "auto"})
+
+
+@pytest.mark.parametrize(
+    ("name", "way_out"),
+    [("streamer", "callback"), ("max_length", "max_new_tokens"), ("num_beams", "no beam search")],
+)
+def test_a_keyword_of_generate_that_others_have_is_refused_with_ours(
+    known: Callable[..., Any], name: str, way_out: str
+) -> None:
+    _, folder = known("Llama")
+    with pytest.raises(TypeError, match=f"generate does not know '{name}'; .*{way_out}"):
+        AutoLlamaModel.from_pretrained(folder).generate(prompt(1, 6), **{name: 1})
+
+
 def gradients(model: Any, cache: Any, has_gradient: bool) -> dict[str, Tensor]:
     """Of what a stream ends with, by a weight's name; it is read in two parts, the first with a gradient or
     without"""

@@ -144,6 +144,36 @@ def test_a_setting_that_does_not_exist_is_a_type_error_before_anything_is_read(t
         LLM(tmp_path, max_sequences=5)
 
 
+@pytest.mark.parametrize(
+    ("name", "way_out"),
+    [
+        ("gpu_memory_utilization", "kv_cache_memory"),
+        ("torch_dtype", "it is dtype here"),
+        ("trust_remote_code", "not needed"),
+        ("tensor_parallel_size", "one process"),
+        ("max_model_length", "did you mean max_model_len"),
+    ],
+)
+def test_a_setting_that_others_have_is_refused_with_ours(tmp_path: Path, name: str, way_out: str) -> None:
+    with pytest.raises(TypeError, match=f"{name}'; .*{way_out}"):
+        LLM(tmp_path, **{name: 1})
+
+
+def test_the_names_of_tokens_and_texts_serve_what_is_generated(llm: LLM) -> None:
+    """As examples for vLLM have it"""
+    tokenizer = llm.get_tokenizer()
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "a"}], tokenize=False, add_generation_prompt=True
+    )
+    params = replace(
+        GREEDY, stop_token_ids=(tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<pad>"))
+    )
+    (by_text,) = llm.generate(text, params)
+    (by_ids,) = llm.generate({"prompt_token_ids": tokenizer(text).input_ids}, params)
+    (chatted,) = llm.chat([{"role": "user", "content": "a"}], params)
+    assert said(by_text) == said(by_ids) == said(chatted)
+
+
 # ---- the user's mistakes -----------------------------------------------------------------------------------
 
 
@@ -213,6 +243,7 @@ def test_messages_that_are_none_are_request_errors(messages: Any, llm: LLM) -> N
 def test_a_conversation_is_answered_as_its_template_has_it(llm: LLM) -> None:
     one, two = ([{"role": "user", "content": text}] for text in ("a", "b"))
     (output,) = llm.chat(one, GREEDY)
+    assert output.prompt == "user:a\n"
     assert said(output) == said(llm.generate("user:a\n", GREEDY)[0])
     assert [said(each) for each in llm.chat([one, two], GREEDY)][0] == said(output)
 

@@ -201,6 +201,20 @@ def test_an_unknown_name_is_refused(name: str) -> None:
             kind(**{name: 1})
 
 
+@pytest.mark.parametrize(
+    ("name", "way_out"),
+    [
+        ("max_new_tokens", "max_tokens"),
+        ("guided_decoding", "structured_outputs"),
+        ("best_of", "n gives"),
+        ("temprature", "did you mean temperature"),
+    ],
+)
+def test_a_name_that_others_have_is_refused_with_ours(name: str, way_out: str) -> None:
+    with pytest.raises(TypeError, match=f"SamplingParams does not know '{name}'; .*{way_out}"):
+        SamplingParams(**{name: 1})
+
+
 def test_values_are_given_by_name() -> None:
     with pytest.raises(TypeError, match="positional"):
         SamplingParams(1)  # type: ignore[misc]

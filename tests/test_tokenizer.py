@@ -183,6 +183,53 @@ def test_a_variable_of_the_template_cannot_carry_special_tokens_either(default_m
     assert tokenizer.decode(ids) == "hi<|im_end|><|im_start|>"
 
 
+HELLO = [{"role": "user", "content": "hi"}]
+
+
+def test_what_transformers_takes_beside_variables_may_ask_for_nothing(smollm):
+    nothing = {"tokenize": False, "return_tensors": None, "return_dict": False, "chat_template": None}
+    found = smollm.apply_chat_template(HELLO, continue_final_message=False, **nothing)
+    assert found == smollm.apply_chat_template(HELLO)
+
+
+@pytest.mark.parametrize(
+    ("given", "way_out"),
+    [
+        ({"tokenize": True}, "tokenize=True.*encode_chat"),
+        ({"return_tensors": "pt"}, "return_tensors='pt'.*encode_chat"),
+        ({"return_dict": True}, "return_dict=True.*encode_chat"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template=.*LLM"),
+        ({"continue_final_message": True}, "continue_final_message=True"),
+    ],
+)
+def test_what_a_template_would_pass_over_is_refused_with_a_way_out(smollm, given, way_out):
+    with pytest.raises(TokenizerError, match=way_out):
+        smollm.apply_chat_template(HELLO, **given)
+
+
+def test_a_template_that_is_set_is_the_one_from_then_on(default_model_metadata):
+    tokenizer = Tokenizer.from_gguf(default_model_metadata)
+    for template in ("one", "two"):
+        tokenizer.chat_template = template
+        assert (
+            tokenizer.apply_chat_template(HELLO) == tokenizer.apply_chat_template(HELLO, tools=[]) == template
+        )
+
+
+def test_tokens_are_found_by_the_names_that_transformers_has(smollm):
+    (end,) = smollm.encode("<|im_end|>")
+    assert (smollm.eos_token, smollm.eos_token_id) == ("<|im_end|>", end)
+    assert smollm.convert_tokens_to_ids(["<|im_end|>", "Ġthe"]) == [end, *smollm.encode(" the")]
+    unknown = smollm.convert_tokens_to_ids("no token of it")
+    assert unknown == smollm.convert_tokens_to_ids("<|endoftext|>")  # the model's unk_token
+
+
+def test_a_call_gives_ids_by_name_with_or_without_a_list(smollm):
+    one, two = smollm.encode("hi"), smollm.encode("hello there")
+    assert smollm("hi")["input_ids"] == smollm("hi").input_ids == one
+    assert dict(**smollm(["hi", "hello there"])) == {"input_ids": [one, two]}
+
+
 def test_an_assistant_may_have_called_tools_and_said_nothing(smollm):
     silent, empty = (
         [
@@ -229,11 +276,23 @@ def test_a_role_cannot_carry_special_tokens_either(smollm):
         ),
         ([{"role": "user", "content": None}], "'content'. must be a string, but is a NoneType"),
         ([{"role": 3, "content": "a"}], "'role'. must be a string, but is a int"),
+        (
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            r"\['content'\]: a part must be text, but is",
+        ),
+        ([{"role": "user", "content": ["a"]}], r"\['content'\]: a part must be \{'type': 'text'"),
     ],
 )
 def test_malformed_messages_are_refused_with_the_rule(smollm, messages, found):
     with pytest.raises(TokenizerError, match=found):
         smollm.encode_chat(messages)
+
+
+def test_a_content_in_parts_is_one_text_in_which_special_tokens_stay_plain(smollm):
+    parts = [{"type": "text", "text": "a<|im_end|>"}, {"type": "text", "text": "b"}]
+    both = [[{"role": "user", "content": content}] for content in (parts, "a<|im_end|>\nb")]
+    found, wanted = map(smollm.encode_chat, both)
+    assert found == wanted and found.count(2) == 2  # of the default system turn and of this one
 
 
 @pytest.mark.parametrize(

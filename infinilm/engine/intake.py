@@ -160,13 +160,13 @@ class Intake:
             self._pool[1].shutdown(wait=False)
 
     def _tokens_of(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """The text, if that is what was given, and its tokens"""
+        """The text, if that is what was given or a template wrote, and its tokens"""
         if isinstance(prompt, Mapping):
             prompt = content_of(prompt)
         if isinstance(prompt, str):
             return prompt, self.tokenizer.encode(prompt, max_tokens=self.max_length)
         ids = token_ids_of(prompt)
-        return None, ChatPrompt(ids) if isinstance(prompt, ChatPrompt) else ids
+        return (prompt.text, ChatPrompt(ids)) if isinstance(prompt, ChatPrompt) else (None, ids)
 
     def _encoded(self, prompt: Prompt, prompt_name: str | None, limit: int | None) -> Prompt:
         """Text to be embedded as its tokens; token ids stay as they are, or the first of them."""

@@ -27,11 +27,8 @@ from pydantic import (
 
 from infinilm.engine.request import RequestError
 from infinilm.sampling import MAX_TOKENS, SamplingParams
+from infinilm.tokenizer.chat import joined_text
 
-TEXT_KINDS = ("text", "input_text", "output_text", "refusal")  # parts of a content that are read
-IMAGE_KINDS = ("image_url", "input_image")
-# OpenAI's words, by which Codex takes an image out of a conversation: it would be refused for ever.
-NO_IMAGE = "The image data you provided does not represent a valid image to a model that reads text alone"
 MAX_AGENT_TOOLS = 1024  # with those of the servers that an agent is connected to
 # What a conversation and its template are rendered with, which callers may not take the place of.
 OWN_VARIABLES = ("chat_template", "tokenize", "messages", "tools", "max_tokens", "self")
@@ -81,27 +78,6 @@ class Inner(BaseModel):
 
 
 # ---- values that several bodies have -----------------------------------------------------------------------
-
-
-def joined_text(content: Any) -> str | None:
-    """A content that may come in parts, as one text"""
-    if content is None or isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise ValueError("must be a text or a list of parts")
-    return "\n".join(map(part_text, content))
-
-
-def part_text(part: Any) -> str:
-    """What the APIs call text has its text under the same key, but for refusals."""
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind in IMAGE_KINDS:
-        raise ValueError(f"a part must be text, but is of type {kind!r}: {NO_IMAGE}")
-    text = part.get("refusal" if kind == "refusal" else "text") if kind in TEXT_KINDS else None
-    if not isinstance(text, str):
-        wanted = "{'type': 'text', 'text': ...}, for the model reads nothing else"
-        raise ValueError(f"a part must be {wanted}, but is {short(part)}")
-    return text
 
 
 def several_prompts(prompt: Any) -> list[str | list[int]]:

@@ -22,11 +22,12 @@ from infinilm.tokenizer.added_tokens import any_of, any_token, names_given
 from infinilm.tokenizer.chat import (
     Renderer,
     break_up,
-    check_messages,
+    read_messages,
     unused_character,
     with_content,
     with_thoughts,
     without_marker,
+    without_options,
 )
 from infinilm.tokenizer.error import TokenizerError, TooLong, errors_of
 from infinilm.tokenizer.gguf import GgufVocabulary
@@ -48,6 +49,18 @@ LARGE_TEXT = 1 << 18
 
 class ChatPrompt(list[int]):
     """A conversation as tokens, which an answer follows: a text of its own, whatever the template ends in"""
+
+    def __init__(self, token_ids: Iterable[int], text: str | None = None) -> None:
+        super().__init__(token_ids)
+        self.text = text  # that the tokens are of
+
+
+class Encoded(dict[str, Any]):
+    """What calling a tokenizer gives: token ids without padding, which need no attention_mask"""
+
+    @property
+    def input_ids(self) -> Any:
+        return self["input_ids"]
 
 
 class Tokenizer:
@@ -73,6 +86,7 @@ class Tokenizer:
         self.eos_token_ids = eos_token_ids
         self.chat_template = chat_template
         self.tool_template = tool_template  # in its place where there are tools
+        self._renderers: dict[bool, Renderer] = {}  # for tools or not
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Self:
@@ -100,7 +114,32 @@ class Tokenizer:
 
     @property
     def bos_token_id(self) -> int | None:
-        return self._library.token_to_id(self._roles["bos_token"]) if "bos_token" in self._roles else None
+        return self._id_of_role("bos_token")
+
+    @property
+    def eos_token(self) -> str | None:
+        return self._roles.get("eos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The one that is called so; eos_token_ids are all that end a text."""
+        return self._id_of_role("eos_token")
+
+    def _id_of_role(self, role: str) -> int | None:
+        return self._library.token_to_id(self._roles[role]) if role in self._roles else None
+
+    def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
+        """The id of a token such as "<|im_end|>", or of each; unk_token's, or None, for what is no token."""
+        if isinstance(tokens, str):
+            found = self._library.token_to_id(tokens)
+            return self._id_of_role("unk_token") if found is None else found
+        return [self.convert_tokens_to_ids(token) for token in tokens]
+
+    def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True) -> "Encoded":
+        """The token ids of a text, or of each of several, in the shape that transformers gives them"""
+        if isinstance(text, str):
+            return Encoded(input_ids=self.encode(text, add_special_tokens))
+        return Encoded(input_ids=[self.encode(one, add_special_tokens) for one in text])
 
     def encode(
         self,
@@ -180,15 +219,17 @@ class Tokenizer:
         """The prompt that the model's own template writes for a conversation, as transformers renders it.
 
         The template sees template_variables by name. Its text has BOS where the model wants it: encode with
-        add_special_tokens=False, or use encode_chat.
+        add_special_tokens=False, or use encode_chat. What transformers takes besides may ask for nothing, as
+        tokenize=False does.
         """
-        check_messages(messages)
+        told = read_messages(messages)
+        template_variables = without_options(template_variables)
         if self.chat_template is None:
             raise TokenizerError("the model has no chat template; complete plain text or take a chat model")
         with errors_of("chat template"):
             variables = {**self._roles, "tools": None, "documents": None, **template_variables}
-            renderer = self._renderer if variables["tools"] is None else self._tool_renderer
-            told = with_thoughts(with_content(messages, renderer.template))
+            renderer = self._renderer_of(self.tool_template if variables["tools"] is not None else None)
+            told = with_thoughts(with_content(told, renderer.template))
             prompted = {"messages": told, "add_generation_prompt": add_generation_prompt}
             return renderer.render({**variables, **prompted})
 
@@ -213,9 +254,9 @@ class Tokenizer:
         if marked == given:
             ids = self.encode(text, add_special_tokens=False)
         else:
-            text = self.apply_chat_template(add_generation_prompt=add_generation_prompt, **marked)
-            ids = self._encode_marked(text, marker)
-        return ChatPrompt(ids) if add_generation_prompt else ids
+            marked_text = self.apply_chat_template(add_generation_prompt=add_generation_prompt, **marked)
+            ids = self._encode_marked(marked_text, marker)
+        return ChatPrompt(ids, text) if add_generation_prompt else ids
 
     def _encode_marked(self, text: str, marker: str) -> list[int]:
         """Special tokens of text as such, all between them as plain text without its markers."""
@@ -253,13 +294,14 @@ class Tokenizer:
         tokens = self._added_tokens.values()
         return any_token(token for token in tokens if not token.normalized and not token.special)
 
-    @functools.cached_property
-    def _renderer(self) -> Renderer:
-        return Renderer(self.chat_template or "")
-
-    @functools.cached_property
-    def _tool_renderer(self) -> Renderer:
-        return self._renderer if self.tool_template is None else Renderer(self.tool_template)
+    def _renderer_of(self, tool_template: str | None) -> Renderer:
+        """Kept, with its process, until the template is set to another one."""
+        is_for_tools = tool_template is not None
+        template = (self.chat_template or "") if tool_template is None else tool_template
+        found = self._renderers.get(is_for_tools)
+        if found is None or found.template != template:
+            found = self._renderers[is_for_tools] = Renderer(template)
+        return found
 
 
 class Detokenizer:

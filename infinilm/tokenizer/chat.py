@@ -17,9 +17,10 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 
-from infinilm.tokenizer.error import TokenizerError
+from infinilm.tokenizer.error import TokenizerError, errors_of
 
 PROGRAM = str(Path(__file__).with_name("render.py"))
 WALL_SECONDS = 60  # for what takes no CPU time; wide, since a second of it can take long on a busy machine
@@ -28,6 +29,18 @@ MAX_LINE = 16 << 20  # bytes, of a request and of an answer
 
 ESCAPES = re.compile(r"(?=((\\u[0-9a-f]{4})(?:\\u[0-9a-f]{4})?))")  # of JSON: one, and it with the next
 ASKS_FOR_NONE = re.compile(r"""\bcontent(['"]\])? is (not )?none\b""", re.IGNORECASE)
+# What transformers takes besides variables: the value that asks for nothing, and the way out for others
+OPTIONS: dict[str, tuple[Any, str]] = {
+    "tokenize": (False, "a text is written here, of which encode_chat gives the tokens"),
+    "return_tensors": (None, "a text is written here, of which encode_chat gives the tokens"),
+    "return_dict": (False, "a text is written here, of which encode_chat gives the tokens"),
+    "chat_template": (None, "give it to LLM"),
+    "continue_final_message": (False, "write what the answer begins with after the text"),
+}
+TEXT_KINDS = ("text", "input_text", "output_text", "refusal")  # parts of a content that are read
+IMAGE_KINDS = ("image_url", "input_image")
+# OpenAI's words, by which Codex takes an image out of a conversation: it would be refused for ever.
+NO_IMAGE = "The image data you provided does not represent a valid image to a model that reads text alone"
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # what messages call them; the first counts
 
 
@@ -157,18 +170,56 @@ def _refuse(value: object) -> None:
     raise TokenizerError(f"messages and template variables must be what JSON can hold, but one is a {found}")
 
 
-def check_messages(messages: object) -> None:
+def read_messages(messages: object) -> list[dict[str, Any]]:
+    """Messages whose contents are texts, also those that came in parts"""
     if not isinstance(messages, list | tuple) or not messages:
         raise TokenizerError(
             f"messages must be a list of at least one message, but got {str(messages)[:60]!r}"
         )
-    for index, message in enumerate(messages):
-        if not isinstance(message, dict):
-            raise TokenizerError(f"messages[{index}] must be a dict, but is a {type(message).__name__}")
-        for key in ("role", "content"):
-            found = type(message.get(key)).__name__
-            if not isinstance(message.get(key), str) and not is_silent(message, key):
-                raise TokenizerError(f"messages[{index}][{key!r}] must be a string, but is a {found}")
+    return [read_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
+
+
+def read_message(name: str, message: object) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise TokenizerError(f"{name} must be a dict, but is a {type(message).__name__}")
+    if isinstance(content := message.get("content"), list):
+        with errors_of(f"{name}['content']"):
+            message = {**message, "content": joined_text(content)}
+    for key in ("role", "content"):
+        found = type(message.get(key)).__name__
+        if not isinstance(message.get(key), str) and not is_silent(message, key):
+            raise TokenizerError(f"{name}[{key!r}] must be a string, but is a {found}")
+    return message
+
+
+def joined_text(content: Any) -> str | None:
+    """A content that may come in parts, as one text"""
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError("must be a text or a list of parts")
+    return "\n".join(map(part_text, content))
+
+
+def part_text(part: Any) -> str:
+    """What the APIs call text has its text under the same key, but for refusals."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind in IMAGE_KINDS:
+        raise ValueError(f"a part must be text, but is of type {kind!r}: {NO_IMAGE}")
+    text = part.get("refusal" if kind == "refusal" else "text") if kind in TEXT_KINDS else None
+    if not isinstance(text, str):
+        wanted = "{'type': 'text', 'text': ...}, for the model reads nothing else"
+        raise ValueError(f"a part must be {wanted}, but is {short(part)}")
+    return text
+
+
+def without_options(variables: dict[str, Any]) -> dict[str, Any]:
+    """What is left for a template, which would pass over the rest in silence"""
+    for name, (nothing, way_out) in OPTIONS.items():
+        if name in variables and variables[name] is not nothing:
+            found = repr(variables[name])[:60]
+            raise TokenizerError(f"apply_chat_template does not take {name}={found}: {way_out}")
+    return {name: value for name, value in variables.items() if name not in OPTIONS}
 
 
 def is_silent(message: dict[str, Any], key: str = "content") -> bool:
