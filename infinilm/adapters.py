@@ -45,6 +45,9 @@ class AdaptedLinear(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.layer, self.rows = layer, rows
+        for name, own in layer.named_parameters(recurse=False):
+            if name not in ("weight", "bias"):  # no part of the product: who calls the layer reads it there
+                self.register_parameter(name, own)
         found = [pair for pair in pairs if pair is not None]
         self.a, self.b = (torch.cat(parts) for parts in zip(*found, strict=True))
         ranks = [0 if pair is None else len(pair[0]) for pair in pairs]

@@ -119,6 +119,24 @@ def logits_of(model: LlamaForCausalLM, adapters: list[Adapter | None], ids: Tens
     return AdaptedModel(model, known).step(batch, cache, rope)[1].view(*ids.shape, -1)
 
 
+@pytest.mark.parametrize("name", ["deepseek3", "erniemoe", "qwen3moe"])
+@torch.no_grad()
+def test_what_chooses_experts_may_be_adapted(name: str, make: Any, tmp_path: Path) -> None:
+    """PEFT saw a linear layer there while transformers had one."""
+    kind, options = MODELS[name]
+    theirs, folder = make(kind, **options)
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tensors = tensors_for(model, modules=["gate"])
+    path = write_adapter(tmp_path / "adapter", tensors, target_modules=["gate"])
+    for key in (key for key in tensors if "lora_A" in key):
+        router = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        added = tensors[key.replace("lora_A", "lora_B")] @ tensors[key]
+        theirs.get_submodule(router).weight.add_(2 * added)  # 2: alpha / r
+    ids = token_ids()
+    found = logits_of(model, [read_adapter(path, model, 64), None], ids)
+    assert nmse(found[0], theirs(ids).logits[0]) <= BAR
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_logits_and_greedy_tokens_are_those_of_peft(name: str, make: Any, tmp_path: Path) -> None:
     kind, sizes, options = KINDS[name]

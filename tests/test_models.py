@@ -318,6 +318,13 @@ CHOSEN_OTHERWISE: dict[str, tuple[str, str, Any, str]] = {
     "groups of one": ("dots", "n_group", 8, "num_experts 8 are not 8 groups of equally many experts, two"),
     "too many groups": ("deepseek3", "topk_group", 5, "topk_group must be a whole number from 1 to 4"),
     "too few left": ("deepseek3", "topk_group", 1, "num_experts_per_tok must be a whole number from 1 to 2"),
+    "too large at once": ("erniemoe", "moe_intermediate_size", 10**6, "moe_num_shared_experts must be"),
+    "too many at once": (
+        "deepseek2, latent queries",
+        "moe_intermediate_size",
+        10**6,
+        "n_shared_experts must be a whole number from 1 to 1, but is 3",
+    ),
     "least total": ("erniemoe", "moe_norm_min", 0.1, "0.1 is not supported in an ernie4_5_moe model"),
     "biases": ("erniemoe", "use_bias", True, "True is not supported in an ernie4_5_moe model"),
     "float8": ("deepseek3", "quantization_config", {"quant_method": "fp8"}, "give the unquantised model"),
@@ -332,6 +339,38 @@ def test_experts_that_are_chosen_in_a_way_unknown_are_refused(name: str, make: A
     change_config(folder, **{key: value})
     with pytest.raises(CheckpointError, match=rule):
         LlamaForCausalLM.from_pretrained(folder)
+
+
+SHARES_UNSAID = ("norm_topk_prob", "routed_scaling_factor")
+UNSAID = {
+    "deepseek3": SHARES_UNSAID,
+    "dots": SHARES_UNSAID,
+    "erniemoe": ("moe_layer_start_index", "moe_layer_end_index", "moe_num_shared_experts"),
+    "glm4moe": SHARES_UNSAID,
+}
+
+
+@pytest.mark.parametrize("name", UNSAID)
+def test_what_a_config_does_not_say_of_experts_is_as_in_transformers(name: str, make: Any) -> None:
+    kind, options = MODELS[name]
+    theirs, folder = make(kind, **options)
+    change_config(folder, UNSAID[name])
+    check_parity(type(theirs).from_pretrained(folder), folder, torch.float32, FLOAT32_BAR)
+
+
+def test_windows_of_a_dots_have_a_usual_size(make: Any) -> None:
+    theirs, folder = make("Dots1", **{**MODELS["dots"][1], "max_window_layers": 1})
+    change_config(folder, ("sliding_window", "layer_types"))
+    config = LlamaForCausalLM.from_pretrained(folder).config
+    wanted = type(theirs).from_pretrained(folder).config
+    assert [config.window_of(layer) for layer in range(2)] == [None, wanted.sliding_window]
+
+
+def test_a_dots_may_name_its_sigmoids_as_its_makers_do(make: Any) -> None:
+    kind, options = MODELS["dots"]
+    theirs, folder = make(kind, **options)
+    change_config(folder, scoring_func="noaux_tc")
+    check_parity(theirs, folder, torch.float32, FLOAT32_BAR)
 
 
 def test_gradients_go_through_the_latents_of_a_deepseek_as_in_transformers(make: Any) -> None:
@@ -647,6 +686,8 @@ def test_what_a_ministral_cannot_have_is_refused_by_name(name: str, make: Any) -
 
 
 WITHOUT_WINDOW = [
+    "deepseek2",
+    "deepseek3",
     "ernie",
     "erniemoe",
     "glm",

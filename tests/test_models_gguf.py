@@ -3,6 +3,7 @@ they were made from."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -527,6 +528,19 @@ def test_layers_that_an_olmo3_file_names_no_base_for_have_the_one_there_is(edite
     both = {kind: {"rope_type": "default", "rope_theta": 300.0} for kind in LAYER_TYPES}
     wanted, found = edited("olmo3", rope_parameters=both)
     assert torch.equal(found(prompt()), wanted(prompt()))
+
+
+def test_an_olmo3_file_may_have_the_usual_factor_of_yarn_beside_it(edited: Any) -> None:
+    usual = 1 + 0.1 * math.log(16)
+    wanted, found = edited(
+        "olmo3, scaled", more=lambda writer, config: writer.add_rope_scaling_attn_factors(usual)
+    )
+    assert torch.equal(found(prompt()), wanted(prompt()))
+
+
+def test_another_factor_than_the_usual_one_of_yarn_is_refused(edited: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"'olmo2.rope.scaling.attn_factor' is 1.5"):
+        edited("olmo3, scaled", more=lambda writer, config: writer.add_rope_scaling_attn_factors(1.5))
 
 
 @pytest.mark.parametrize("name, wanted", [("olmo2", "Olmo2ForCausalLM"), ("olmo3", "Olmo3ForCausalLM")])

@@ -58,7 +58,9 @@ class SharedExpertsConfig(MixtureConfig):
 
     def _check(self) -> None:
         super()._check()
-        check_whole("n_shared_experts", self.n_shared_experts, 1, MAX_EXPERTS)
+        # All of them are one MLP.
+        most = min(MAX_EXPERTS, LIMITS["intermediate_size"] // self.moe_intermediate_size)
+        check_whole("n_shared_experts", self.n_shared_experts, 1, most)
         check_whole("first_k_dense_replace", self.first_k_dense_replace, 0, LIMITS["num_hidden_layers"])
         check_number("routed_scaling_factor", self.routed_scaling_factor, MAX_FACTOR)
 

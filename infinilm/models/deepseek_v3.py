@@ -74,6 +74,12 @@ class DeepseekV3Config(DeepseekV2Config, GroupedConfig):
     model_types = ("deepseek_v3",)
     usual = USUAL
     vocab_size: int = 129280
+    hidden_size: int = 7168
+    intermediate_size: int = 18432
+    num_hidden_layers: int = 61
+    num_attention_heads: int = 128
+    max_position_embeddings: int = 4096
+    norm_topk_prob: bool = True  # once more: DeepSeek-V2, which comes first, has the opposite
     num_experts: int = 256
     num_experts_per_tok: int = 8
     moe_intermediate_size: int = 2048

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from infinilm.config import LIMITS, LlamaConfig
 from infinilm.models.deepseek import SHARED_KEYS, SHARED_MODULES, DenseFirstDecoderLayer
-from infinilm.models.deepseek_v3 import BIAS_MODULES, GROUP_KEYS, GroupedConfig, GroupedMLP
+from infinilm.models.deepseek_v3 import BIAS_MODULES, GROUP_KEYS, USUAL, GroupedConfig, GroupedMLP
 from infinilm.models.gguf import GGUF
 from infinilm.models.llama import LlamaForCausalLM
 from infinilm.models.mixture import place_bias, stack_experts
@@ -19,6 +19,8 @@ from infinilm.values import check_whole
 @dataclass(frozen=True, kw_only=True)
 class Dots1Config(GroupedConfig):
     model_types = ("dots1",)
+    # Its files name there how DeepSeek-V3's chooses by sigmoids.
+    usual = {**USUAL, "scoring_func": (*USUAL["scoring_func"], "noaux_tc")}
     without = ("mlp_bias",)
     vocab_size: int = 152064
     hidden_size: int = 4608
@@ -26,6 +28,7 @@ class Dots1Config(GroupedConfig):
     num_hidden_layers: int = 62
     moe_intermediate_size: int = 1408
     norm_topk_prob: bool = False
+    sliding_window: int | None = 4096
     max_window_layers: int = 62  # those after so many have a window, where there is one
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None

@@ -63,7 +63,9 @@ class Ernie4_5MoeConfig(Ernie4_5Config, MixtureConfig):
     def _check(self) -> None:
         super()._check()
         count = LIMITS["num_hidden_layers"]
-        check_whole("moe_num_shared_experts", self.moe_num_shared_experts, 0, MAX_EXPERTS)
+        # All of them are one MLP.
+        most = min(MAX_EXPERTS, LIMITS["intermediate_size"] // self.moe_intermediate_size)
+        check_whole("moe_num_shared_experts", self.moe_num_shared_experts, 0, most)
         check_whole("moe_layer_start_index", self.moe_layer_start_index, 0, count)
         check_whole("moe_layer_end_index", self.moe_layer_end_index, -1, count)
         check_whole("moe_layer_interval", self.moe_layer_interval, 1, count)

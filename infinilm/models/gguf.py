@@ -318,9 +318,10 @@ def _factor_key(fields: ModelFields) -> str:
 
 
 def _check_no_factors(fields: ModelFields, kind: str) -> None:
-    """What is said of divisors needs them."""
-    attention_factor = fields.metadata.get(fields.key("rope.scaling.attn_factor"), 1.0)
-    if kind == "longrope" or attention_factor != 1.0:
+    """What is said of divisors needs them. Files of OLMo 3 have yarn's usual factor there, once more."""
+    attention_factor = fields.number(fields.key("rope.scaling.attn_factor"), 1.0)
+    is_usual = math.isclose(attention_factor, _yarn_factor(fields, kind), rel_tol=1e-6)
+    if kind == "longrope" or (attention_factor != 1.0 and not is_usual):
         name, value = ("type", kind) if kind == "longrope" else ("attn_factor", attention_factor)
         found = f"metadata key {fields.key(f'rope.scaling.{name}')!r} is {short(value)}"
         raise fields.error(f"{found}, but tensor {ROPE_FACTORS[1]!r} is missing")
@@ -329,12 +330,15 @@ def _check_no_factors(fields: ModelFields, kind: str) -> None:
 def _check_yarn_factor(fields: ModelFields, kind: str) -> None:
     """Only yarn's usual factor of attention means one thing: converters write here a key of config.json that
     replaces it, or else one that multiplies it, and for these models llama.cpp reads neither."""
-    key = fields.key("rope.scaling.yarn_attn_factor")
-    scaling = {"factor": fields.number(_factor_key(fields)) if kind == "yarn" else 1.0}
-    usual = yarn_attention_factor(scaling)
+    key, usual = fields.key("rope.scaling.yarn_attn_factor"), _yarn_factor(fields, kind)
     found = fields.number(key, usual)
     if not math.isclose(found, usual, rel_tol=1e-6):
         raise fields.error(f"metadata key {key!r} is {found}; only {usual:.6g} is supported")
+
+
+def _yarn_factor(fields: ModelFields, kind: str) -> float:
+    """That of attention, where nothing else is said"""
+    return yarn_attention_factor({"factor": fields.number(_factor_key(fields)) if kind == "yarn" else 1.0})
 
 
 def _yarn(fields: ModelFields, prefix: str) -> dict[str, Any]:
