@@ -14,6 +14,8 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from infinilm import elsewhere
+from infinilm.elsewhere import knowing
 from infinilm.rope import (
     MAX_POSITION,
     MAX_THETA,
@@ -22,7 +24,7 @@ from infinilm.rope import (
     checked_scaling,
     rope_type_of,
 )
-from infinilm.values import check_flag, check_number, check_one_of, check_whole, knowing
+from infinilm.values import check_flag, check_number, check_one_of, check_whole
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -378,39 +380,9 @@ UNITS = {
     "gi": 1 << 30,
     "ti": 1 << 40,
 }
-# What vLLM, transformers and llama-cpp-python take that is not here, and what is
-NEEDLESS = "it is not needed here"
-ONE_PROCESS = "one process with one device runs the model; infinilm.models.parallel splits one by hand"
-ELSEWHERE = {
-    "gpu_memory_utilization": "kv_cache_memory bounds what keys and values take",
-    "swap_space": "kv_cache_memory bounds what keys and values take",
-    "n_ctx": "it is max_model_len here",
-    "torch_dtype": "it is dtype here",
-    "device_map": "it is device here",
-    "n_gpu_layers": "device says where all layers are",
-    "quantization": "files say how they are quantised; quantize does it while loading",
-    "load_in_8bit": "quantize='q8_0' does it",
-    "load_in_4bit": "quantize='q4_0' does it",
-    "load_format": "files say what they are",
-    "tokenizer": "it is the one in the model's files",
-    "generation_config": "sampling_params of a call replace what the model's files recommend",
-    "tensor_parallel_size": ONE_PROCESS,
-    "pipeline_parallel_size": ONE_PROCESS,
-    "data_parallel_size": ONE_PROCESS,
-    "download_dir": "HF_HOME in the environment says where downloads are kept",
-    "task": "every model generates, embeds and scores as far as it can",
-    "runner": "every model generates, embeds and scores as far as it can",
-    "trust_remote_code": NEEDLESS,
-    "enforce_eager": NEEDLESS,
-    "enable_chunked_prefill": NEEDLESS,
-    "tokenizer_mode": NEEDLESS,
-    "disable_log_stats": NEEDLESS,
-    "max_logprobs": NEEDLESS,
-    "verbose": NEEDLESS,
-}
 
 
-@knowing(ELSEWHERE)
+@knowing(elsewhere.ENGINE)
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """How a model is loaded and run. None leaves a choice to the engine, which makes it from the model and

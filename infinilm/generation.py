@@ -14,11 +14,12 @@ from torch import Tensor
 from infinicore import get_num_threads
 from infinicore.checks import integer, positive, sizes
 from infinicore.quantization import PackedTensor
+from infinilm import elsewhere
 from infinilm.batch import Stream
 from infinilm.cache import BlockShape, PagedCache
+from infinilm.elsewhere import knowing
 from infinilm.runner import Runner
 from infinilm.sampling import SamplingParams
-from infinilm.values import knowing
 from infinilm.work import Work
 
 if TYPE_CHECKING:
@@ -33,20 +34,6 @@ NO_HEAD = (
     "the model has no head (lm_head), so that it embeds texts but cannot generate any; "
     "take a checkpoint that has one"
 )
-
-# What transformers takes that is not here, and what is
-ELSEWHERE = {
-    "max_length": "max_new_tokens counts what follows the prompt",
-    "streamer": "callback gets each step's tokens",
-    "stopping_criteria": "callback may return True to stop",
-    "stop_strings": "LLM.generate stops at strings",
-    "generation_config": "give its values by name",
-    "num_beams": "there is no beam search",
-    "num_return_sequences": "repeat the prompt among input_ids",
-    "return_dict_in_generate": "token ids are returned; calling the model gives logits",
-    "output_scores": "token ids are returned; calling the model gives logits",
-    "use_cache": "keys and values are always kept",
-}
 
 Prompt = Tensor | Sequence[Sequence[int]]
 Callback = Callable[[list[int | None]], bool | None]
@@ -63,7 +50,7 @@ class GenerationMixin:
         """Whether there are logits, without which nothing is generated"""
         return True
 
-    @knowing(ELSEWHERE)
+    @knowing(elsewhere.GENERATE)
     @torch.inference_mode()
     def generate(  # noqa: PLR0913  Hugging Face's shape
         self,

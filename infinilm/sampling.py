@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from infinicore import checks
+from infinilm import elsewhere
+from infinilm.elsewhere import knowing
 from infinilm.folder import parse_object
-from infinilm.values import knowing
 
 MAX_SEQUENCES = 1024
 MAX_TOKENS = (1 << 31) - 1
@@ -32,21 +33,6 @@ MAX_BIASES = 4096
 MAX_ALLOWED_TOKEN_IDS = 1 << 20
 # Of a schema, a regular expression, a grammar, and of all choices together.
 MAX_GRAMMAR_LENGTH = 1 << 18
-
-# What vLLM, transformers and llama-cpp-python take that is not here, and what is
-ELSEWHERE = {
-    "max_new_tokens": "it is max_tokens here",
-    "repeat_penalty": "it is repetition_penalty here",
-    "guided_decoding": "it is structured_outputs here",
-    "do_sample": "temperature=0 is without, any other with sampling",
-    "best_of": "n gives that many, of which cumulative_logprob tells the best if there are logprobs",
-    "use_beam_search": "there is no beam search; n gives several samples",
-    "length_penalty": "there is no beam search; n gives several samples",
-    "early_stopping": "there is no beam search; n gives several samples",
-    "logits_processors": "logit_bias, allowed_token_ids, bad_words or structured_outputs may do instead",
-    "truncate_prompt_tokens": "cut the prompt's token ids before generate",
-    "output_kind": "LLM.stream gives what is new, generate of AsyncLLM all so far",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +57,7 @@ class StructuredOutputsParams:
             )
 
 
-@knowing(ELSEWHERE)
+@knowing(elsewhere.SAMPLING)
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How tokens are chosen and when they end, under vLLM's names. temperature 0 is greedy; top_k 0 (or -1)

@@ -34,7 +34,7 @@ LAYERS = (
     ("checkpoint", "hub", "sampling", "tokenizer"),
     ("config", "folder", "parcels"),
     ("progress", "rope", "whole_file"),
-    ("values",),
+    ("values", "elsewhere"),
 )
 ROW = {part: row for row, parts in enumerate(LAYERS) for part in parts}
 

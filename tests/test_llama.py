@@ -935,7 +935,7 @@ def test_a_keyword_of_generate_that_others_have_is_refused_with_ours(
 ) -> None:
     _, folder = known("Llama")
     with pytest.raises(TypeError, match=f"generate does not know '{name}'; .*{way_out}"):
-        AutoLlamaModel.from_pretrained(folder).generate(prompt(1, 6), **{name: 1})
+        AutoLlamaModel.from_pretrained(folder).generate(prompt(1, 6), **{name: 2})
 
 
 def gradients(model: Any, cache: Any, has_gradient: bool) -> dict[str, Tensor]:

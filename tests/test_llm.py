@@ -19,6 +19,7 @@ from gguf_files import integer, real, text, whole_file
 from warm import RunPython
 
 from infinilm import LLM, RequestError, SamplingParams, StructuredOutputsParams, load_model
+from infinilm.config import EngineConfig
 from infinilm.engine.request import Completion
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -156,7 +157,15 @@ def test_a_setting_that_does_not_exist_is_a_type_error_before_anything_is_read(t
 )
 def test_a_setting_that_others_have_is_refused_with_ours(tmp_path: Path, name: str, way_out: str) -> None:
     with pytest.raises(TypeError, match=f"{name}'; .*{way_out}"):
-        LLM(tmp_path, **{name: 1})
+        LLM(tmp_path, **{name: 2})
+
+
+def test_a_setting_of_others_that_asks_for_nothing_is_taken() -> None:
+    """As scripts for vLLM have them"""
+    idle = {"tensor_parallel_size": 1, "trust_remote_code": True, "load_format": "auto"}
+    assert EngineConfig(**idle, max_num_seqs=3) == EngineConfig(max_num_seqs=3)
+    with pytest.raises(TypeError, match="tensor_parallel_size"):
+        EngineConfig(tensor_parallel_size=True)  # type: ignore[call-arg]
 
 
 def test_the_names_of_tokens_and_texts_serve_what_is_generated(llm: LLM) -> None:

@@ -198,7 +198,7 @@ def test_an_error_is_short_however_long_the_value() -> None:
 def test_an_unknown_name_is_refused(name: str) -> None:
     for kind in (SamplingParams, StructuredOutputsParams):
         with pytest.raises(TypeError, match=name):
-            kind(**{name: 1})
+            kind(**{name: 2})
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,8 @@ def test_an_unknown_name_is_refused(name: str) -> None:
 )
 def test_a_name_that_others_have_is_refused_with_ours(name: str, way_out: str) -> None:
     with pytest.raises(TypeError, match=f"SamplingParams does not know '{name}'; .*{way_out}"):
-        SamplingParams(**{name: 1})
+        SamplingParams(**{name: 2})
+    assert SamplingParams(best_of=1, use_beam_search=False) == SamplingParams()  # type: ignore[call-arg]
 
 
 def test_values_are_given_by_name() -> None:

@@ -28,10 +28,12 @@ from infinicore.nn.linear import (
     project_onto,
 )
 from infinicore.ops.fused_reference import Where
+from infinilm import elsewhere
 from infinilm.batch import Batch, Pausing, finished
 from infinilm.cache import DynamicCache, PagedCache, attend
 from infinilm.checkpoint import Checkpoint, CheckpointError, open_checkpoint
-from infinilm.config import ELSEWHERE, EngineConfig, LlamaConfig
+from infinilm.config import EngineConfig, LlamaConfig
+from infinilm.elsewhere import knowing
 from infinilm.generation import NO_HEAD, GenerationMixin
 from infinilm.models.gguf import GGUF
 from infinilm.models.inputs import cache_of, check_attention, check_inputs, check_keys, check_states
@@ -43,7 +45,6 @@ from infinilm.models.stored import Stored
 from infinilm.models.weights import load_weights
 from infinilm.rope import LlamaRoPE
 from infinilm.sampling import SamplingParams
-from infinilm.values import knowing
 
 __all__ = [
     "AutoLlamaModel",
@@ -427,7 +428,7 @@ class LlamaForCausalLM(nn.Module, GenerationMixin):
         """Give the weights of a checkpoint the names and forms they have here, where files have others."""
 
     @classmethod
-    @knowing(ELSEWHERE)
+    @knowing(elsewhere.ENGINE)
     def from_pretrained(
         cls,
         model_path: str | Path,
@@ -478,7 +479,7 @@ class AutoLlamaModel:
     """Loads a model and says how long it took."""
 
     @staticmethod
-    @knowing(ELSEWHERE)
+    @knowing(elsewhere.ENGINE)
     def from_pretrained(
         model_path: str | Path,
         device: torch.device | str | None = None,

@@ -1,0 +1,117 @@
+"""Keywords that callers know from vLLM, transformers and llama-cpp-python, and what they are here.
+
+A value that asks for what is done anyway is taken, as scripts have it; any other is refused with the way out.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+Target = TypeVar("Target")
+
+NEEDLESS = "it is not needed here"
+ONE_PROCESS = "one process with one device runs the model; infinilm.models.parallel splits one by hand"
+ALL_KINDS = "every model generates, embeds and scores as far as it can"
+NO_BEAMS = "there is no beam search; n gives several samples"
+NO_SCORES = "token ids are returned; calling the model gives logits"
+
+# What is here instead, then the values that ask for nothing
+Table = Mapping[str, tuple[Any, ...]]
+ENGINE: Table = {
+    "gpu_memory_utilization": ("kv_cache_memory bounds what keys and values take",),
+    "swap_space": ("kv_cache_memory bounds what keys and values take",),
+    "n_ctx": ("it is max_model_len here",),
+    "torch_dtype": ("it is dtype here",),
+    "device_map": ("it is device here",),
+    "n_gpu_layers": ("device says where all layers are",),
+    "quantization": ("files say how they are quantised; quantize does it while loading", None),
+    "load_in_8bit": ("quantize='q8_0' does it", False),
+    "load_in_4bit": ("quantize='q4_0' does it", False),
+    "load_format": ("files say what they are", "auto"),
+    "tokenizer": ("it is the one in the model's files", None),
+    "generation_config": ("sampling_params of a call replace what the model's files recommend", "auto"),
+    "tensor_parallel_size": (ONE_PROCESS, 1),
+    "pipeline_parallel_size": (ONE_PROCESS, 1),
+    "data_parallel_size": (ONE_PROCESS, 1),
+    "download_dir": ("HF_HOME in the environment says where downloads are kept", None),
+    "task": (ALL_KINDS, "auto", "generate"),
+    "runner": (ALL_KINDS, "auto", "generate"),
+    "trust_remote_code": (NEEDLESS, False, True),  # no file brings code that runs
+    "enforce_eager": (NEEDLESS, False),
+    "enable_chunked_prefill": (NEEDLESS, None, True),
+    "tokenizer_mode": (NEEDLESS, "auto"),
+    "disable_log_stats": (NEEDLESS, False, True),  # there are none
+    "max_logprobs": (NEEDLESS,),
+    "verbose": (NEEDLESS, False),
+}
+SAMPLING: Table = {
+    "max_new_tokens": ("it is max_tokens here",),
+    "repeat_penalty": ("it is repetition_penalty here",),
+    "guided_decoding": ("it is structured_outputs here", None),
+    "do_sample": ("temperature=0 is without, any other with sampling",),
+    "best_of": (
+        "n gives that many, of which cumulative_logprob tells the best if there are logprobs",
+        None,
+        1,
+    ),
+    "use_beam_search": (NO_BEAMS, False),
+    "length_penalty": (NO_BEAMS, 1.0),
+    "early_stopping": (NO_BEAMS, False),
+    "logits_processors": (
+        "logit_bias, allowed_token_ids, bad_words or structured_outputs may do instead",
+        None,
+    ),
+    "truncate_prompt_tokens": ("cut the prompt's token ids before generate", None),
+    "output_kind": ("LLM.stream gives what is new, generate of AsyncLLM all so far",),
+}
+GENERATE: Table = {
+    "max_length": ("max_new_tokens counts what follows the prompt", None),
+    "streamer": ("callback gets each step's tokens", None),
+    "stopping_criteria": ("callback may return True to stop", None),
+    "stop_strings": ("LLM.generate stops at strings", None),
+    "generation_config": ("give its values by name", None),
+    "num_beams": ("there is no beam search", 1),
+    "num_return_sequences": ("repeat the prompt among input_ids", 1),
+    "return_dict_in_generate": (NO_SCORES, False),
+    "output_scores": (NO_SCORES, False),
+    "use_cache": ("keys and values are always kept", True),
+}
+
+
+def knowing(table: Table) -> Callable[[Target], Target]:
+    """A function, or a dataclass, that knows the names in a table beside its own"""
+
+    def with_advice(target: Any) -> Any:
+        if isinstance(target, type):
+            target.__init__ = advised(target.__name__, target.__init__, table)  # type: ignore[misc]
+            return target
+        return advised(target.__name__, target, table)
+
+    return with_advice
+
+
+def advised(where: str, function: Callable[..., Any], table: Table) -> Callable[..., Any]:
+    known = [name for name in inspect.signature(function).parameters if name != "self"]
+
+    def asks(name: str, value: Any) -> bool:
+        if name in known:
+            return True
+        advice, *idle = table.get(name) or (guess(name, known),)
+        if any(type(value) is type(one) and value == one for one in idle):
+            return False
+        raise TypeError("; ".join(filter(None, [f"{where} does not know {name!r}", advice])))
+
+    @functools.wraps(function)
+    def checked(*args: Any, **given: Any) -> Any:
+        return function(*args, **{name: value for name, value in given.items() if asks(name, value)})
+
+    return checked
+
+
+def guess(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, 1)
+    return f"did you mean {close[0]}?" if close else ""
