@@ -33,7 +33,7 @@ struct WholeScales {
 template <int P>
 struct WholeRow {
     PlaneDots<P> dots, sums;
-    Totals totals;
+    Totals<> totals;
 
     INFINI_INLINE void start() {
         if constexpr (P == 2) sums.high.start(0);

@@ -85,6 +85,15 @@ struct Quad {
     }
 };
 
+// Those of a few panels, each `apart` bytes from the one before
+template <int kPanels>
+INFINI_INLINE inline Quad<kPanels * kParts> quads(const uint8_t* p, int64_t apart) {
+    if constexpr (kPanels == 1)
+        return Quad<kParts>(p);
+    else
+        return {quads<kPanels / 2>(p, apart), quads<kPanels / 2>(p + kPanels / 2 * apart, apart)};
+}
+
 // 16 activations of a plane
 struct Sixteen {
 #if defined(INFINI_NEON)
@@ -103,6 +112,10 @@ constexpr int kBias = 128;
 #else
 constexpr int kBias = 0;
 #endif
+
+// What the fields of a type stand above the integers they mean, as Dots::add takes them
+template <class Block>
+constexpr int kOffset = kBias && Block::kIsSigned ? kBias : Block::kOffset;
 
 #if !defined(INFINI_NEON) && !defined(INFINI_AVX512) && !defined(INFINI_AVX2)
 __attribute__((noinline)) void add_fours(vi* sums, const vb* fields, const int8_t* four) {
@@ -154,7 +167,9 @@ struct Dots {
         int32_t four;
         memcpy(&four, x.q + 4 * quad, 4);
 #if defined(INFINI_AVX512)
-        part[0] = (vi)_mm512_dpbusd_epi32((__m512i)part[0], (__m512i)w.part[0], _mm512_set1_epi32(four));
+        const __m512i v = _mm512_set1_epi32(four);
+        for (int i = 0; i < N; ++i)
+            part[i] = (vi)_mm512_dpbusd_epi32((__m512i)part[i], (__m512i)w.part[i], v);
 #elif defined(INFINI_AVX2)
         // Unsigned times signed bytes, pairs added in 16 bits: 2 * 127 * 127 fits.
         const __m256i v = _mm256_set1_epi32(four);
@@ -193,6 +208,12 @@ struct PlaneDots {
         low.start(first - offset * sums.plane[P - 1]);
     }
 
+    // `first` is a row's start of each plane, which are `apart`.
+    INFINI_INLINE void start_from(const int32_t* first, int64_t apart) {
+        if constexpr (P == 2) high.start(first[0]);
+        low.start(first[(P - 1) * apart]);
+    }
+
     // Planes are a span apart.
     template <int span = kGroup, class Quarter>
     INFINI_INLINE void add(Quarter quad, const Quad<N>& w, const int8_t* q) {
@@ -214,24 +235,28 @@ struct PlaneDots {
     }
 };
 
-// What 16 weight rows have come to for one row of x
+// What the rows of weight of some panels have come to for one row of x. Where panels have their own arrays,
+// these are `apart` floats from one another.
+template <int kPanels = 1>
 struct Totals {
-    vf part[kParts];
+    vf part[kPanels * kParts];
 
-    INFINI_INLINE void load_from(const float* y) {
-        for (int i = 0; i < kParts; ++i) part[i] = load(y + i * W);
+    static INFINI_INLINE int64_t place(int i, int64_t apart) { return i / kParts * apart + i % kParts * W; }
+
+    INFINI_INLINE void load_from(const float* y, int64_t apart = 0) {
+        for (int i = 0; i < kPanels * kParts; ++i) part[i] = load(y + place(i, apart));
     }
-    INFINI_INLINE void store_to(float* y) const {
-        for (int i = 0; i < kParts; ++i) store(y + i * W, part[i]);
+    INFINI_INLINE void store_to(float* y, int64_t apart = 0) const {
+        for (int i = 0; i < kPanels * kParts; ++i) store(y + place(i, apart), part[i]);
     }
 
     // To those from part `first` on
     template <int P, int N>
     INFINI_INLINE void add(const PlaneDots<P, N>& dots, const float* scale, float x_scale, Radix radix,
-                           int first = 0) {
+                           int first = 0, int64_t apart = 0) {
         for (int i = 0; i < N; ++i)
             part[first + i] =
-                fma(dots.value(i, radix), load(scale + (first + i) * W) * x_scale, part[first + i]);
+                fma(dots.value(i, radix), load(scale + place(first + i, apart)) * x_scale, part[first + i]);
     }
     // The same of dots with bytes that hold two rows (fields_at)
     template <int P>
@@ -240,15 +265,16 @@ struct Totals {
             part[i] = fma(2 * i < kParts ? dots.value(i, radix) : dots.upper_value(i, radix),
                           load(scale + i * W) * x_scale, part[i]);
     }
-    INFINI_INLINE void add_minimum(const float* minimum, float x_total) {
-        for (int i = 0; i < kParts; ++i) part[i] = fma(load(minimum + i * W), splat(x_total), part[i]);
+    INFINI_INLINE void add_minimum(const float* minimum, float x_total, int64_t apart = 0) {
+        for (int i = 0; i < kPanels * kParts; ++i)
+            part[i] = fma(load(minimum + place(i, apart)), splat(x_total), part[i]);
     }
 };
 
-template <int P, int N = kParts>
+template <int P, int N = kParts, int kPanels = 1>
 struct RowOfTile {
     PlaneDots<P, N> dots;
-    Totals totals;
+    Totals<kPanels> totals;
 };
 
 // M rows of x: a list rather than an array, which GCC would keep in memory. each(f) calls f(row, its index).

@@ -52,64 +52,139 @@ inline void for_chunks(int64_t row_length, const uint8_t* packed, Body&& body) {
         body(packed, k, smaller(kPackedChunkElements, row_length - k));
 }
 
-// total[r][0:16] += the products of M rows of x from `row` on with a chunk of weight, whose first group of K
-// is `first`
-template <int P, int G, bool kHasMinimum, int M>
-INFINI_NOT_SCHEDULED void add_tile(float* __restrict total, const Chunk<>& chunk, const Activations& x,
-                                   int64_t first, int64_t num_groups, int64_t row) {
-    const int64_t at = x.group_at(first, row), step = 1 << x.log_rows;
+// What fields of a chunk stand above the integers they mean
+template <class Block>
+constexpr int kChunkOffset = kBias ? kOffset<Block> : 0;
+
+// What the sums of planes begin with, so that they come out as if fields stood for their integers
+template <int P, int G>
+struct Starts {
+    static constexpr int kOfGroup = P * kGroup / G;  // of a row
+    alignas(64) int32_t of[kPackedBandRows * kPackedChunkElements / kGroup * kOfGroup];
+
+    // [block][group][half][plane][row], of the groups of a chunk
+    void read(int offset, const Activations& x, int64_t first, int64_t num_groups, int64_t first_row,
+              int64_t num_rows) {
+        int32_t* to = of;
+        const auto read_block = [&](auto step, int64_t row) INFINI_INLINE {
+            const int32_t* sums = x.sums_at(first, row);
+            for (int64_t g = 0; g < num_groups; ++g, sums += P * kSums * step)
+                for (int half = 0; half < kGroup / G; ++half)
+                    for (int plane = 0; plane < P; ++plane, to += step)
+                        for (int r = 0; r < step; ++r) {
+                            const int32_t* sum = sums + (plane * kSums + half) * step + r;
+                            to[r] = kShiftBits - offset * (G == kGroup ? sum[0] + sum[step] : sum[0]);
+                        }
+        };
+        const int step = 1 << x.log_rows;
+        for (int64_t row = first_row; row < first_row + num_rows; row += step)
+            if (step == kRowBlock)
+                read_block(std::integral_constant<int, kRowBlock>(), row);
+            else
+                read_block(step, row);
+    }
+
+    // That of a row, counted from the first one, in its first group
+    const int32_t* at(const Activations& x, int64_t num_groups, int64_t row) const {
+        const int64_t block = row >> x.log_rows, inside = row & ((1 << x.log_rows) - 1);
+        return of + (block * num_groups * kOfGroup << x.log_rows) + inside;
+    }
+};
+
+// Floats between the panels of a strip: of what they come to, and of their chunks
+constexpr int64_t kTotalsApart = kPackedBandRows * kRows, kChunksApart = sizeof(Chunk<>) / sizeof(float);
+
+// A chunk of each panel of a strip, for a band of rows of x
+template <int P, int G>
+struct StripChunk {
+    Chunk<> panel[kPackedPanels];
+    int num_panels;
+    Starts<P, G> starts;
+    int64_t first, num_groups;  // of K
+
+    template <class Block>
+    void read(const uint8_t* packed, int64_t panel_bytes, int64_t k, int64_t length, const Activations& x,
+              int64_t first_row, int64_t num_rows) {
+        constexpr int kOffset = kChunkOffset<Block>;
+        for (int i = 0; i < num_panels; ++i)
+            panel[i].template read<Block, read_fields<Block, kOffset - Block::kOffset>>(
+                packed + i * panel_bytes, length);
+        first = k / kGroup, num_groups = length / kGroup;
+        if constexpr (kBias != 0) starts.read(kOffset, x, first, num_groups, first_row, num_rows);
+    }
+};
+
+// total[panel][r][0:16] += the products of M rows of the band, from `r` on, with `count` panels
+template <int P, int G, bool kHasMinimum, int M, int count>
+INFINI_NOT_SCHEDULED void add_tile(float* __restrict total, const StripChunk<P, G>& strip, int panel,
+                                   const Activations& x, int64_t first_row, int64_t r) {
+    constexpr int N = count * kParts;
+    const Chunk<>& chunk = strip.panel[panel];
+    const int64_t row = first_row + r, at = x.group_at(strip.first, row), step = 1 << x.log_rows;
     const Radix radix(x.radix);
     const uint8_t* __restrict w = reinterpret_cast<const uint8_t*>(chunk.q);
     const int8_t* __restrict q = x.q + at * P * kGroup;
-    const int32_t* __restrict sums = x.sums_at(first, row);
+    const int32_t* __restrict start = strip.starts.at(x, strip.num_groups, r);
     const float* __restrict x_scale = x.scale + at;
-    const float* __restrict x_total = x.total_at(first, row, 0, kGroup);
+    const float* __restrict x_total = x.total_at(strip.first, row, 0, kGroup);
     const float* __restrict scale = chunk.scale, * __restrict minimum = chunk.minimum;
-    Tile<RowOfTile<P>, M> tile;
-    tile.each([&](auto& r, int m) INFINI_INLINE { r.totals.load_from(total + m * kRows); });
-    for (; num_groups > 0; --num_groups, q += step * P * kGroup, sums += step * P * kSums, x_scale += step,
-                           x_total += step * kTotals)
-        for (int half = 0; half < kGroup / G; ++half, scale += kRows, minimum += kRows) {
-            tile.each([&](auto& r, int m) INFINI_INLINE {
+    Tile<RowOfTile<P, N, count>, M> tile;
+    tile.each([&](auto& t, int m) INFINI_INLINE { t.totals.load_from(total + m * kRows, kTotalsApart); });
+    for (int64_t g = 0; g < strip.num_groups;
+         ++g, q += step * P * kGroup, x_scale += step, x_total += step * kTotals)
+        for (int half = 0; half < kGroup / G; ++half, scale += kRows, minimum += kRows, start += P * step) {
+            tile.each([&](auto& t, int m) INFINI_INLINE {
                 if constexpr (kBias != 0)
-                    r.dots.start(kBias, GroupSums<P>(sums + m, step, half, G));
+                    t.dots.start_from(start + m, step);
                 else
-                    r.dots.start();
+                    t.dots.start();
             });
             for (int k = half * G; k < half * G + G; k += 16, w += 16 * kRows)
                 unrolled<4>([&](auto quad) INFINI_INLINE {
-                    const Quad<> fields(w + 4 * kRows * quad);
-                    tile.each([&](auto& r, int m)
-                                  INFINI_INLINE { r.dots.add(quad, fields, q + m * P * kGroup + k); });
+                    const Quad<N> fields = quads<count>(w + 4 * kRows * quad, sizeof(Chunk<>));
+                    tile.each([&](auto& t, int m)
+                                  INFINI_INLINE { t.dots.add(quad, fields, q + m * P * kGroup + k); });
                 });
-            tile.each([&](auto& r, int m) INFINI_INLINE {
-                r.totals.add(r.dots, scale, x_scale[m], radix);
+            tile.each([&](auto& t, int m) INFINI_INLINE {
+                t.totals.add(t.dots, scale, x_scale[m], radix, 0, kChunksApart);
                 if (kHasMinimum)
-                    r.totals.add_minimum(minimum, x_total[(G == kGroup ? 0 : 1 + half) * step + m]);
+                    t.totals.add_minimum(minimum, x_total[(G == kGroup ? 0 : 1 + half) * step + m],
+                                         kChunksApart);
             });
         }
-    tile.each([&](auto& r, int m) INFINI_INLINE { r.totals.store_to(total + m * kRows); });
+    tile.each([&](auto& t, int m) INFINI_INLINE { t.totals.store_to(total + m * kRows, kTotalsApart); });
 }
 
+// The same of all panels and the rest of num_rows rows, M at a time, which meet one tile of weight after the
+// other while they are near
 template <int P, int G, bool kHasMinimum, int M>
-void add_tiles(float* total, const Chunk<>& chunk, const Activations& x, int64_t first, int64_t num_groups,
-               int64_t row, int64_t num_rows) {
-    int64_t r = 0;
-    for (; r + M <= num_rows; r += M)
-        add_tile<P, G, kHasMinimum, M>(total + r * kRows, chunk, x, first, num_groups, row + r);
-    if constexpr (M > 1)
-        add_tiles<P, G, kHasMinimum, M / 2>(total + r * kRows, chunk, x, first, num_groups, row + r,
-                                            num_rows - r);
+void add_tiles(float* total, const StripChunk<P, G>& strip, const Activations& x, int64_t first_row,
+               int64_t r, int64_t num_rows) {
+    for (; r + M <= num_rows; r += M) {
+        const auto add = [&](auto count, int i) {
+            add_tile<P, G, kHasMinimum, M, count>(total + i * kTotalsApart + r * kRows, strip, i, x,
+                                                  first_row, r);
+        };
+        int i = 0;
+        for (; i + kTilePanels <= strip.num_panels; i += kTilePanels)
+            add(std::integral_constant<int, kTilePanels>(), i);
+        for (; i < strip.num_panels; ++i) add(std::integral_constant<int, 1>(), i);
+    }
+    if constexpr (M > 1) add_tiles<P, G, kHasMinimum, M / 2>(total, strip, x, first_row, r, num_rows);
 }
 
+// total[panel][row][0:16] of a strip
 template <class Block, int P>
-void add_rows(float* total, const uint8_t* packed, const Activations& x, int64_t first_row,
+void add_rows(float* total, const uint8_t* packed, int num_panels, const Activations& x, int64_t first_row,
               int64_t num_rows) {
-    Chunk<> chunk;
-    for_chunks<Block>(x.num_groups * kGroup, packed, [&](const uint8_t* p, int64_t k, int64_t length) {
-        chunk.template read<Block, read_fields<Block, kBias - Block::kOffset>>(p, length);
-        add_tiles<P, Block::kGroup, Block::kHasMinimum, kPackedTileRows>(
-            total, chunk, x, k / kGroup, length / kGroup, first_row, num_rows);
+    constexpr int G = Block::kGroup;
+    const int64_t row_length = x.num_groups * kGroup,
+                  panel_bytes = row_length / Block::kElements * Block::kBytes * kRows;
+    StripChunk<P, G> strip;
+    strip.num_panels = num_panels;
+    for_chunks<Block>(row_length, packed, [&](const uint8_t* p, int64_t k, int64_t length) {
+        strip.template read<Block>(p, panel_bytes, k, length, x, first_row, num_rows);
+        add_tiles<P, G, Block::kHasMinimum, kPackedTileRows<P>>(total, strip, x, first_row, 0, num_rows);
     });
 }
 

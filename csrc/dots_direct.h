@@ -5,10 +5,6 @@
 namespace infini::INFINI_LEVEL {
 namespace {
 
-// What the fields of a type stand above the integers they mean, as Dots::add takes them
-template <class Block>
-constexpr int kOffset = kBias && Block::kIsSigned ? kBias : Block::kOffset;
-
 // Four of the 16 elements `sixteenth` of a block, of the rows of N vectors from part `first` on. Where the
 // halves of bytes are rows, the first half of the vectors has the lower ones, and the others have the bytes
 // as they are, which stand for 16 times the upper ones and once the lower ones.

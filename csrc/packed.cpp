@@ -32,7 +32,7 @@
 namespace infini::INFINI_LEVEL {
 namespace {
 
-// total[row][0:16] of one panel, in vectors
+// total[row][0:16] of one panel, straight from memory or by pairs of rows
 template <class Block, int P>
 void add_panel(float* total, const uint8_t* packed, const Activations& x, int64_t row, int64_t num_rows) {
     if constexpr (kHasWholeSpan<Block>)
@@ -43,10 +43,8 @@ void add_panel(float* total, const uint8_t* packed, const Activations& x, int64_
     else
         add_few_rows<Block, P, 1>(total, packed, x, row, num_rows);
 #else
-    else if (num_rows <= kPackedFewRows)
-        add_few_rows<Block, P, kPackedFewTileRows>(total, packed, x, row, num_rows);
     else
-        add_rows<Block, P>(total, packed, x, row, num_rows);
+        add_few_rows<Block, P, kPackedFewTileRows>(total, packed, x, row, num_rows);
 #endif
 }
 
@@ -74,6 +72,8 @@ void add_products(float* total, const uint8_t* packed, int num_panels, const Act
     if (block == kPackedFewestTileRows)
         return add_in_tiles<Block, P, kPackedFewestTileRows>(total, packed, num_panels, x, row, num_rows);
 #endif
+    if constexpr (!kPairsRows && !kHasWholeSpan<Block>)
+        if (num_rows > kPackedFewRows) return add_rows<Block, P>(total, packed, num_panels, x, row, num_rows);
     const int64_t panel_bytes = x.num_groups * kGroup / Block::kElements * Block::kBytes * kRows;
     for (int i = 0; i < num_panels; ++i, total += kPackedBandRows * kRows, packed += panel_bytes)
         add_panel<Block, P>(total, packed, x, row, num_rows);
@@ -100,8 +100,11 @@ struct Problem {
 
     static int64_t num_panels(int64_t num_rows) { return (num_rows + kRows - 1) / kRows; }
 
-    // Panels of a strip: few rows do not gain by more than one
-    int64_t width() const { return x.num_rows <= kPackedNearRows ? 1 : kPackedPanels; }
+    // Panels of a strip
+    int64_t width() const {
+        if (x.num_rows <= kPackedFewRows) return 1;
+        return x.num_rows <= kPackedNearRows ? kPackedNearPanels : kPackedPanels;
+    }
 
     int64_t num_strips(int weight) const { return (num_panels(a.num_rows[weight]) + width() - 1) / width(); }
 
@@ -161,7 +164,8 @@ struct Problem {
                 up + at);
     }
 
-    void run(const Strip& s, int64_t m, int64_t num_rows) const {
+    void run(const Strip& s, int64_t band) const {
+        const int64_t m = band * kPackedBandRows, num_rows = smaller(kPackedBandRows, x.num_rows - m);
         alignas(64) float total[kPackedPanels * kPackedBandRows * kRows],
             up[kPackedPanels * kPackedBandRows * kRows];
         multiply(total, s.weight, s, m, num_rows);
@@ -173,18 +177,12 @@ struct Problem {
 
     int64_t num_bands() const { return (x.num_rows + kPackedBandRows - 1) / kPackedBandRows; }
 
-    void run(int64_t begin, int64_t end, int64_t band) const {
-        const int64_t m = band * kPackedBandRows;
-        for (int64_t i = begin; i < end; ++i) run(strip(i), m, smaller(kPackedBandRows, x.num_rows - m));
-    }
-
     // Pieces of work are the strips of one band of rows after those of another, so that a thread has few
     // bands, which others have written, to read.
     void run_pieces(int64_t begin, int64_t end) const {
         for (const int64_t count = num_strips(); begin < end;) {
             const int64_t band = begin / count, stop = smaller(end, (band + 1) * count);
-            run(begin - band * count, stop - band * count, band);
-            begin = stop;
+            for (; begin < stop; ++begin) run(strip(begin - band * count), band);
         }
     }
 };
@@ -192,11 +190,13 @@ struct Problem {
 }  // namespace
 
 void multiply_outputs(const PackedLinear& a, const Activations& x, int64_t begin, int64_t end) {
-    static_assert(kPieceOutputs % (kPackedPanels * kRows) == 0);
     const Problem problem{a, x};
-    const int64_t strip = problem.width() * kRows;
+    const int64_t width = problem.width();
     for (int64_t band = 0; band < problem.num_bands(); ++band)
-        problem.run(begin / strip, (end + strip - 1) / strip, band);
+        for (int64_t row = begin; row < end; row += width * kRows) {
+            const int64_t num_panels = smaller(width, Problem::num_panels(end - row));
+            problem.run({0, static_cast<int>(num_panels), row, row}, band);
+        }
 }
 
 int64_t packed_linear(const PackedLinear& a) {

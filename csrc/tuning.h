@@ -31,7 +31,11 @@ constexpr int64_t kTileLoneElements = 1 << 14;  // of a lone row of x at hand
 constexpr int kPackedChunkElements = W == 4 ? 1024 : 256;  // of K, read from a panel of weight rows at a time
 constexpr int kPackedPrefetchBytes = W == 4 ? 512 : 8192;  // of weight
 constexpr int kPackedBandRows = W == 16 ? 256 : 128;       // of x, which share a chunk of weight
-constexpr int kPackedTileRows = W == 16 ? 8 : 2;           // of x, whose dots and totals stay in registers
+template <int P>
+constexpr int kPackedTileRows = W < 16   ? 2
+                                : P == 2 ? 4
+                                         : 8;  // of x, whose dots and totals stay in registers
+constexpr int kTilePanels = W == 16 ? 2 : 1;   // of weight, which those meet together
 constexpr int kPackedFewTileRows = W == 16 ? 4 : W == 8 ? 1 : 2;  // which meet weights straight from memory
 #if defined(INFINI_NEON)
 constexpr int kPackedFewSums = 8;  // of theirs, in registers
@@ -46,13 +50,15 @@ constexpr bool kPairsRows = false;
 constexpr int kRowBlock = W == 4 ? 2 : 16;       // of x at most, whose spans lie side by side
 constexpr int64_t kRoundedGrainElements = 1536;  // of x, worth a thread to round them
 #if defined(__AMX_INT8__)
-constexpr int kPackedPanels = 2;          // of weight, which a block of x meets while it is near
-constexpr int kPackedNearRows = 64;       // up to which they meet one panel after the other
+constexpr int kPackedPanels = 2;     // of weight, which a block of x meets while it is near
+constexpr int kPackedNearRows = 64;  // up to which they meet fewer panels
+constexpr int kPackedNearPanels = 1;
 constexpr int kPackedFewestTileRows = 8;  // of a block of x that is worth a tile
 constexpr int kPackedFewRows = 7;         // up to which weights are met straight from memory
 #else
-constexpr int kPackedPanels = 1;
-constexpr int kPackedNearRows = 0;
+constexpr int kPackedPanels = W == 16 ? 4 : 1;
+constexpr int kPackedNearRows = 64;
+constexpr int kPackedNearPanels = kTilePanels;
 constexpr int kPackedFewRows = kPackedFewTileRows;
 #endif
 
