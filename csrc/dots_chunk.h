@@ -19,6 +19,9 @@ void read_fields(int8_t* q, const uint8_t* packed) {
                     halves_of_rows<kFour / 2, moved>(q + k, packed + k);
                     halves_of_rows<kFour / 2, moved>(q + kHalf + k, packed + k + kFour / 2);
                 }
+    } else if constexpr (Block::kBits == 8) {
+        packed += Block::place(0, 0).bytes * kRows;
+        for (int i = 0; i < Block::kElements * kRows; ++i) q[i] = static_cast<int8_t>(packed[i] + moved);
     } else {
         Block::template fields<kRows>(q, packed);
         if (moved)
@@ -33,11 +36,11 @@ struct Chunk {
         minimum[kPackedChunkElements];  // [groups][16], groups of 16 or 32
 
     // fields(q, packed) writes those of a block. Not inlined: it is the same for all that multiply the chunk.
-    template <class Block, void (*fields)(int8_t*, const uint8_t*)>
+    template <class Block, void (*fields)(int8_t*, const uint8_t*), bool asks = true>
     __attribute__((noinline)) void read(const uint8_t* packed, int64_t length) {
         constexpr int kGroups = Block::kElements / Block::kGroup;
         for (int64_t b = 0; b < length / Block::kElements; ++b, packed += Block::kBytes * kRows) {
-            prefetch<Block>(packed);
+            if constexpr (asks) prefetch<Block>(packed);
             fields(q + b * kCopies * Block::kElements * kRows, packed);
             Block::template scales<kRows>(scale + b * kGroups * kRows, minimum + b * kGroups * kRows, packed);
         }
@@ -62,7 +65,7 @@ struct Starts {
     static constexpr int kOfGroup = P * kGroup / G;  // of a row
     alignas(64) int32_t of[kPackedBandRows * kPackedChunkElements / kGroup * kOfGroup];
 
-    // [block][group][half][plane][row], of the groups of a chunk
+    // [block][group][half][plane][row], of the groups of a chunk, for more rows than half a block
     void read(int offset, const Activations& x, int64_t first, int64_t num_groups, int64_t first_row,
               int64_t num_rows) {
         int32_t* to = of;
@@ -81,7 +84,7 @@ struct Starts {
             if (step == kRowBlock)
                 read_block(std::integral_constant<int, kRowBlock>(), row);
             else
-                read_block(step, row);
+                read_block(std::integral_constant<int, kRowBlock / 2>(), row);
     }
 
     // That of a row, counted from the first one, in its first group
@@ -99,18 +102,52 @@ template <int P, int G>
 struct StripChunk {
     Chunk<> panel[kPackedPanels];
     int num_panels;
+    int64_t panel_bytes;
     Starts<P, G> starts;
     int64_t first, num_groups;  // of K
+    // What is read of the first panel after this, and how many of its lines tiles ask for at each group: all
+    // at once would take as long as they take to come
+    const uint8_t* next;
+    int num_lines, lines_at_once;
 
     template <class Block>
-    void read(const uint8_t* packed, int64_t panel_bytes, int64_t k, int64_t length, const Activations& x,
-              int64_t first_row, int64_t num_rows) {
+    void read(const uint8_t* packed, int64_t k, int64_t length, const Activations& x, int64_t first_row,
+              int64_t num_rows) {
         constexpr int kOffset = kChunkOffset<Block>;
         for (int i = 0; i < num_panels; ++i)
-            panel[i].template read<Block, read_fields<Block, kOffset - Block::kOffset>>(
+            panel[i].template read<Block, read_fields<Block, kOffset - Block::kOffset>, !kTilesAsk>(
                 packed + i * panel_bytes, length);
         first = k / kGroup, num_groups = length / kGroup;
         if constexpr (kBias != 0) starts.read(kOffset, x, first, num_groups, first_row, num_rows);
+        if constexpr (kTilesAsk) plan(packed, length / Block::kElements * Block::kBytes * kRows, x, num_rows);
+    }
+
+    void plan(const uint8_t* packed, int64_t chunk_bytes, const Activations& x, int64_t num_rows) {
+        const bool is_last = first + num_groups == x.num_groups;
+        next = packed + chunk_bytes + (is_last ? (num_panels - 1) * panel_bytes : 0);
+        num_lines = static_cast<int>((chunk_bytes + 63) / 64);
+        const int64_t num_steps = (num_rows + kPackedTileRows<P> - 1) / kPackedTileRows<P> * num_groups;
+        lines_at_once = static_cast<int>((num_lines + num_steps - 1) / num_steps);
+    }
+};
+
+// The lines that a tile of `count` panels asks for, and none twice
+template <int count>
+struct Asked {
+    const uint8_t *at, *end;
+    int64_t panel_bytes;
+    int lines_at_once;
+
+    template <int P, int G>
+    Asked(const StripChunk<P, G>& strip, int panel, int64_t tile)
+        : at(strip.next + panel * strip.panel_bytes), end(at + 64 * strip.num_lines),
+          panel_bytes(strip.panel_bytes), lines_at_once(strip.lines_at_once) {
+        at += 64 * tile * strip.num_groups * lines_at_once;
+    }
+
+    INFINI_INLINE void ask() {
+        for (int i = 0; i < lines_at_once && at < end; ++i, at += 64)
+            for (int panel = 0; panel < count; ++panel) ask_for(at + panel * panel_bytes);
     }
 };
 
@@ -128,10 +165,12 @@ INFINI_NOT_SCHEDULED void add_tile(float* __restrict total, const StripChunk<P, 
     const float* __restrict x_scale = x.scale + at;
     const float* __restrict x_total = x.total_at(strip.first, row, 0, kGroup);
     const float* __restrict scale = chunk.scale, * __restrict minimum = chunk.minimum;
+    Asked<count> asked(strip, panel, r / kPackedTileRows<P>);
     Tile<RowOfTile<P, N, count>, M> tile;
     tile.each([&](auto& t, int m) INFINI_INLINE { t.totals.load_from(total + m * kRows, kTotalsApart); });
     for (int64_t g = 0; g < strip.num_groups;
-         ++g, q += step * P * kGroup, x_scale += step, x_total += step * kTotals)
+         ++g, q += step * P * kGroup, x_scale += step, x_total += step * kTotals) {
+        if constexpr (kTilesAsk) asked.ask();
         for (int half = 0; half < kGroup / G; ++half, scale += kRows, minimum += kRows, start += P * step) {
             tile.each([&](auto& t, int m) INFINI_INLINE {
                 if constexpr (kBias != 0)
@@ -152,6 +191,7 @@ INFINI_NOT_SCHEDULED void add_tile(float* __restrict total, const StripChunk<P, 
                                          kChunksApart);
             });
         }
+    }
     tile.each([&](auto& t, int m) INFINI_INLINE { t.totals.store_to(total + m * kRows, kTotalsApart); });
 }
 
@@ -178,12 +218,12 @@ template <class Block, int P>
 void add_rows(float* total, const uint8_t* packed, int num_panels, const Activations& x, int64_t first_row,
               int64_t num_rows) {
     constexpr int G = Block::kGroup;
-    const int64_t row_length = x.num_groups * kGroup,
-                  panel_bytes = row_length / Block::kElements * Block::kBytes * kRows;
+    const int64_t row_length = x.num_groups * kGroup;
     StripChunk<P, G> strip;
     strip.num_panels = num_panels;
+    strip.panel_bytes = row_length / Block::kElements * Block::kBytes * kRows;
     for_chunks<Block>(row_length, packed, [&](const uint8_t* p, int64_t k, int64_t length) {
-        strip.template read<Block>(p, panel_bytes, k, length, x, first_row, num_rows);
+        strip.template read<Block>(p, k, length, x, first_row, num_rows);
         add_tiles<P, G, Block::kHasMinimum, kPackedTileRows<P>>(total, strip, x, first_row, 0, num_rows);
     });
 }

@@ -151,10 +151,10 @@ inline void look_up(int8_t* q, int count, const int8_t (&table)[16]) {
     for (int i = 0; i < count; i += 16)
         vst1q_s8(q + i, vqtbl1q_s8(vld1q_s8(table), vreinterpretq_u8_s8(vld1q_s8(q + i))));
 #elif defined(INFINI_AVX512) || defined(INFINI_AVX2)
-    const __m128i entries = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
-    for (int i = 0; i < count; i += 16) {
-        __m128i* at = reinterpret_cast<__m128i*>(q + i);
-        _mm_storeu_si128(at, _mm_shuffle_epi8(entries, _mm_loadu_si128(at)));
+    const __m256i entries = _mm256_broadcastsi128_si256(*reinterpret_cast<const __m128i*>(table));
+    for (int i = 0; i < count; i += 32) {
+        __m256i* at = reinterpret_cast<__m256i*>(q + i);
+        _mm256_storeu_si256(at, _mm256_shuffle_epi8(entries, _mm256_loadu_si256(at)));
     }
 #else
     for (int i = 0; i < count; ++i) q[i] = table[q[i]];

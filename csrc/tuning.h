@@ -31,11 +31,12 @@ constexpr int64_t kTileLoneElements = 1 << 14;  // of a lone row of x at hand
 constexpr int kPackedChunkElements = W == 4 ? 1024 : 256;  // of K, read from a panel of weight rows at a time
 constexpr int kPackedPrefetchBytes = W == 4 ? 512 : 8192;  // of weight
 constexpr int kPackedBandRows = W == 16 ? 256 : 128;       // of x, which share a chunk of weight
-template <int P>
+template <int P>                                           // of x, whose dots and totals stay in registers
 constexpr int kPackedTileRows = W < 16   ? 2
                                 : P == 2 ? 4
-                                         : 8;  // of x, whose dots and totals stay in registers
-constexpr int kTilePanels = W == 16 ? 2 : 1;   // of weight, which those meet together
+                                         : 8;
+constexpr int kTilePanels = W == 16 ? 2 : 1;  // of weight, which those meet together
+constexpr bool kTilesAsk = W == 16;           // for the weight that comes next; else who reads a chunk does
 constexpr int kPackedFewTileRows = W == 16 ? 4 : W == 8 ? 1 : 2;  // which meet weights straight from memory
 #if defined(INFINI_NEON)
 constexpr int kPackedFewSums = 8;  // of theirs, in registers
