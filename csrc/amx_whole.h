@@ -97,7 +97,7 @@ INFINI_INLINE inline void add_whole_group(Tile& tile, const uint8_t* packed, con
             constexpr int kWhich = g * G / 16 + decltype(i)::value;
             const Quad<> fields = fields_at<Block, kWhich, quad>(packed);
             tile.each([&](auto& r, int m) INFINI_INLINE {
-                r.dots.template add<kBlock>(quad, fields, rows.sixteen(m, kWhich));
+                r.dots.template add<kBlock>(quad, quad, fields, rows.sixteen(m, kWhich));
             });
         });
     });

@@ -117,6 +117,16 @@ constexpr int kBias = 0;
 template <class Block>
 constexpr int kOffset = kBias && Block::kIsSigned ? kBias : Block::kOffset;
 
+// How many pairs of products AVX2 adds up in 16 bits where fields have no signs; 0: they have, or it is not AVX2.
+#if defined(INFINI_AVX2)
+constexpr int kMostInShorts = 4;
+static_assert(kMostInShorts * 2 * 127 * 31 < 1 << 15 && kMostInShorts / 2 * 2 * 127 * 63 < 1 << 15);
+#else
+constexpr int kMostInShorts = 0;
+#endif
+template <class Block>
+constexpr int kInShorts = Block::kIsSigned ? 0 : kMostInShorts / (Block::kBits <= 5 ? 1 : 2);
+
 #if !defined(INFINI_NEON) && !defined(INFINI_AVX512) && !defined(INFINI_AVX2)
 __attribute__((noinline)) void add_fours(vi* sums, const vb* fields, const int8_t* four) {
     int32_t sum[kRows];
@@ -131,9 +141,12 @@ __attribute__((noinline)) void add_fours(vi* sums, const vb* fields, const int8_
 
 const vi kNothing = vi{} + kShiftBits;
 
-template <int N = kParts>
+template <int N = kParts, int kInShorts = 0>
 struct Dots {
     vi part[N];
+#if defined(INFINI_AVX2)
+    __m256i shorts[N];
+#endif
 
     INFINI_INLINE void start(int32_t first) {
         for (int i = 0; i < N; ++i) part[i] = vi{} + first;
@@ -157,9 +170,10 @@ struct Dots {
     }
 #endif
 
-    // Of the 16 activations, `quad` names four.
-    template <int quad>
-    INFINI_INLINE void add(std::integral_constant<int, quad>, const Quad<N>& w, const Sixteen& x) {
+    // Of the 16 activations, `quad` names four, which are added after `turn` others.
+    template <int quad, int turn>
+    INFINI_INLINE void add(std::integral_constant<int, quad>, std::integral_constant<int, turn>,
+                           const Quad<N>& w, const Sixteen& x) {
 #if defined(INFINI_NEON)
         for (int i = 0; i < N; ++i)
             part[i] = vdotq_laneq_s32(part[i], vreinterpretq_s8_u8(w.part[i]), x.q, quad);
@@ -171,12 +185,18 @@ struct Dots {
         for (int i = 0; i < N; ++i)
             part[i] = (vi)_mm512_dpbusd_epi32((__m512i)part[i], (__m512i)w.part[i], v);
 #elif defined(INFINI_AVX2)
-        // Unsigned times signed bytes, pairs added in 16 bits: 2 * 127 * 127 fits.
+        // Unsigned times signed bytes, pairs added in 16 bits
         const __m256i v = _mm256_set1_epi32(four);
         for (int i = 0; i < N; ++i) {
             const __m256i q = (__m256i)w.part[i];
-            const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(q), _mm256_sign_epi8(v, q));
-            part[i] += (vi)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+            if constexpr (kInShorts == 0) {
+                shorts[i] = _mm256_maddubs_epi16(_mm256_abs_epi8(q), _mm256_sign_epi8(v, q));
+            } else {
+                const __m256i pairs = _mm256_maddubs_epi16(q, v);
+                shorts[i] = turn % kInShorts == 0 ? pairs : _mm256_add_epi16(shorts[i], pairs);
+            }
+            if (kInShorts == 0 || turn % kInShorts == kInShorts - 1)
+                part[i] += (vi)_mm256_madd_epi16(shorts[i], _mm256_set1_epi16(1));
         }
 #else
         add_fours(part, w.part, x.q + 4 * quad);
@@ -193,9 +213,9 @@ struct Radix {
 };
 
 // The same with one plane of x or two
-template <int P, int N = kParts>
+template <int P, int N = kParts, int kInShorts = 0>
 struct PlaneDots {
-    Dots<N> high, low;  // of one plane, the low one alone
+    Dots<N, kInShorts> high, low;  // of one plane, the low one alone
 
     INFINI_INLINE void start() {
         if constexpr (P == 2) high.start();
@@ -215,10 +235,10 @@ struct PlaneDots {
     }
 
     // Planes are a span apart.
-    template <int span = kGroup, class Quarter>
-    INFINI_INLINE void add(Quarter quad, const Quad<N>& w, const int8_t* q) {
-        if constexpr (P == 2) high.add(quad, w, Sixteen(q));
-        low.add(quad, w, Sixteen(q + (P - 1) * span));
+    template <int span = kGroup, class Quarter, class Turn>
+    INFINI_INLINE void add(Quarter quad, Turn turn, const Quad<N>& w, const int8_t* q) {
+        if constexpr (P == 2) high.add(quad, turn, w, Sixteen(q));
+        low.add(quad, turn, w, Sixteen(q + (P - 1) * span));
     }
 
     INFINI_INLINE vf value(int i, Radix radix) const {
@@ -251,9 +271,9 @@ struct Totals {
     }
 
     // To those from part `first` on
-    template <int P, int N>
-    INFINI_INLINE void add(const PlaneDots<P, N>& dots, const float* scale, float x_scale, Radix radix,
-                           int first = 0, int64_t apart = 0) {
+    template <int P, int N, int kInShorts>
+    INFINI_INLINE void add(const PlaneDots<P, N, kInShorts>& dots, const float* scale, float x_scale,
+                           Radix radix, int first = 0, int64_t apart = 0) {
         for (int i = 0; i < N; ++i)
             part[first + i] =
                 fma(dots.value(i, radix), load(scale + place(first + i, apart)) * x_scale, part[first + i]);
@@ -271,9 +291,9 @@ struct Totals {
     }
 };
 
-template <int P, int N = kParts, int kPanels = 1>
+template <int P, int kInShorts, int N = kParts, int kPanels = 1>
 struct RowOfTile {
-    PlaneDots<P, N> dots;
+    PlaneDots<P, N, kInShorts> dots;
     Totals<kPanels> totals;
 };
 

@@ -55,9 +55,10 @@ inline void for_chunks(int64_t row_length, const uint8_t* packed, Body&& body) {
         body(packed, k, smaller(kPackedChunkElements, row_length - k));
 }
 
-// What fields of a chunk stand above the integers they mean
+// What fields of a chunk stand above the integers they mean, where products want fields without signs
+constexpr bool kChunksHaveOffsets = kBias || kMostInShorts;
 template <class Block>
-constexpr int kChunkOffset = kBias ? kOffset<Block> : 0;
+constexpr int kChunkOffset = kChunksHaveOffsets ? kOffset<Block> : 0;
 
 // What the sums of planes begin with, so that they come out as if fields stood for their integers
 template <int P, int G>
@@ -65,7 +66,7 @@ struct Starts {
     static constexpr int kOfGroup = P * kGroup / G;  // of a row
     alignas(64) int32_t of[kPackedBandRows * kPackedChunkElements / kGroup * kOfGroup];
 
-    // [block][group][half][plane][row], of the groups of a chunk, for more rows than half a block
+    // [block][group][half][plane][row], of the groups of a chunk
     void read(int offset, const Activations& x, int64_t first, int64_t num_groups, int64_t first_row,
               int64_t num_rows) {
         int32_t* to = of;
@@ -83,8 +84,10 @@ struct Starts {
         for (int64_t row = first_row; row < first_row + num_rows; row += step)
             if (step == kRowBlock)
                 read_block(std::integral_constant<int, kRowBlock>(), row);
-            else
+            else if (step == kRowBlock / 2)
                 read_block(std::integral_constant<int, kRowBlock / 2>(), row);
+            else
+                read_block(step, row);
     }
 
     // That of a row, counted from the first one, in its first group
@@ -118,7 +121,7 @@ struct StripChunk {
             panel[i].template read<Block, read_fields<Block, kOffset - Block::kOffset>, !kTilesAsk>(
                 packed + i * panel_bytes, length);
         first = k / kGroup, num_groups = length / kGroup;
-        if constexpr (kBias != 0) starts.read(kOffset, x, first, num_groups, first_row, num_rows);
+        if constexpr (kChunksHaveOffsets) starts.read(kOffset, x, first, num_groups, first_row, num_rows);
         if constexpr (kTilesAsk) plan(packed, length / Block::kElements * Block::kBytes * kRows, x, num_rows);
     }
 
@@ -152,7 +155,7 @@ struct Asked {
 };
 
 // total[panel][r][0:16] += the products of M rows of the band, from `r` on, with `count` panels
-template <int P, int G, bool kHasMinimum, int M, int count>
+template <int P, int G, bool kHasMinimum, int kInShorts, int M, int count>
 INFINI_NOT_SCHEDULED void add_tile(float* __restrict total, const StripChunk<P, G>& strip, int panel,
                                    const Activations& x, int64_t first_row, int64_t r) {
     constexpr int N = count * kParts;
@@ -166,14 +169,14 @@ INFINI_NOT_SCHEDULED void add_tile(float* __restrict total, const StripChunk<P, 
     const float* __restrict x_total = x.total_at(strip.first, row, 0, kGroup);
     const float* __restrict scale = chunk.scale, * __restrict minimum = chunk.minimum;
     Asked<count> asked(strip, panel, r / kPackedTileRows<P>);
-    Tile<RowOfTile<P, N, count>, M> tile;
+    Tile<RowOfTile<P, kInShorts, N, count>, M> tile;
     tile.each([&](auto& t, int m) INFINI_INLINE { t.totals.load_from(total + m * kRows, kTotalsApart); });
     for (int64_t g = 0; g < strip.num_groups;
          ++g, q += step * P * kGroup, x_scale += step, x_total += step * kTotals) {
         if constexpr (kTilesAsk) asked.ask();
         for (int half = 0; half < kGroup / G; ++half, scale += kRows, minimum += kRows, start += P * step) {
             tile.each([&](auto& t, int m) INFINI_INLINE {
-                if constexpr (kBias != 0)
+                if constexpr (kChunksHaveOffsets)
                     t.dots.start_from(start + m, step);
                 else
                     t.dots.start();
@@ -182,7 +185,7 @@ INFINI_NOT_SCHEDULED void add_tile(float* __restrict total, const StripChunk<P, 
                 unrolled<4>([&](auto quad) INFINI_INLINE {
                     const Quad<N> fields = quads<count>(w + 4 * kRows * quad, sizeof(Chunk<>));
                     tile.each([&](auto& t, int m)
-                                  INFINI_INLINE { t.dots.add(quad, fields, q + m * P * kGroup + k); });
+                                  INFINI_INLINE { t.dots.add(quad, quad, fields, q + m * P * kGroup + k); });
                 });
             tile.each([&](auto& t, int m) INFINI_INLINE {
                 t.totals.add(t.dots, scale, x_scale[m], radix, 0, kChunksApart);
@@ -197,20 +200,21 @@ INFINI_NOT_SCHEDULED void add_tile(float* __restrict total, const StripChunk<P, 
 
 // The same of all panels and the rest of num_rows rows, M at a time, which meet one tile of weight after the
 // other while they are near
-template <int P, int G, bool kHasMinimum, int M>
+template <int P, int G, bool kHasMinimum, int kInShorts, int M>
 void add_tiles(float* total, const StripChunk<P, G>& strip, const Activations& x, int64_t first_row,
                int64_t r, int64_t num_rows) {
     for (; r + M <= num_rows; r += M) {
         const auto add = [&](auto count, int i) {
-            add_tile<P, G, kHasMinimum, M, count>(total + i * kTotalsApart + r * kRows, strip, i, x,
-                                                  first_row, r);
+            add_tile<P, G, kHasMinimum, kInShorts, M, count>(total + i * kTotalsApart + r * kRows, strip, i,
+                                                             x, first_row, r);
         };
         int i = 0;
         for (; i + kTilePanels <= strip.num_panels; i += kTilePanels)
             add(std::integral_constant<int, kTilePanels>(), i);
         for (; i < strip.num_panels; ++i) add(std::integral_constant<int, 1>(), i);
     }
-    if constexpr (M > 1) add_tiles<P, G, kHasMinimum, M / 2>(total, strip, x, first_row, r, num_rows);
+    if constexpr (M > 1)
+        add_tiles<P, G, kHasMinimum, kInShorts, M / 2>(total, strip, x, first_row, r, num_rows);
 }
 
 // total[panel][row][0:16] of a strip
@@ -224,7 +228,8 @@ void add_rows(float* total, const uint8_t* packed, int num_panels, const Activat
     strip.panel_bytes = row_length / Block::kElements * Block::kBytes * kRows;
     for_chunks<Block>(row_length, packed, [&](const uint8_t* p, int64_t k, int64_t length) {
         strip.template read<Block>(p, k, length, x, first_row, num_rows);
-        add_tiles<P, G, Block::kHasMinimum, kPackedTileRows<P>>(total, strip, x, first_row, 0, num_rows);
+        add_tiles<P, G, Block::kHasMinimum, kInShorts<Block>, kPackedTileRows<P>>(total, strip, x, first_row,
+                                                                                  0, num_rows);
     });
 }
 

@@ -45,7 +45,7 @@ INFINI_INLINE inline void add_blocks_to_rows(float* total, const uint8_t* packed
     constexpr int N = is_joined ? kParts : kPartsAtOnce<P * M>;
     const int64_t step = 1 << x.log_rows;
     const Radix radix(x.radix);
-    Tile<RowOfTile<P, N>, M> tile;
+    Tile<RowOfTile<P, kInShorts<Block>, N>, M> tile;
     tile.each([&](auto& r, int m) INFINI_INLINE { r.totals.load_from(total + m * kRows); });
     for (int64_t first = 0; first < x.num_groups; first += kGroups / kSplit, packed += kSize) {
         alignas(64) float scale[kGroups * kRows], minimum[kGroups * kRows];
@@ -71,9 +71,10 @@ INFINI_INLINE inline void add_blocks_to_rows(float* total, const uint8_t* packed
                 unrolled<4>([&](auto quad) INFINI_INLINE {
                     unrolled<G / 16>([&](auto i) INFINI_INLINE {
                         constexpr int kWhich = g * G / 16 + decltype(i)::value;
+                        constexpr std::integral_constant<int, quad * G / 16 + i> turn;
                         const Quad<N> fields = fields_at<Block, kWhich, quad, N, kFirst>(packed);
                         tile.each([&](auto& r, int m) INFINI_INLINE {
-                            r.dots.add(quad, fields, q + m * P * kGroup + 16 * i);
+                            r.dots.add(quad, turn, fields, q + m * P * kGroup + 16 * i);
                         });
                     });
                 });

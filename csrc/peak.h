@@ -44,16 +44,17 @@ INFINI_NOT_SCHEDULED void multiply_at_hand(int64_t rounds) {
     alignas(64) uint8_t w[16 * kRows];
     alignas(64) int8_t x[16];
     memset(w, 1, sizeof w), memset(x, 1, sizeof x);
-    Tile<Dots<>, kSumsAtOnce> sums;
+    Tile<Dots<kParts, kMostInShorts>, kSumsAtOnce> sums;
     sums.each([](auto& sum, int n) INFINI_INLINE { sum.start(n); });  // equal ones would be one
     for (int64_t i = 0; i < rounds; ++i) {
         asm volatile("" ::"r"(w), "r"(x) : "memory");  // as if they were others each time
         unrolled<4>([&](auto quad) INFINI_INLINE {
             const Quad<> fields(w + 4 * kRows * quad);
-            sums.each([&](auto& sum, int) INFINI_INLINE { sum.add(quad, fields, Sixteen(x)); });
+            sums.each([&](auto& sum, int) INFINI_INLINE { sum.add(quad, quad, fields, Sixteen(x)); });
         });
     }
-    Dots<> seen[kSumsAtOnce];  // a copy: sums whose address is known would not stay in registers
+    // A copy: sums whose address is known would not stay in registers.
+    Dots<kParts, kMostInShorts> seen[kSumsAtOnce];
     sums.each([&](auto& sum, int n) INFINI_INLINE { seen[n] = sum; });
     asm volatile("" ::"r"(seen) : "memory");
 }
