@@ -261,7 +261,11 @@ template <int kPanels = 1>
 struct Totals {
     vf part[kPanels * kParts];
 
-    static INFINI_INLINE int64_t place(int i, int64_t apart) { return i / kParts * apart + i % kParts * W; }
+    static INFINI_INLINE int64_t place(int i, int64_t apart) {
+        if constexpr (kPanels == 1)
+            return i * W;  // GCC unrolls nothing longer in time to keep parts in registers
+        return i / kParts * apart + i % kParts * W;
+    }
 
     INFINI_INLINE void load_from(const float* y, int64_t apart = 0) {
         for (int i = 0; i < kPanels * kParts; ++i) part[i] = load(y + place(i, apart));

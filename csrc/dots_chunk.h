@@ -66,8 +66,9 @@ struct Starts {
     static constexpr int kOfGroup = P * kGroup / G;  // of a row
     alignas(64) int32_t of[kPackedBandRows * kPackedChunkElements / kGroup * kOfGroup];
 
-    // [block][group][half][plane][row], of the groups of a chunk
-    void read(int offset, const Activations& x, int64_t first, int64_t num_groups, int64_t first_row,
+    // [block][group][half][plane][row], of the groups of a chunk. Rows that fill up a block have any sums, which
+    // may overflow.
+    void read(uint32_t offset, const Activations& x, int64_t first, int64_t num_groups, int64_t first_row,
               int64_t num_rows) {
         int32_t* to = of;
         const auto read_block = [&](auto step, int64_t row) INFINI_INLINE {
@@ -77,7 +78,8 @@ struct Starts {
                     for (int plane = 0; plane < P; ++plane, to += step)
                         for (int r = 0; r < step; ++r) {
                             const int32_t* sum = sums + (plane * kSums + half) * step + r;
-                            to[r] = kShiftBits - offset * (G == kGroup ? sum[0] + sum[step] : sum[0]);
+                            const uint32_t rest = G == kGroup ? sum[step] : 0;
+                            to[r] = static_cast<int32_t>(kShiftBits - offset * (sum[0] + rest));
                         }
         };
         const int step = 1 << x.log_rows;
@@ -110,8 +112,8 @@ struct StripChunk {
     int64_t first, num_groups;  // of K
     // What is read of the first panel after this, and how many of its lines tiles ask for at each group: all
     // at once would take as long as they take to come
-    const uint8_t* next;
-    int num_lines, lines_at_once;
+    const uint8_t* next = nullptr;
+    int num_lines = 0, lines_at_once = 0;
 
     template <class Block>
     void read(const uint8_t* packed, int64_t k, int64_t length, const Activations& x, int64_t first_row,

@@ -60,7 +60,7 @@ constexpr int kPackedFewRows = 7;         // up to which weights are met straigh
 constexpr int kPackedPanels = W == 16 ? 4 : 1;
 constexpr int kPackedNearRows = 64;
 constexpr int kPackedNearPanels = kTilePanels;
-constexpr int kPackedFewRows = kPackedFewTileRows;
+constexpr int kPackedFewRows = W == 8 ? 3 : kPackedFewTileRows;
 #endif
 
 // Mixtures of experts (experts.cpp)
