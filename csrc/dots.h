@@ -117,7 +117,7 @@ constexpr int kBias = 0;
 template <class Block>
 constexpr int kOffset = kBias && Block::kIsSigned ? kBias : Block::kOffset;
 
-// How many pairs of products AVX2 adds up in 16 bits where fields have no signs; 0: they have, or it is not AVX2.
+// How many pairs of products AVX2 adds up in 16 bits; 0: fields have signs, or it is not AVX2
 #if defined(INFINI_AVX2)
 constexpr int kMostInShorts = 4;
 static_assert(kMostInShorts * 2 * 127 * 31 < 1 << 15 && kMostInShorts / 2 * 2 * 127 * 63 < 1 << 15);

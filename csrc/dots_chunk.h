@@ -66,8 +66,8 @@ struct Starts {
     static constexpr int kOfGroup = P * kGroup / G;  // of a row
     alignas(64) int32_t of[kPackedBandRows * kPackedChunkElements / kGroup * kOfGroup];
 
-    // [block][group][half][plane][row], of the groups of a chunk. Rows that fill up a block have any sums, which
-    // may overflow.
+    // [block][group][half][plane][row], of the groups of a chunk. Rows that fill up a block have any sums,
+    // which may overflow.
     void read(uint32_t offset, const Activations& x, int64_t first, int64_t num_groups, int64_t first_row,
               int64_t num_rows) {
         int32_t* to = of;
