@@ -118,12 +118,12 @@ struct StripChunk {
     template <class Block>
     void read(const uint8_t* packed, int64_t k, int64_t length, const Activations& x, int64_t first_row,
               int64_t num_rows) {
-        constexpr int kOffset = kChunkOffset<Block>;
+        constexpr int kAbove = kChunkOffset<Block>;
         for (int i = 0; i < num_panels; ++i)
-            panel[i].template read<Block, read_fields<Block, kOffset - Block::kOffset>, !kTilesAsk>(
+            panel[i].template read<Block, read_fields<Block, kAbove - Block::kOffset>, !kTilesAsk>(
                 packed + i * panel_bytes, length);
         first = k / kGroup, num_groups = length / kGroup;
-        if constexpr (kChunksHaveOffsets) starts.read(kOffset, x, first, num_groups, first_row, num_rows);
+        if constexpr (kChunksHaveOffsets) starts.read(kAbove, x, first, num_groups, first_row, num_rows);
         if constexpr (kTilesAsk) plan(packed, length / Block::kElements * Block::kBytes * kRows, x, num_rows);
     }
 
@@ -144,9 +144,11 @@ struct Asked {
     int lines_at_once;
 
     template <int P, int G>
-    Asked(const StripChunk<P, G>& strip, int panel, int64_t tile)
+    Asked(const StripChunk<P, G>& strip, int panel, int64_t r)
         : at(strip.next + panel * strip.panel_bytes), end(at + 64 * strip.num_lines),
           panel_bytes(strip.panel_bytes), lines_at_once(strip.lines_at_once) {
+        if (r % kPackedTileRows<P> != 0) lines_at_once = 0;  // a last, small tile, beside another one
+        const int64_t tile = r / kPackedTileRows<P>;
         at += 64 * tile * strip.num_groups * lines_at_once;
     }
 
@@ -170,7 +172,7 @@ INFINI_NOT_SCHEDULED void add_tile(float* __restrict total, const StripChunk<P, 
     const float* __restrict x_scale = x.scale + at;
     const float* __restrict x_total = x.total_at(strip.first, row, 0, kGroup);
     const float* __restrict scale = chunk.scale, * __restrict minimum = chunk.minimum;
-    Asked<count> asked(strip, panel, r / kPackedTileRows<P>);
+    Asked<count> asked(strip, panel, r);
     Tile<RowOfTile<P, kInShorts, N, count>, M> tile;
     tile.each([&](auto& t, int m) INFINI_INLINE { t.totals.load_from(total + m * kRows, kTotalsApart); });
     for (int64_t g = 0; g < strip.num_groups;
