@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from infinicore import ops
+from infinicore.float8 import Float8
 from infinicore.ops import hopper
 from infinicore.ops.hopper import one, rows, tiled
 from infinicore.ops.hopper.rows import Tile
@@ -223,10 +224,10 @@ def test_stages_of_one_row_fit_into_shared_memory_and_no_team_mistakes_their_rou
             assert one.shared_bytes(weight, kind.num_tiles, kind.stages) <= one.ROOM
 
 
-@pytest.mark.parametrize("type", one.TYPES, ids=lambda type: type.name)
-def test_stages_and_sums_of_several_rows_of_tiles_fit_into_shared_memory(type: BlockType) -> None:
+@pytest.mark.parametrize("type", (*one.TYPES, Float8.FP8), ids=lambda type: type.name)
+def test_stages_and_sums_of_several_rows_of_tiles_fit_into_shared_memory(type: BlockType | Float8) -> None:
     for num_rows in tiled.WARPS:
-        for num_tiles in (2, 4, 8, 16) if num_rows == tiled.FEW else (4, 8):
+        for num_tiles in tiled.tile_counts(num_rows, type):
             plan = tiled.Plan(type, num_tiles, 1, num_rows)
             assert plan.shared_bytes <= 227 * 1024
             assert plan.num_stages >= max(2 * plan.teams, 3) and plan.num_stages % plan.teams == 0

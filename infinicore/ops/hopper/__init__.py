@@ -147,14 +147,14 @@ def most_clusters(kernel: Any, size: int, num_threads: int, shared_bytes: int) -
 def tensor_map(
     address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], num_bytes: int = 2
 ) -> Any:
-    """How a box of values of 2 bytes, or of 8, goes to shared memory, where those of 2 make rows of 128 bytes
-    that are swizzled; what is beyond the sizes is zero. Dimensions begin with the last, whose stride is 1."""
+    """How a box of values of 1, 2 or 8 bytes goes to shared memory, where those of 1 or 2 make rows of 128
+    bytes that are swizzled; what is beyond the sizes is zero. Dimensions begin with the last, whose stride
+    is 1."""
     kinds, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
-    is_half = num_bytes == 2
     long, word = driver.cuuint64_t, driver.cuuint32_t
     return checked(
         driver.cuTensorMapEncodeTiled(
-            kinds.CU_TENSOR_MAP_DATA_TYPE_UINT16 if is_half else kinds.CU_TENSOR_MAP_DATA_TYPE_UINT64,
+            getattr(kinds, f"CU_TENSOR_MAP_DATA_TYPE_UINT{8 * num_bytes}"),
             len(sizes),
             address,
             [long(size) for size in sizes],
@@ -162,7 +162,7 @@ def tensor_map(
             [word(size) for size in box],
             [word(1) for _ in box],
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            swizzles.CU_TENSOR_MAP_SWIZZLE_128B if is_half else swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
+            swizzles.CU_TENSOR_MAP_SWIZZLE_128B if num_bytes < 8 else swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_NONE,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )

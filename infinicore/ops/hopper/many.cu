@@ -1,6 +1,6 @@
-// y = x @ weight.T + bias + residual, or silu(gate) * up, for 9 to 128 rows of bfloat16 and a weight in tiles: see
-// tiled.cuh. Teams are groups of four warps, each of which has a tile. Its codes become bfloat16, scaled, in the
-// registers from which the tensor cores take them, while those made before are multiplied.
+// y = x @ weight.T + bias + residual, or silu(gate) * up, for 9 to 128 rows of bfloat16 and a weight in tiles, or
+// 9 to 64 and float8: see tiled.cuh. Teams are groups of four warps, each of which has a tile. Its codes become
+// bfloat16, scaled, in the registers from which the tensor cores take them, while those made before are multiplied.
 //
 // Given when this is compiled as well: multiply(sums, a, x, adds), 64 rows and 16 columns of the weight times those
 // of x. A program has one item.
@@ -29,14 +29,19 @@ __device__ unsigned scaled(unsigned codes, unsigned scale, unsigned minimum) {
 __device__ void load_values(Values& a, const char* stage, int tile, int group, unsigned pair, int lane) {
     unsigned codes[4][4];
     float scale[4], minimum[4] = {};
-    load_codes(codes, stage, tile, group, pair, lane);
-    load_sides(scale, minimum, stage, tile, group, lane);
+    if (TYPE == FP8) {
+        load_float8(codes, stage, tile, group, lane);
+    } else {
+        load_codes(codes, stage, tile, group, pair, lane);
+        load_sides(scale, minimum, stage, tile, group, lane);
+    }
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         const unsigned scales = twice(scale[j]), minimums = twice(minimum[j]);
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            a.of[j / 2][i / 2][i % 2 * 2 + j % 2] = scaled(codes[j][i], scales, minimums);
+            a.of[j / 2][i / 2][i % 2 * 2 + j % 2] =
+                TYPE == FP8 ? codes[j][i] : scaled(codes[j][i], scales, minimums);
     }
 }
 
@@ -69,14 +74,14 @@ __device__ void multiply_steps(float (&sums)[2][ROWS / 2], Shared& shared, int t
     wait_for_products<0>();
 }
 
-__device__ void share(float (&part)[ROWS][kPitch], const float (&sums)[2][ROWS / 2], bool has_sums, int tile,
-                      int lane) {
+__device__ void share(float (&part)[ROWS][kPitch], const float (&sums)[2][ROWS / 2], const float (&scale)[4],
+                      bool has_sums, int tile, int lane) {
 #pragma unroll
     for (int half = 0; half < 2; half++)
 #pragma unroll
         for (int i = 0; i < ROWS / 2; i++)
-            part[i / 4 * 8 + lane % 4 * 2 + i % 2][tile * 32 + half * 16 + i % 4 / 2 * 8 + lane / 4] =
-                has_sums ? sums[half][i] : 0;
+            part[i / 4 * 8 + lane % 4 * 2 + i % 2][tile * 32 + half * 16 + i % 4 / 2 * 8 + row_of(lane / 4)] =
+                has_sums ? sums[half][i] * scale[2 * half + i % 4 / 2] : 0;
 }
 
 extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(kThreads, 1)
@@ -89,15 +94,20 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(kThr
     init(shared);
     if (own_thread() < 0) {
         if (kMore) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-        load_all(shared, x, maps, work, w.num_items);
+        if (is_arranger())
+            arrange_all(shared, work.num_steps);
+        else
+            load_all(shared, x, maps, work, w.num_items);
     } else {
         if (kMore) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
         const int warp = own_thread() / 32, lane = own_thread() % 32, team = warp / TILES,
                   tile = warp % TILES;
         float sums[2][ROWS / 2];  // if they began with 0, the compiler would let products wait for each other
+        float scale[4];
+        load_scales(scale, p, work.first, tile, lane);
         multiply_steps(sums, shared, team, work.num_steps, tile, w.pair, lane);
         meet();  // all have multiplied
-        share(shared_sums[team], sums, team < work.num_steps, tile, lane);
+        share(shared_sums[team], sums, scale, team < work.num_steps, tile, lane);
         meet();
         wait_for_inputs();
         if (SPLITS == 1) finish(shared_sums, p, work.first * kOutputs, 0);

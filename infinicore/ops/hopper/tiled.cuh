@@ -1,5 +1,5 @@
-// Several rows of bfloat16 times a weight in tiles: how both are loaded, codes, and what becomes of sums. few.cu and
-// many.cu multiply, each in its own way; tiled.py launches them.
+// Several rows of bfloat16 times a weight in tiles, or of float8: how both are loaded, codes, and what becomes of
+// sums. few.cu and many.cu multiply, each in its own way; tiled.py launches them.
 //
 // A program has TILES tiles of the weight and all rows of x. Some warps ask for the weight, another for x, step by
 // step, as long as there is room; the weight need not wait for the kernel before this one. The others are TEAMS
@@ -8,20 +8,24 @@
 // Where there are too few tiles for all processors, SPLITS programs of a cluster have a part of the columns each,
 // and add up what they have.
 //
-// Given when this is compiled: TYPE (ggml's number), TILES, TEAMS, ROWS of x (the others are zero), GROUPS of 32
+// Given when this is compiled: TYPE (as in tiles.cuh), TILES, TEAMS, ROWS of x (the others are zero), GROUPS of 32
 // columns in a step (4 or 8), SPLITS, STAGES (steps that there is room for), and what product.cuh wants.
 
 constexpr int kEach = GATES ? TILES / 2 : TILES;  // tiles that make as many of results
 constexpr int kOutputs = 32 * kEach;
 // Those that load come first: a warp that comes later is let wait by those before it that have work.
 constexpr int kLoaders = 3;  // warps that ask for the weight, as one alone is too slow; one more asks for x
+// Of float8 one asks for boxes that are larger, and is fast enough: where x is put into another order (float8.cuh),
+// the others do that.
+constexpr bool kArranges = TYPE == FP8 && ROWS > 8;
+constexpr int kAskers = kArranges ? 1 : kLoaders, kArrangers = kLoaders - kAskers;
 constexpr int kFirst = kLoaders + 1, kWarps = TEAMS * TILES;
 constexpr int kThreads = 32 * (kFirst + kWarps);
 constexpr int kPitch = 32 * TILES + 4;  // of shared sums: lanes that store at once meet in no bank
 static_assert(STAGES % TEAMS == 0);     // so that a team has seen all that was in a stage it waits for
 
 // What a step has of a tile, part by part, and where: x, then codes by pieces of all tiles, then what stands beside
-constexpr int kPiece = 2048, kCodes = kParts[0] / 8, kXBytes = GROUPS * 64 * ROWS;
+constexpr int kPiece = TYPE == FP8 ? 4096 : 2048, kCodes = kParts[0] / 8, kXBytes = GROUPS * 64 * ROWS;
 __device__ constexpr int size_of(int part) { return part < 3 ? kParts[part] * GROUPS / 8 : kParts[part]; }
 __device__ constexpr int place_of(int part) {
     return part == 0 ? kXBytes : (place_of(part - 1) + size_of(part - 1) * TILES + 127) / 128 * 128;
@@ -40,7 +44,7 @@ struct Maps { TensorMap parts[5]; };
 
 struct Shared {
     char stages[STAGES][kStageBytes];
-    long_t full[STAGES], empty[STAGES];
+    long_t full[STAGES], empty[STAGES], x_came[STAGES];  // the last one where x is put into another order
 };
 
 using Sums = float[TEAMS][ROWS][kPitch];
@@ -59,7 +63,9 @@ struct Work {
 
 __device__ void init(Shared& shared) {
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; i++) init(shared.full[i], 2), init(shared.empty[i], TILES);
+        for (int i = 0; i < STAGES; i++)
+            init(shared.full[i], kArranges ? 1 + kArrangers : 2), init(shared.empty[i], TILES),
+                init(shared.x_came[i], 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
@@ -80,7 +86,7 @@ __device__ void load_box(char* to, const TensorMap& map, int i, int j, int k, lo
 }
 
 // Of all tiles at once, a box each: to ask for each tile by itself takes longer than it takes to come. Maps count
-// eights of bytes.
+// tiles and eights of bytes, those of float8 rows and columns.
 __device__ void load_weight(Shared& shared, const Maps& maps, int item, int begin, int step, long_t policy) {
     const int slot = free_slot(shared, step), tile = item * kEach;
     char* stage = shared.stages[slot];
@@ -88,8 +94,8 @@ __device__ void load_weight(Shared& shared, const Maps& maps, int item, int begi
     arrive_expecting(full, kStepBytes);
 #pragma unroll
     for (int i = 0; i < kSizes[0]; i += kPiece)
-        load_box(stage + kPlaces[0] + i * TILES, maps.parts[0], (begin * kCodes + i) / 8, tile, 0, full,
-                 policy);
+        load_box(stage + kPlaces[0] + i * TILES, maps.parts[0], (begin * kCodes + i) / (TYPE == FP8 ? 32 : 8),
+                 TYPE == FP8 ? tile * 32 : tile, 0, full, policy);
 #pragma unroll
     for (int part = 1; part < 5; part++) {
         if (kParts[part] == 0) continue;
@@ -101,8 +107,9 @@ __device__ void load_weight(Shared& shared, const Maps& maps, int item, int begi
 // Pieces of 64 columns of all rows; those beyond x are zero.
 __device__ void load_x(Shared& shared, const TensorMap& map, int begin, int step) {
     const int slot = free_slot(shared, step);
-    arrive_expecting(shared.full[slot], kXBytes);
-    load_box(shared.stages[slot], map, 0, 0, begin / 2, shared.full[slot], read_by_all());
+    long_t& came = kArranges ? shared.x_came[slot] : shared.full[slot];
+    arrive_expecting(came, kXBytes);
+    load_box(shared.stages[slot], map, 0, 0, begin / 2, came, read_by_all());
 }
 
 // All that the program multiplies, by its first warps
@@ -116,7 +123,7 @@ __device__ void load_all(Shared& shared, const TensorMap& x, const Maps& maps, c
     for (int item = work.first; item < num_items; item += work.apart)
         for (int i = 0; i < work.num_steps; i++, step++) {
             if (loader == kLoaders) load_x(shared, x, (work.begin + i) * GROUPS, step);
-            if (step % STAGES % kLoaders == loader)  // a stage is always the same warp's
+            if (step % STAGES % kAskers == loader)  // a stage is always the same warp's
                 load_weight(shared, maps, item, (work.begin + i) * GROUPS, step, policy);
         }
     let_next_begin();

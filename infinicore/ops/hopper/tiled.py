@@ -1,4 +1,5 @@
-"""Products of 2 to 128 rows of bfloat16 and a weight in tiles (few.cu, many.cu, tiled.cuh)."""
+"""Products of 2 to 128 rows of bfloat16 and a weight in tiles, or 2 to 64 and one of float8 (few.cu, many.cu,
+tiled.cuh)."""
 
 from __future__ import annotations
 
@@ -11,27 +12,38 @@ import torch
 from torch import Tensor
 
 import infinicore
+from infinicore.float8 import Float8, Float8Tensor
 from infinicore.ops import hopper
 from infinicore.ops.hopper import rows
 from infinicore.ops.hopper.one import TYPES
 from infinicore.ops.hopper.rows import After
 from infinicore.quantization import BlockType
-from infinicore.tiles import PARTS, TILE_ROWS, TiledTensor, bytes_per_tile
+from infinicore.tiles import BYTES, PARTS, TILE_ROWS, Part, TiledTensor
 
 WARPS = {8: 16, 16: 16, 32: 16, 64: 12, 128: 8}  # that multiply so many rows: their sums take registers
 FEW, MOST_ROWS = min(WARPS), max(WARPS)
+MOST_FLOAT8_ROWS = 64  # with more, x is rounded too (rows.py)
+FP8 = -1  # stands where others have ggml's number of their type
 LOADERS = 3  # warps that ask for the weight
 NUM_PARTS, MAP_BYTES = 5, 128
-PIECE = 2048  # bytes of codes that are loaded at once, of each tile
+PIECE, LINE = 2048, 128  # bytes of codes that are loaded at once, of each tile; of each row of float8
 ROOM = 227 * 1024  # bytes of a program, which are all that a processor has
+BARRIERS = 24  # bytes, of a step
 PAIR = 0x43004300  # two bfloat16 of 128, in bits: the last of them count ones
 PART = 20000  # what a part of a sum costs, in bytes
+
+
+Type = BlockType | Float8
+
+
+def parts_of(type: Type) -> tuple[Part, ...]:
+    return (BYTES,) if isinstance(type, Float8) else PARTS[type]
 
 
 class Plan(NamedTuple):
     """Tiles that a program has, programs that share its columns, and rows of x that there is room for"""
 
-    type: BlockType
+    type: Type
     tiles: int
     splits: int
     rows: int
@@ -48,14 +60,15 @@ class Plan(NamedTuple):
     def groups(self) -> int:
         """Of 32 columns, in a step: at least a piece, and as many as there is room for some times, twice for
         every team"""
-        least, some = PIECE // self.sizes(1)[0], 4 if self.rows == FEW else 3
+        piece = LINE * TILE_ROWS if isinstance(self.type, Float8) else PIECE
+        least, some = piece // self.sizes(1)[0], 4 if self.rows == FEW else 3
         room = (ROOM - self.sum_bytes) // max(2 * self.teams, some)
-        return next((n for n in (8, 4) if self.bytes_of(n) + 16 <= room), least)
+        return next((n for n in (8, 4) if self.bytes_of(n) + BARRIERS <= room), least)
 
     def sizes(self, groups: int) -> list[int]:
         """Bytes of a tile's parts in so many groups, or in the block that they are of"""
         return [
-            TILE_ROWS * part.num_bytes * max(32 * groups // part.elements, 1) for part in PARTS[self.type]
+            TILE_ROWS * part.num_bytes * max(32 * groups // part.elements, 1) for part in parts_of(self.type)
         ]
 
     def bytes_of(self, groups: int) -> int:
@@ -74,35 +87,41 @@ class Plan(NamedTuple):
 
     @property
     def num_stages(self) -> int:
-        return (ROOM - self.sum_bytes) // (self.stage_bytes + 16) // self.teams * self.teams
+        return (ROOM - self.sum_bytes) // (self.stage_bytes + BARRIERS) // self.teams * self.teams
 
     @property
     def shared_bytes(self) -> int:
-        return self.sum_bytes + self.num_stages * (self.stage_bytes + 16)
+        return self.sum_bytes + self.num_stages * (self.stage_bytes + BARRIERS)
 
 
 class Weight(ctypes.Structure):
     _fields_ = (("num_groups", ctypes.c_int), ("num_items", ctypes.c_int), ("pair", ctypes.c_uint))
 
 
-def suits(x: Tensor, weight: TiledTensor) -> bool:
+def suits(x: Tensor, weight: TiledTensor | Float8Tensor) -> bool:
     """Whether there are rows for this, and a weight of a type that is known here"""
     return (
         hopper.is_there(x.device)
         and not infinicore.deterministic
-        and 1 < x.numel() // x.shape[-1] <= MOST_ROWS
+        and 1 < x.numel() // x.shape[-1] <= most_rows(weight)
         and x.dtype == torch.bfloat16
-        and weight.type in TYPES
         and weight.shape[0] % 4 == 0
         and weight.shape[1] % rows.STEP == 0
         and weight.blocks.data_ptr() % 16 == 0
     )
 
 
+def most_rows(weight: TiledTensor | Float8Tensor) -> int:
+    """None of a type that is not known"""
+    if isinstance(weight, Float8Tensor):
+        return MOST_FLOAT8_ROWS
+    return MOST_ROWS if weight.type in TYPES else 0
+
+
 def launch(
     y: Tensor,
     x: Tensor,
-    weight: TiledTensor,
+    weight: TiledTensor | Float8Tensor,
     bias: Tensor | None,
     residual: Tensor | None = None,
     is_gated: bool = False,
@@ -115,8 +134,9 @@ def launch(
     num_outputs = y.shape[-1]
     num_rows = next(most for most in WARPS if len(x) <= most)
     plan = plan_of(num_rows, num_outputs, weight.shape[1], weight.type, is_gated, x.device)
+    scales = weight.row_scales if isinstance(weight, Float8Tensor) else None
     after = After(is_gated, bias is not None, residual is not None)
-    problem = rows.problem_of(place, x, bias, residual)
+    problem = rows.problem_of(place, x, bias, residual, None, scales)
     num_items = items_of(plan, num_outputs, is_gated)
     maps, source = maps_of(weight, plan, is_gated), Weight(weight.shape[1] // 32, num_items, PAIR)
     hopper.launch(
@@ -135,18 +155,35 @@ def map_of(x: Tensor, plan: Plan) -> Any:
     return hopper.tensor_map(x.data_ptr(), sizes, (x.stride(0), rows.STEP), box)
 
 
-def maps_of(weight: TiledTensor, plan: Plan, is_gated: bool) -> Any:
-    """What a step takes of each part of its tiles, in eights of bytes; of gates and ups"""
-    halves, tile_bytes, at = 1 + is_gated, weight.blocks.stride(0), weight.blocks.data_ptr()
-    num_tiles = len(weight.blocks) // halves
+def maps_of(weight: TiledTensor | Float8Tensor, plan: Plan, is_gated: bool) -> Any:
+    """What a step takes of each part of its tiles, or of its rows; of gates and ups"""
+    halves = 1 + is_gated
     maps = (ctypes.c_char * (NUM_PARTS * MAP_BYTES))()
-    for i, (part, size) in enumerate(zip(PARTS[weight.type], plan.sizes(plan.groups), strict=True)):
+    if isinstance(weight, Float8Tensor):
+        found = [rows_map(weight, plan, halves)]
+    else:
+        found = list(part_maps(weight, plan, halves))
+    for i, map in enumerate(found):
+        ctypes.memmove(ctypes.addressof(maps) + i * MAP_BYTES, map.getPtr(), MAP_BYTES)
+    return maps
+
+
+def part_maps(weight: TiledTensor, plan: Plan, halves: int) -> Iterator[Any]:
+    """In eights of bytes"""
+    tile_bytes, at = weight.blocks.stride(0), weight.blocks.data_ptr()
+    num_tiles = len(weight.blocks) // halves
+    for part, size in zip(PARTS[weight.type], plan.sizes(plan.groups), strict=True):
         length = TILE_ROWS * part.num_bytes * weight.shape[1] // part.elements
         sizes, strides = (length // 8, num_tiles, halves), (tile_bytes // 8, num_tiles * tile_bytes // 8)
-        map = hopper.tensor_map(at, sizes, strides, (min(size, PIECE) // 8, plan.tiles // halves, halves), 8)
-        ctypes.memmove(ctypes.addressof(maps) + i * MAP_BYTES, map.getPtr(), MAP_BYTES)
+        yield hopper.tensor_map(at, sizes, strides, (min(size, PIECE) // 8, plan.tiles // halves, halves), 8)
         at += length
-    return maps
+
+
+def rows_map(weight: Float8Tensor, plan: Plan, halves: int) -> Any:
+    num_rows, length = weight.shape[0] // halves, weight.shape[1]
+    box = LINE, TILE_ROWS * plan.tiles // halves, halves
+    strides = length, num_rows * length
+    return hopper.tensor_map(weight.blocks.data_ptr(), (length, num_rows, halves), strides, box, 1)
 
 
 # ---- which plan --------------------------------------------------------------------------------------------
@@ -159,10 +196,10 @@ def items_of(plan: Plan, num_outputs: int, is_gated: bool) -> int:
 
 @cache
 def plan_of(  # noqa: PLR0913  what a product is
-    num_rows: int, num_outputs: int, num_columns: int, type: BlockType, is_gated: bool, device: torch.device
+    num_rows: int, num_outputs: int, num_columns: int, type: Type, is_gated: bool, device: torch.device
 ) -> Plan:
     """That by which a program has least to read"""
-    row_bytes = bytes_per_tile(type, 256) // 256
+    row_bytes = sum(TILE_ROWS * part.num_bytes / part.elements for part in parts_of(type))
 
     def cost(plan: Plan) -> float:
         rounds = -(-items_of(plan, num_outputs, is_gated) // most_items(plan, device))
@@ -171,7 +208,7 @@ def plan_of(  # noqa: PLR0913  what a product is
 
     def candidates() -> Iterator[Plan]:
         is_few = num_rows == FEW
-        for tiles in (2, 4, 8, 16) if is_few else (4, 8):
+        for tiles in tile_counts(num_rows, type):
             for splits in (1, 2) if is_few else (1, 2, 3):
                 plan = Plan(type, tiles, splits, num_rows)
                 is_one_round = items_of(plan, num_outputs, is_gated) <= most_items(plan, device)
@@ -179,6 +216,13 @@ def plan_of(  # noqa: PLR0913  what a product is
                     yield plan
 
     return min(candidates(), key=cost)
+
+
+def tile_counts(num_rows: int, type: Type) -> tuple[int, ...]:
+    """A box has no more than 256 rows of float8."""
+    if num_rows > FEW:
+        return 4, 8
+    return (2, 4, 8) if isinstance(type, Float8) else (2, 4, 8, 16)
 
 
 @cache
@@ -200,16 +244,17 @@ def num_programs(plan: Plan, num_items: int, device: torch.device) -> int:
 
 @cache
 def kernel_of(plan: Plan, after: After, device: torch.device) -> Any:
+    number = FP8 if isinstance(plan.type, Float8) else plan.type.ggml_id
     defines = {
-        "TYPE": plan.type.ggml_id, "TILES": plan.tiles, "TEAMS": plan.teams, "ROWS": plan.rows,
-        "GROUPS": plan.groups, "SPLITS": plan.splits, "STAGES": plan.num_stages,
+        "TYPE": number, "TILES": plan.tiles, "TEAMS": plan.teams, "ROWS": plan.rows, "GROUPS": plan.groups,
+        "SPLITS": plan.splits, "STAGES": plan.num_stages,
         "IS_BFLOAT16": 1, **after.defines,
     }  # fmt: skip
     return hopper.loaded(source_of(plan), defines, plan.shared_bytes)
 
 
 def source_of(plan: Plan) -> str:
-    names = "product.cuh", "tiles.cuh", "tiled.cuh"
+    names = "product.cuh", "tiles.cuh", "tiled.cuh", "float8.cuh"
     if plan.rows == FEW:
         return hopper.source(*names, "few.cu")
     return multiply_of(plan.rows) + hopper.source(*names, "many.cu")

@@ -1,13 +1,14 @@
 // Weights in tiles (infinicore/tiles.py): where what they are made of lies, and their scales.
 //
-// Given when this is compiled: TYPE (ggml's number).
+// Given when this is compiled: TYPE (ggml's number, or that of float8, which lies in rows).
 
-enum { Q4_0 = 2, Q4_1 = 3, Q8_0 = 8, Q4_K = 12 };
+enum { FP8 = -1, Q4_0 = 2, Q4_1 = 3, Q8_0 = 8, Q4_K = 12 };
 
 // What a tile has for 8 groups, in bytes, part by part (PARTS in tiles.py)
 constexpr int kMinimums = TYPE == Q4_K ? 256 : TYPE == Q4_1 ? 512 : 0, kOfBlocks = TYPE == Q4_K ? 64 : 0;
-__device__ constexpr int kParts[] = {TYPE == Q8_0 ? 8192 : 4096, TYPE == Q4_K ? 256 : 512, kMinimums,
-                                     kOfBlocks, kOfBlocks};
+constexpr int kScales = TYPE == FP8 ? 0 : TYPE == Q4_K ? 256 : 512;
+__device__ constexpr int kParts[] = {TYPE == Q8_0 || TYPE == FP8 ? 8192 : 4096, kScales, kMinimums, kOfBlocks,
+                                     kOfBlocks};
 
 __device__ float half_to_float(unsigned bits) {
     float wide;

@@ -186,7 +186,7 @@ def launch(
     is_gated: bool = False,
 ) -> None:
     """y = x times the weight + bias + residual, or silu(gate) * up where the weight has the rows of both"""
-    if isinstance(weight, TiledTensor) and tiled.suits(x, weight):
+    if tiled.suits(x, weight):
         return tiled.launch(y, x, weight, bias, residual, is_gated)
     size, num_outputs = x.shape[1], y.shape[-1]
     tile = tile_of(len(x), weight)
