@@ -47,12 +47,14 @@ struct Chunk {
     }
 };
 
-// body(packed, first of K, length) for the chunks of a panel
+// body(packed, first of K, length) for the chunks of a panel, as few and as equal as can be
 template <class Block, class Body>
 inline void for_chunks(int64_t row_length, const uint8_t* packed, Body&& body) {
-    for (int64_t k = 0; k < row_length;
-         k += kPackedChunkElements, packed += kPackedChunkElements / Block::kElements * Block::kBytes * kRows)
-        body(packed, k, smaller(kPackedChunkElements, row_length - k));
+    constexpr int64_t kBlocks = kPackedChunkElements / Block::kElements;
+    const int64_t num_blocks = row_length / Block::kElements, count = (num_blocks + kBlocks - 1) / kBlocks;
+    const int64_t each = (num_blocks + count - 1) / count * Block::kElements;
+    for (int64_t k = 0; k < row_length; k += each, packed += each / Block::kElements * Block::kBytes * kRows)
+        body(packed, k, smaller(each, row_length - k));
 }
 
 // What fields of a chunk stand above the integers they mean, where products want fields without signs
@@ -158,7 +160,8 @@ struct Asked {
     }
 };
 
-// total[panel][r][0:16] += the products of M rows of the band, from `r` on, with `count` panels
+// total[panel][r][0:16] += the products of M rows of the band, from `r` on, with `count` panels; a row's first
+// chunk finds nothing there
 template <int P, int G, bool kHasMinimum, int kInShorts, int M, int count>
 INFINI_NOT_SCHEDULED void add_tile(float* __restrict total, const StripChunk<P, G>& strip, int panel,
                                    const Activations& x, int64_t first_row, int64_t r) {
@@ -174,7 +177,10 @@ INFINI_NOT_SCHEDULED void add_tile(float* __restrict total, const StripChunk<P, 
     const float* __restrict scale = chunk.scale, * __restrict minimum = chunk.minimum;
     Asked<count> asked(strip, panel, r);
     Tile<RowOfTile<P, kInShorts, N, count>, M> tile;
-    tile.each([&](auto& t, int m) INFINI_INLINE { t.totals.load_from(total + m * kRows, kTotalsApart); });
+    if (strip.first == 0)
+        tile.each([](auto& t, int) INFINI_INLINE { t.totals = {}; });
+    else
+        tile.each([&](auto& t, int m) INFINI_INLINE { t.totals.load_from(total + m * kRows, kTotalsApart); });
     for (int64_t g = 0; g < strip.num_groups;
          ++g, q += step * P * kGroup, x_scale += step, x_total += step * kTotals) {
         if constexpr (kTilesAsk) asked.ask();
@@ -223,8 +229,8 @@ void add_tiles(float* total, const StripChunk<P, G>& strip, const Activations& x
 
 // total[panel][row][0:16] of a strip
 template <class Block, int P>
-void add_rows(float* total, const uint8_t* packed, int num_panels, const Activations& x, int64_t first_row,
-              int64_t num_rows) {
+void multiply_rows(float* total, const uint8_t* packed, int num_panels, const Activations& x,
+                   int64_t first_row, int64_t num_rows) {
     constexpr int G = Block::kGroup;
     const int64_t row_length = x.num_groups * kGroup;
     StripChunk<P, G> strip;

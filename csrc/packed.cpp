@@ -32,9 +32,16 @@
 namespace infini::INFINI_LEVEL {
 namespace {
 
+// Of a panel, with the rows that fill up a block
+inline void clear(float* total, int64_t num_rows) {
+    memset(total, 0, (num_rows + kRowBlock - 1) / kRowBlock * kRowBlock * kRows * sizeof(float));
+}
+
 // total[row][0:16] of one panel, straight from memory or by pairs of rows
 template <class Block, int P>
-void add_panel(float* total, const uint8_t* packed, const Activations& x, int64_t row, int64_t num_rows) {
+void multiply_panel(float* total, const uint8_t* packed, const Activations& x, int64_t row,
+                    int64_t num_rows) {
+    clear(total, num_rows);
     if constexpr (kHasWholeSpan<Block>)
         add_few_whole_rows<Block, P, kPackedFewTileRows>(total, packed, x, row, num_rows);
 #if defined(INFINI_I8MM)
@@ -51,8 +58,9 @@ void add_panel(float* total, const uint8_t* packed, const Activations& x, int64_
 #if defined(INFINI_AMX)
 // total[panel][row][0:16], R rows at a time, in tiles
 template <class Block, int P, int R>
-void add_in_tiles(float* total, const uint8_t* packed, int num_panels, const Activations& x, int64_t row,
-                  int64_t num_rows) {
+void multiply_in_tiles(float* total, const uint8_t* packed, int num_panels, const Activations& x, int64_t row,
+                       int64_t num_rows) {
+    for (int i = 0; i < num_panels; ++i) clear(total + i * kPackedBandRows * kRows, num_rows);
     if constexpr (kHasWholeSpan<Block>)
         add_whole_blocks<Block, P, R>(total, kPackedBandRows, packed, num_panels, x, row, num_rows);
     else
@@ -62,30 +70,23 @@ void add_in_tiles(float* total, const uint8_t* packed, int num_panels, const Act
 
 // total[panel][row][0:16] of num_panels panels that follow one another
 template <class Block, int P>
-void add_products(float* total, const uint8_t* packed, int num_panels, const Activations& x, int64_t row,
-                  int64_t num_rows) {
+void multiply_panels(float* total, const uint8_t* packed, int num_panels, const Activations& x, int64_t row,
+                     int64_t num_rows) {
 #if defined(INFINI_AMX)
     constexpr int kFew = kHasWholeSpan<Block> ? kPackedFewTileRows : kPackedFewRows;
     const int block = num_rows <= kFew || !suits_tiles<Block, P>(x) ? 1 : 1 << x.log_rows;
     if (block == kRowBlock)
-        return add_in_tiles<Block, P, kRowBlock>(total, packed, num_panels, x, row, num_rows);
+        return multiply_in_tiles<Block, P, kRowBlock>(total, packed, num_panels, x, row, num_rows);
     if (block == kPackedFewestTileRows)
-        return add_in_tiles<Block, P, kPackedFewestTileRows>(total, packed, num_panels, x, row, num_rows);
+        return multiply_in_tiles<Block, P, kPackedFewestTileRows>(total, packed, num_panels, x, row,
+                                                                  num_rows);
 #endif
     if constexpr (!kPairsRows && !kHasWholeSpan<Block>)
-        if (num_rows > kPackedFewRows) return add_rows<Block, P>(total, packed, num_panels, x, row, num_rows);
+        if (num_rows > kPackedFewRows)
+            return multiply_rows<Block, P>(total, packed, num_panels, x, row, num_rows);
     const int64_t panel_bytes = x.num_groups * kGroup / Block::kElements * Block::kBytes * kRows;
     for (int i = 0; i < num_panels; ++i, total += kPackedBandRows * kRows, packed += panel_bytes)
-        add_panel<Block, P>(total, packed, x, row, num_rows);
-}
-
-// y[0:width] = total + residual, which may be y itself
-inline void write_row(float* y, const float* total, const float* residual, int64_t width) {
-    if (width < kRows)
-        for (int64_t c = 0; c < width; ++c) y[c] = residual ? residual[c] + total[c] : total[c];
-    else
-        for (int c = 0; c < kRows; c += W)
-            store(y + c, residual ? load(residual + c) + load(total + c) : load(total + c));
+        multiply_panel<Block, P>(total, packed, x, row, num_rows);
 }
 
 // Panels of one weight that are multiplied together
@@ -126,17 +127,14 @@ struct Problem {
 
     // total[panel][row][0:16] of one weight, with its bias
     void multiply(float* total, int weight, const Strip& s, int64_t m, int64_t num_rows) const {
-        const int64_t padded_rows = (num_rows + kRowBlock - 1) / kRowBlock * kRowBlock;
-        for (int i = 0; i < s.num_panels; ++i)
-            memset(total + i * kPackedBandRows * kRows, 0, padded_rows * kRows * sizeof(float));
         const uint8_t* packed =
             static_cast<const uint8_t*>(a.weight[weight].data) + s.row / kRows * a.weight[weight].shape[1];
         with_block(a.type[weight], [&](auto block) {
             using Block = decltype(block);
             if (x.num_planes == 2)
-                add_products<Block, 2>(total, packed, s.num_panels, x, m, num_rows);
+                multiply_panels<Block, 2>(total, packed, s.num_panels, x, m, num_rows);
             else
-                add_products<Block, 1>(total, packed, s.num_panels, x, m, num_rows);
+                multiply_panels<Block, 1>(total, packed, s.num_panels, x, m, num_rows);
         });
         if (!a.bias[weight].data) return;
         const float* bias = static_cast<const float*>(a.bias[weight].data) + s.row;
@@ -145,34 +143,51 @@ struct Problem {
                 total[(c / kRows * kPackedBandRows + r) * kRows + c % kRows] += bias[c];
     }
 
-    void write(const Strip& s, const float* total, int64_t m, int64_t num_rows) const {
-        for (int64_t r = 0; r < num_rows; ++r)
-            for (int i = 0; i < s.num_panels; ++i) {
-                const float* t = total + (i * kPackedBandRows + r) * kRows;
-                float* y = Rows{a.y}.at<float>(m + r) + s.column + i * kRows;
-                const float* residual =
-                    a.residual.data ? Rows{a.residual}.at<float>(m + r) + s.column + i * kRows : nullptr;
-                write_row(y, t, residual, smaller(kRows, a.num_rows[s.weight] - s.row - i * kRows));
+    // y = value(total) + residual, which may be y itself; value(t) is that of a vector of totals
+    template <class Value>
+    void write(const Strip& s, const float* total, int64_t m, int64_t num_rows, Value value) const {
+        for (int64_t r = 0; r < num_rows; ++r, total += kRows) {
+            float* y = Rows{a.y}.at<float>(m + r) + s.column;
+            const float* residual = a.residual.data ? Rows{a.residual}.at<float>(m + r) + s.column : nullptr;
+            const float* t = total;
+            int64_t left = smaller(s.num_panels * kRows, a.num_rows[s.weight] - s.row);
+            for (; left >= kRows; left -= kRows, t += kPackedBandRows * kRows, y += kRows) {
+                write_row(y, residual, t, value);
+                if (residual) residual += kRows;
             }
+            if (left > 0) write_part(y, residual, t, left, value);
+        }
     }
 
-    // total = gate(total) * up
-    template <class F>
-    static void gate_by(F f, float* total, const float* up, const Strip& s, int64_t num_rows) {
-        for (int64_t at = 0; at < s.num_panels * kPackedBandRows * kRows; at += kPackedBandRows * kRows)
-            map([f](vf gate, vf up) { return f(gate) * up; }, num_rows * kRows, total + at, total + at,
-                up + at);
+    template <class Value>
+    static INFINI_INLINE void write_row(float* y, const float* residual, const float* t, Value value) {
+        for (int c = 0; c < kRows; c += W)
+            store(y + c, residual ? load(residual + c) + value(t + c) : value(t + c));
+    }
+
+    template <class Value>
+    static __attribute__((noinline)) void write_part(float* y, const float* residual, const float* t,
+                                                     int64_t length, Value value) {
+        float part[kRows], added[kRows] = {};
+        if (residual) memcpy(added, residual, length * sizeof(float));
+        write_row(part, residual ? added : nullptr, t, value);
+        memcpy(y, part, length * sizeof(float));
     }
 
     void run(const Strip& s, int64_t band) const {
         const int64_t m = band * kPackedBandRows, num_rows = smaller(kPackedBandRows, x.num_rows - m);
-        alignas(64) float total[kPackedPanels * kPackedBandRows * kRows],
-            up[kPackedPanels * kPackedBandRows * kRows];
+        constexpr int kTotal = kPackedPanels * kPackedBandRows * kRows;
+        alignas(64) float total[2 * kTotal];
         multiply(total, s.weight, s, m, num_rows);
-        if (a.gate != Gate::none) multiply(up, 1, s, m, num_rows);
-        if (a.gate == Gate::silu) gate_by([](vf x) { return x * sigmoid(x); }, total, up, s, num_rows);
-        if (a.gate == Gate::gelu_tanh) gate_by([](vf x) { return gelu_tanh(x); }, total, up, s, num_rows);
-        write(s, total, m, num_rows);
+        if (a.gate == Gate::none) return write(s, total, m, num_rows, [](const float* t) { return load(t); });
+        multiply(total + kTotal, 1, s, m, num_rows);
+        const auto gated = [&](auto gate) {
+            write(s, total, m, num_rows, [gate](const float* t) { return gate(load(t)) * load(t + kTotal); });
+        };
+        if (a.gate == Gate::silu)
+            gated([](vf x) { return x * sigmoid(x); });
+        else
+            gated([](vf x) { return gelu_tanh(x); });
     }
 
     int64_t num_bands() const { return (x.num_rows + kPackedBandRows - 1) / kPackedBandRows; }

@@ -112,12 +112,10 @@ inline float largest_magnitude(const float* x, int count) {
     return magnitude;
 }
 
+#if !defined(INFINI_AVX512) && !defined(INFINI_AVX2)
 // 16 integers as bytes, and their sum. The second eight follow the first, or those of another row.
 INFINI_INLINE inline int32_t store_bytes(int8_t* to, const vi* v, [[maybe_unused]] bool is_paired) {
-#if defined(INFINI_AVX512)
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8((__m512i)v[0]));
-    return _mm512_reduce_add_epi32((__m512i)v[0]);
-#elif defined(INFINI_NEON)
+#if defined(INFINI_NEON)
     const auto narrowed = [](vi a, vi b) {
         return vreinterpretq_s8_s16(vuzp1q_s16(vreinterpretq_s16_s32(a), vreinterpretq_s16_s32(b)));
     };
@@ -133,55 +131,125 @@ INFINI_INLINE inline int32_t store_bytes(int8_t* to, const vi* v, [[maybe_unused
     return sum;
 #endif
 }
+#endif
 
-// Each half of a group: the nearest integers to x * inverse, ties to even, as one plane or as radix * high +
-// low. Low bytes run from -127 to 127, so that every kernel can negate them.
+// The integers of a group, of each plane, as bytes
 template <int P>
-INFINI_INLINE inline void round_group(const Activations& to, int64_t group, int64_t row, const float* x,
-                                      float inverse, float scale) {
-    constexpr int kVectors = kSumLength / W;
-    const int radix = to.radix, shift = radix == 16 ? 4 : 8;
-    const bool is_paired = to.has_pairs();
-    const int length = is_paired ? 2 * kSumLength : kSumLength, plane_stride = to.plane_stride();
-    int8_t* q = to.q_at(group, row);
-    int32_t *sums = to.sums_at(group, row), whole = 0;
-    for (int half = 0; half < kSums; ++half, x += kSumLength, q += length) {
-        vi v[kVectors], low[kVectors];
-        unrolled<kVectors>([&](auto i) INFINI_INLINE {
-            v[i] = (vi)as_bits(load(x + i * W) * inverse + kShift) - kShiftBits;
-            if constexpr (P == 1) return;
-            const vi high = (v[i] + radix / 2) >> shift, rest = v[i] - (high << shift);
-            v[i] = high, low[i] = rest < -127 ? vi{} - 127 : rest;
-        });
-        int32_t sum = sums[half << to.log_rows] = store_bytes(q, v, is_paired);
-        if constexpr (P == 2)
-            sum = radix * sum +
-                  (sums[(kSums + half) << to.log_rows] = store_bytes(q + plane_stride, low, is_paired));
-        *to.total_at(group, row, half, kSumLength) = scale * static_cast<float>(sum);
-        whole += sum;
-    }
-    *to.total_at(group, row, 0, kGroup) = scale * static_cast<float>(whole);
-}
+struct Planes {
+    vi of[P][kGroup / W];
 
-// Spans of a row, from `begin` to `end`. Infinity less itself is NaN: what is not finite makes every product
-// of its row NaN.
+#if defined(INFINI_AVX512)
+    // Planes are `stride` apart; sums[plane][half].
+    INFINI_INLINE void store_to(int8_t* q, int stride, bool, int32_t (&sums)[2 * kSums]) const {
+        // Packed bytes come by fours, one of each vector and each plane in turn.
+        const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+        const auto twos = [&](int plane) INFINI_INLINE {
+            return _mm512_packs_epi32((__m512i)of[plane][0], (__m512i)of[plane][1]);
+        };
+        const __m512i bytes = _mm512_permutexvar_epi32(order, _mm512_packs_epi16(twos(0), twos(P - 1)));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(q), _mm512_castsi512_si256(bytes));
+        if constexpr (P == 2)
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(q + stride), _mm512_extracti64x4_epi64(bytes, 1));
+        __m512i sum = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), bytes);
+        sum = _mm512_add_epi32(sum, _mm512_shuffle_epi32(sum, _MM_PERM_BADC));
+        sum = _mm512_add_epi32(sum, _mm512_shuffle_epi32(sum, _MM_PERM_CDAB));
+        const __m128i four = _mm512_castsi512_si128(_mm512_permutexvar_epi32(order, sum));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(sums), four);
+    }
+#elif defined(INFINI_AVX2)
+    INFINI_INLINE void store_to(int8_t* q, int stride, bool, int32_t (&sums)[2 * kSums]) const {
+        const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7), above = _mm256_set1_epi8(-128);
+        for (int plane = 0; plane < P; ++plane) {
+            const vi* v = of[plane];
+            const __m256i first = _mm256_packs_epi32((__m256i)v[0], (__m256i)v[1]),
+                          last = _mm256_packs_epi32((__m256i)v[2], (__m256i)v[3]),
+                          bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(first, last), order);
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(q + plane * stride), bytes);
+            const __m256i eights = _mm256_sad_epu8(_mm256_xor_si256(bytes, above), _mm256_setzero_si256()),
+                          sum = _mm256_add_epi32(eights, _mm256_shuffle_epi32(eights, 0x4e));
+            sums[plane * kSums] = _mm256_cvtsi256_si32(sum) - kSumLength * 128;
+            sums[plane * kSums + 1] = _mm256_extract_epi32(sum, 4) - kSumLength * 128;
+        }
+    }
+#else
+    // The same; eight bytes follow those before them, or eight of another row.
+    INFINI_INLINE void store_to(int8_t* q, int stride, bool is_paired, int32_t (&sums)[2 * kSums]) const {
+        const int length = is_paired ? 2 * kSumLength : kSumLength;
+        for (int i = 0; i < P * kSums; ++i)
+            sums[i] = store_bytes(q + i / kSums * stride + i % kSums * length,
+                                  &of[i / kSums][i % kSums * kSumLength / W], is_paired);
+    }
+#endif
+};
+
+// Where groups of a row go, one after the other
+template <int P>
+struct GroupPlace {
+    const int radix, plane_stride;
+    const bool is_paired;
+    const int64_t apart;  // from a row's number to the next row's
+    int8_t* q;
+    int32_t* sums;
+    float* totals;
+
+    GroupPlace(const Activations& to, int64_t group, int64_t row)
+        : radix(to.radix), plane_stride(to.plane_stride()), is_paired(to.has_pairs()),
+          apart(1 << to.log_rows), q(to.q_at(group, row)), sums(to.sums_at(group, row)),
+          totals(to.total_at(group, row, 0, kGroup)) {}
+
+    // The nearest integers to x * inverse, ties to even, as one plane or as radix * high + low. Low bytes run
+    // from -127 to 127, so that every kernel can negate them.
+    INFINI_INLINE void round(int8_t* to, const float* x, float inverse, float scale) {
+        const int shift = radix == 16 ? 4 : 8;
+        Planes<P> planes;
+        unrolled<kGroup / W>([&](auto i) INFINI_INLINE {
+            const vi v = (vi)as_bits(load(x + i * W) * inverse + kShift) - kShiftBits;
+            if constexpr (P == 1) {
+                planes.of[0][i] = v;
+            } else {
+                const vi high = (v + radix / 2) >> shift, low = v - (high << shift);
+                planes.of[0][i] = high, planes.of[1][i] = low < -127 ? vi{} - 127 : low;
+            }
+        });
+        int32_t found[2 * kSums];
+        planes.store_to(to, plane_stride, is_paired, found);
+        for (int i = 0; i < P * kSums; ++i, sums += apart) *sums = found[i];
+        put_totals(found, scale);
+    }
+
+    // Of the whole group, then of either half
+    INFINI_INLINE void put_totals(const int32_t (&found)[2 * kSums], float scale) {
+        int32_t whole = 0;
+        for (int half = 0; half < kSums; ++half) {
+            const int32_t sum = P == 1 ? found[half] : radix * found[half] + found[kSums + half];
+            totals[(1 + half) * apart] = scale * static_cast<float>(sum);
+            whole += sum;
+        }
+        *totals = scale * static_cast<float>(whole);
+        totals += kTotals * apart;
+    }
+};
+
+constexpr int kRun = 16;  // spans of a row, whose divisions overlap and whose lines are near for the next row
+
+// A run of a row's spans. Infinity less itself is NaN: what is not finite makes every product of its row NaN.
 template <int P>
 void round_spans(const Activations& to, int64_t row, const float* x, int64_t begin, int64_t end) {
     const float most = static_cast<float>(127 * to.radix);
-    constexpr int kBatch = 8;  // spans whose divisions overlap
-    const int num_groups = 1 << to.log_groups;
-    for (int64_t first = begin; first < end; first += kBatch) {
-        const int64_t last = smaller(first + kBatch, end);
-        float inverse[kBatch];
-        for (int64_t s = first; s < last; ++s) {
-            const float largest = largest_magnitude(x + s * to.span(), to.span());
-            inverse[s - first] = largest >= 0x1p-100f ? most / largest : 0.0f;
-            to.scale[to.at(s * num_groups, row)] = largest / most + (largest - largest);
-        }
-        for (int64_t g = first * num_groups; g < last * num_groups; ++g)
-            round_group<P>(to, g, row, x + g * kGroup, inverse[g / num_groups - first],
-                           to.scale[to.at(g, row)]);
+    const int span = to.span();
+    const int64_t first = begin << to.log_groups, at = to.at(first, row);
+    GroupPlace<P> place(to, first, row);
+    float inverse[kRun];
+    float* scale = to.scale + at;
+    for (int64_t s = begin; s < end; ++s, scale += place.apart) {
+        const float largest = largest_magnitude(x + s * span, span);
+        inverse[s - begin] = largest >= 0x1p-100f ? most / largest : 0.0f;
+        *scale = largest / most + (largest - largest);
     }
+    scale = to.scale + at;
+    for (int64_t s = begin; s < end; ++s, scale += place.apart, place.q += place.apart * P * span)
+        for (int i = 0; i < span; i += kGroup)
+            place.round(place.q + i, x + s * span + i, inverse[s - begin], *scale);
 }
 
 inline void round_spans(const Activations& to, int64_t row, const float* x, int64_t begin, int64_t end) {
@@ -206,7 +274,7 @@ template <class RowAt>
 inline void round_parts(const Activations& to, RowAt&& row_at, int64_t begin, int64_t end) {
     for (int64_t at = begin; at < end;) {
         const int64_t block = at / to.num_spans(), first = at % to.num_spans(),
-                      last = smaller(to.num_spans(), first + end - at);
+                      last = smaller(smaller(to.num_spans(), first + end - at), first + kRun);
         for (int64_t row = block << to.log_rows; row < (block + 1) << to.log_rows; ++row)
             if (row < to.num_rows)
                 round_spans(to, row, row_at(row), first, last);

@@ -18,12 +18,13 @@ struct Rows {
 
     template <class T>
     T* at(int64_t row) const {
-        int64_t offset = 0;
+        T* at = static_cast<T*>(t.data);
         for (int i = t.ndim - 2; i >= 0; --i) {
-            offset += row % t.shape[i] * t.stride[i];
+            if (row < t.shape[i]) return at + row * t.stride[i];  // mostly: divisions take long
+            at += row % t.shape[i] * t.stride[i];
             row /= t.shape[i];
         }
-        return static_cast<T*>(t.data) + offset;
+        return at;
     }
 };
 

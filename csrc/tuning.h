@@ -28,7 +28,7 @@ constexpr int kTileLoneRows = 4;                // of weight that a lone row of 
 constexpr int64_t kTileLoneElements = 1 << 14;  // of a lone row of x at hand
 
 // Packed products (packed.cpp, dots_*.h)
-constexpr int kPackedChunkElements = W == 4 ? 1024 : 256;  // of K, read from a panel of weight rows at a time
+constexpr int kPackedChunkElements = W == 4 ? 1024 : 288;  // of K, read from a panel of weight rows at a time
 constexpr int kPackedPrefetchBytes = W == 4 ? 512 : 8192;  // of weight
 constexpr int kPackedBandRows = W == 16 ? 256 : 128;       // of x, which share a chunk of weight
 template <int P>                                           // of x, whose dots and totals stay in registers
