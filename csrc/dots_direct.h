@@ -33,10 +33,10 @@ INFINI_INLINE inline Quad<N> fields_at(const uint8_t* packed) {
 template <int count>
 constexpr int kPartsAtOnce = count * kParts <= kPackedFewSums ? kParts : kPackedFewSums / count;
 
-// total[r][0:16] += the products of M rows of x from `row` on with 16 of weight
+// total[r][0:16] = the products of M rows of x from `row` on with 16 of weight
 template <class Block, int P, int M>
-INFINI_INLINE inline void add_blocks_to_rows(float* total, const uint8_t* packed, const Activations& x,
-                                             int64_t row) {
+INFINI_INLINE inline void multiply_blocks(float* total, const uint8_t* packed, const Activations& x,
+                                          int64_t row) {
     constexpr int G = Block::kGroup, kGroups = Block::kElements / G,
                   kSplit = kGroup / G;  // groups to one of x
     constexpr int kSize = Block::kBytes * kRows, kLines = (kSize + 63) / 64,
@@ -46,7 +46,7 @@ INFINI_INLINE inline void add_blocks_to_rows(float* total, const uint8_t* packed
     const int64_t step = 1 << x.log_rows;
     const Radix radix(x.radix);
     Tile<RowOfTile<P, kInShorts<Block>, N>, M> tile;
-    tile.each([&](auto& r, int m) INFINI_INLINE { r.totals.load_from(total + m * kRows); });
+    tile.each([](auto& r, int) INFINI_INLINE { r.totals = {}; });
     for (int64_t first = 0; first < x.num_groups; first += kGroups / kSplit, packed += kSize) {
         alignas(64) float scale[kGroups * kRows], minimum[kGroups * kRows];
         Block::template scales<kRows>(scale, minimum, packed);
@@ -95,21 +95,22 @@ INFINI_INLINE inline void add_blocks_to_rows(float* total, const uint8_t* packed
 
 // Of blocks of 256, too many loads would be moved up.
 template <class Block, int P, int M>
-INFINI_NOT_SCHEDULED void add_long_blocks_to_rows(float* total, const uint8_t* packed, const Activations& x,
-                                                  int64_t row) {
-    add_blocks_to_rows<Block, P, M>(total, packed, x, row);
+INFINI_NOT_SCHEDULED void multiply_long_blocks(float* total, const uint8_t* packed, const Activations& x,
+                                               int64_t row) {
+    multiply_blocks<Block, P, M>(total, packed, x, row);
 }
 
 // As many rows together as there are, up to M
 template <class Block, int P, int M>
-void add_few_rows(float* total, const uint8_t* packed, const Activations& x, int64_t row, int64_t num_rows) {
+void multiply_few_rows(float* total, const uint8_t* packed, const Activations& x, int64_t row,
+                       int64_t num_rows) {
     for (; num_rows >= M; num_rows -= M, row += M, total += M * kRows) {
         if constexpr (Block::kElements > kGroup)
-            add_long_blocks_to_rows<Block, P, M>(total, packed, x, row);
+            multiply_long_blocks<Block, P, M>(total, packed, x, row);
         else
-            add_blocks_to_rows<Block, P, M>(total, packed, x, row);
+            multiply_blocks<Block, P, M>(total, packed, x, row);
     }
-    if constexpr (M > 1) add_few_rows<Block, P, M - 1>(total, packed, x, row, num_rows);
+    if constexpr (M > 1) multiply_few_rows<Block, P, M - 1>(total, packed, x, row, num_rows);
 }
 
 }  // namespace

@@ -32,7 +32,7 @@
 namespace infini::INFINI_LEVEL {
 namespace {
 
-// Of a panel, with the rows that fill up a block
+// What some kernels add to: of a panel, with the rows that fill up a block
 inline void clear(float* total, int64_t num_rows) {
     memset(total, 0, (num_rows + kRowBlock - 1) / kRowBlock * kRowBlock * kRows * sizeof(float));
 }
@@ -41,18 +41,17 @@ inline void clear(float* total, int64_t num_rows) {
 template <class Block, int P>
 void multiply_panel(float* total, const uint8_t* packed, const Activations& x, int64_t row,
                     int64_t num_rows) {
-    clear(total, num_rows);
-    if constexpr (kHasWholeSpan<Block>)
+    if constexpr (kHasWholeSpan<Block>) {
+        clear(total, num_rows);
         add_few_whole_rows<Block, P, kPackedFewTileRows>(total, packed, x, row, num_rows);
 #if defined(INFINI_I8MM)
-    else if (x.has_pairs())
+    } else if (x.has_pairs()) {
+        clear(total, num_rows);
         add_paired_rows<Block, P>(total, packed, x, row, num_rows);
-    else
-        add_few_rows<Block, P, 1>(total, packed, x, row, num_rows);
-#else
-    else
-        add_few_rows<Block, P, kPackedFewTileRows>(total, packed, x, row, num_rows);
 #endif
+    } else {
+        multiply_few_rows<Block, P, kPairsRows ? 1 : kPackedFewTileRows>(total, packed, x, row, num_rows);
+    }
 }
 
 #if defined(INFINI_AMX)
@@ -97,31 +96,27 @@ struct Strip {
 
 struct Problem {
     const PackedLinear& a;
-    Activations x;
+    const Activations& x;
+    const int64_t width;  // panels of a strip
+    int64_t num_strips[kPackedWeights], all_strips = 0;
+
+    Problem(const PackedLinear& a, const Activations& x)
+        : a(a), x(x), width(x.num_rows <= kPackedFewRows    ? 1
+                            : x.num_rows <= kPackedNearRows ? kPackedNearPanels
+                                                            : kPackedPanels) {
+        for (int i = 0; i < a.count; ++i) num_strips[i] = (num_panels(a.num_rows[i]) + width - 1) / width;
+        for (int i = 0; i < (a.gate == Gate::none ? a.count : 1); ++i) all_strips += num_strips[i];
+    }
 
     static int64_t num_panels(int64_t num_rows) { return (num_rows + kRows - 1) / kRows; }
-
-    // Panels of a strip
-    int64_t width() const {
-        if (x.num_rows <= kPackedFewRows) return 1;
-        return x.num_rows <= kPackedNearRows ? kPackedNearPanels : kPackedPanels;
-    }
-
-    int64_t num_strips(int weight) const { return (num_panels(a.num_rows[weight]) + width() - 1) / width(); }
-
-    int64_t num_strips() const {
-        int64_t count = num_strips(0);
-        for (int i = 1; i < a.count && a.gate == Gate::none; ++i) count += num_strips(i);
-        return count;
-    }
 
     Strip strip(int64_t index) const {
         int weight = 0;
         int64_t column = 0;
-        for (; index >= num_strips(weight); ++weight)
-            index -= num_strips(weight), column += a.num_rows[weight];
-        const int64_t row = index * width() * kRows;
-        return {weight, static_cast<int>(smaller(width(), num_panels(a.num_rows[weight] - row))), row,
+        for (; index >= num_strips[weight]; ++weight)
+            index -= num_strips[weight], column += a.num_rows[weight];
+        const int64_t row = index * width * kRows;
+        return {weight, static_cast<int>(smaller(width, num_panels(a.num_rows[weight] - row))), row,
                 column + row};
     }
 
@@ -195,9 +190,9 @@ struct Problem {
     // Pieces of work are the strips of one band of rows after those of another, so that a thread has few
     // bands, which others have written, to read.
     void run_pieces(int64_t begin, int64_t end) const {
-        for (const int64_t count = num_strips(); begin < end;) {
-            const int64_t band = begin / count, stop = smaller(end, (band + 1) * count);
-            for (; begin < stop; ++begin) run(strip(begin - band * count), band);
+        while (begin < end) {
+            const int64_t band = begin / all_strips, stop = smaller(end, (band + 1) * all_strips);
+            for (; begin < stop; ++begin) run(strip(begin - band * all_strips), band);
         }
     }
 };
@@ -205,23 +200,22 @@ struct Problem {
 }  // namespace
 
 void multiply_outputs(const PackedLinear& a, const Activations& x, int64_t begin, int64_t end) {
-    const Problem problem{a, x};
-    const int64_t width = problem.width();
+    const Problem problem(a, x);
     for (int64_t band = 0; band < problem.num_bands(); ++band)
-        for (int64_t row = begin; row < end; row += width * kRows) {
-            const int64_t num_panels = smaller(width, Problem::num_panels(end - row));
+        for (int64_t row = begin; row < end; row += problem.width * kRows) {
+            const int64_t num_panels = smaller(problem.width, Problem::num_panels(end - row));
             problem.run({0, static_cast<int>(num_panels), row, row}, band);
         }
 }
 
 int64_t packed_linear(const PackedLinear& a) {
     const int span = span_of(a.type[0], kHasTiles);
-    Problem problem{a, Activations(Rows{a.x}.count(), Rows{a.x}.length(), span, a.activation_bits)};
-    Activations& x = problem.x;
+    Activations x(Rows{a.x}.count(), Rows{a.x}.length(), span, a.activation_bits);
+    const Problem problem(a, x);
     const int64_t row_length = x.num_groups * kGroup, grain = kGrainElements / (kRows * (row_length + 1)) + 1;
     x.put_into(scratch(Scratch::shared, x.num_bytes()));
     round_rows(x, a.x);
-    parallel_for(problem.num_bands() * problem.num_strips(), grain, [&](int64_t begin, int64_t end) {
+    parallel_for(problem.num_bands() * problem.all_strips, grain, [&](int64_t begin, int64_t end) {
         if (x.num_rows == 1) x.prefetch();
         problem.run_pieces(begin, end);
     });
