@@ -62,7 +62,7 @@ INFINI_INLINE inline void for_fields(Body&& body) {
 // the upper ones; and those of one row as they were
 constexpr uint32_t kLowerHalves = 0x0f0f0f0fu, kUpperSigns = 0x80808080u;
 
-void pair_rows(uint32_t* pieces) {
+inline void pair_rows(uint32_t* pieces) {
     for (int r = 0; r < kRows / 2; ++r) {
         const uint32_t first = pieces[r], second = pieces[r + kRows / 2];
         pieces[r] = ((first & kLowerHalves) | (second & kLowerHalves) << 4) ^ kUpperSigns;
