@@ -160,8 +160,8 @@ struct Asked {
     }
 };
 
-// total[panel][r][0:16] += the products of M rows of the band, from `r` on, with `count` panels; a row's first
-// chunk finds nothing there
+// total[panel][r][0:16] += the products of M rows of the band, from `r` on, with `count` panels; the first chunk
+// of K finds nothing there
 template <int P, int G, bool kHasMinimum, int kInShorts, int M, int count>
 INFINI_NOT_SCHEDULED void add_tile(float* __restrict total, const StripChunk<P, G>& strip, int panel,
                                    const Activations& x, int64_t first_row, int64_t r) {

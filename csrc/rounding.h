@@ -230,16 +230,14 @@ struct GroupPlace {
     }
 };
 
-constexpr int kRun = 16;  // spans of a row, whose divisions overlap and whose lines are near for the next row
-
-// A run of a row's spans. Infinity less itself is NaN: what is not finite makes every product of its row NaN.
+// A run of a row's spans, whose divisions overlap. Infinity less itself is NaN: what is not finite makes every product of its row NaN.
 template <int P>
 void round_spans(const Activations& to, int64_t row, const float* x, int64_t begin, int64_t end) {
     const float most = static_cast<float>(127 * to.radix);
     const int span = to.span();
     const int64_t first = begin << to.log_groups, at = to.at(first, row);
     GroupPlace<P> place(to, first, row);
-    float inverse[kRun];
+    float inverse[kRoundedRun];
     float* scale = to.scale + at;
     for (int64_t s = begin; s < end; ++s, scale += place.apart) {
         const float largest = largest_magnitude(x + s * span, span);
@@ -269,12 +267,12 @@ inline void clear_spans(const Activations& to, int64_t row, int64_t begin, int64
 
 // Parts of the rows row_at(0), row_at(1) ...: of num_parts(), each is a span of all rows of a block. Those
 // have their scales and sums in the same cache lines, which two threads that had a row each would take from
-// each other again and again.
+// each other again and again; a thread goes on to the next row while they are near.
 template <class RowAt>
 inline void round_parts(const Activations& to, RowAt&& row_at, int64_t begin, int64_t end) {
     for (int64_t at = begin; at < end;) {
         const int64_t block = at / to.num_spans(), first = at % to.num_spans(),
-                      last = smaller(smaller(to.num_spans(), first + end - at), first + kRun);
+                      last = smaller(smaller(to.num_spans(), first + end - at), first + kRoundedRun);
         for (int64_t row = block << to.log_rows; row < (block + 1) << to.log_rows; ++row)
             if (row < to.num_rows)
                 round_spans(to, row, row_at(row), first, last);

@@ -50,6 +50,7 @@ constexpr bool kPairsRows = false;
 #endif
 constexpr int kRowBlock = W == 4 ? 2 : 16;       // of x at most, whose spans lie side by side
 constexpr int64_t kRoundedGrainElements = 1536;  // of x, worth a thread to round them
+constexpr int kRoundedRun = 16;                  // spans of a row of x, before those of the next row
 #if defined(__AMX_INT8__)
 constexpr int kPackedPanels = 2;     // of weight, which a block of x meets while it is near
 constexpr int kPackedNearRows = 64;  // up to which they meet fewer panels
