@@ -47,7 +47,8 @@ struct Chunk {
     }
 };
 
-// body(packed, first of K, length) for the chunks of a panel, as few and as equal as can be
+// body(packed, first of K, length) for the chunks of a panel whose rows have any, as few and as equal as
+// can be
 template <class Block, class Body>
 inline void for_chunks(int64_t row_length, const uint8_t* packed, Body&& body) {
     constexpr int64_t kBlocks = kPackedChunkElements / Block::kElements;
@@ -160,8 +161,8 @@ struct Asked {
     }
 };
 
-// total[panel][r][0:16] += the products of M rows of the band, from `r` on, with `count` panels; the first chunk
-// of K finds nothing there
+// total[panel][r][0:16] += the products of M rows of the band, from `r` on, with `count` panels; the first
+// chunk of K finds nothing there
 template <int P, int G, bool kHasMinimum, int kInShorts, int M, int count>
 INFINI_NOT_SCHEDULED void add_tile(float* __restrict total, const StripChunk<P, G>& strip, int panel,
                                    const Activations& x, int64_t first_row, int64_t r) {

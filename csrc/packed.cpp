@@ -124,13 +124,16 @@ struct Problem {
     void multiply(float* total, int weight, const Strip& s, int64_t m, int64_t num_rows) const {
         const uint8_t* packed =
             static_cast<const uint8_t*>(a.weight[weight].data) + s.row / kRows * a.weight[weight].shape[1];
-        with_block(a.type[weight], [&](auto block) {
-            using Block = decltype(block);
-            if (x.num_planes == 2)
-                multiply_panels<Block, 2>(total, packed, s.num_panels, x, m, num_rows);
-            else
-                multiply_panels<Block, 1>(total, packed, s.num_panels, x, m, num_rows);
-        });
+        if (x.num_groups == 0)  // nothing is multiplied
+            memset(total, 0, s.num_panels * kPackedBandRows * kRows * sizeof(float));
+        else
+            with_block(a.type[weight], [&](auto block) {
+                using Block = decltype(block);
+                if (x.num_planes == 2)
+                    multiply_panels<Block, 2>(total, packed, s.num_panels, x, m, num_rows);
+                else
+                    multiply_panels<Block, 1>(total, packed, s.num_panels, x, m, num_rows);
+            });
         if (!a.bias[weight].data) return;
         const float* bias = static_cast<const float*>(a.bias[weight].data) + s.row;
         for (int64_t c = 0; c < smaller(s.num_panels * kRows, a.num_rows[weight] - s.row); ++c)

@@ -230,7 +230,8 @@ struct GroupPlace {
     }
 };
 
-// A run of a row's spans, whose divisions overlap. Infinity less itself is NaN: what is not finite makes every product of its row NaN.
+// A run of a row's spans, whose divisions overlap. Infinity less itself is NaN: what is not finite makes
+// every product of its row NaN.
 template <int P>
 void round_spans(const Activations& to, int64_t row, const float* x, int64_t begin, int64_t end) {
     const float most = static_cast<float>(127 * to.radix);

@@ -80,6 +80,15 @@ def test_no_rows_make_no_products(level: str) -> None:
         assert F.linear(torch.empty(2, 0, 768), weight).shape == (2, 0, 100)
 
 
+@pytest.mark.parametrize("num_rows", [1, 5, 9, 300])
+@pytest.mark.parametrize("bits", [8, 12, 16])
+def test_what_has_no_columns_comes_to_its_bias(bits: int, num_rows: int, level: str) -> None:
+    bias = rows(1, 20)[0]
+    for block_type in (BlockType.Q4_0, BlockType.Q6_K):
+        weight = QuantizedTensor(torch.empty(20, 0, dtype=torch.uint8), block_type, (20, 0)).pack(bits)
+        assert torch.equal(F.linear(torch.empty(num_rows, 0), weight, bias), bias.expand(num_rows, 20))
+
+
 def test_a_bias_without_values_is_refused_and_not_taken_for_none() -> None:
     x, weight, bias = torch.ones(2, 32), torch.ones(16, 32), torch.empty(0)
     packed = quantize(weight, BlockType.Q8_0).pack()
