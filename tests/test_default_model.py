@@ -18,6 +18,8 @@ from infinicore import _native, nn
 from infinicore.quantization import QuantizedTensor
 from infinilm import LLM, SamplingParams, load_model
 from infinilm.cache import DynamicCache
+from infinilm.cli import parser
+from infinilm.cli.options import load
 
 DATA = Path(__file__).parent / "data"
 RECORDED: dict[str, Any] = json.loads((DATA / "smollm2_answers.json").read_text())
@@ -51,6 +53,11 @@ def on_amx(default_model_path: Path) -> LLM:
 def test_it_is_sampled_as_its_makers_recommend(default_model_path: Path) -> None:
     model, _ = load_model()
     assert model.recommended == SamplingParams(temperature=0.2, top_p=0.9)
+
+
+def test_commands_sample_it_as_its_makers_recommend(default_model_path: Path) -> None:
+    llm = load(parser().parse_args(["batch", "asked.jsonl", "answered.jsonl"]))
+    assert llm.get_default_sampling_params() == SamplingParams(temperature=0.2, top_p=0.9)
 
 
 @pytest.fixture(scope="module")

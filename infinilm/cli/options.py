@@ -146,8 +146,14 @@ def load(options: argparse.Namespace) -> LLM:
     from infinilm.llm import LLM
 
     with progress("loading", stored_bytes(path)) as report:
-        llm: LLM = LLM(path, **engine_options(options), report=report)
+        llm: LLM = LLM(chosen_model(options, path), **engine_options(options), report=report)
     return llm
+
+
+def chosen_model(options: argparse.Namespace, path: Path) -> Path | None:
+    """What the engine is told to load. None is the built-in model: of how its tokens are drawn its file says
+    nothing, so that it must not be taken for any file."""
+    return None if options.model is None else path
 
 
 def stored_bytes(path: Path) -> int:

@@ -14,6 +14,7 @@ from infinilm.cli.options import (
     add_engine_options,
     add_load_options,
     add_number,
+    chosen_model,
     engine_options,
     positive,
 )
@@ -214,7 +215,7 @@ def load_async(options: argparse.Namespace) -> AsyncLLM:
     template = None if options.chat_template is None else options.chat_template.read_text("utf-8")
     queue = {"max_queue": options.max_num_seqs + options.max_queue, "max_queue_tokens": 1 << 62}
     llm: AsyncLLM = AsyncLLM(
-        path,
+        chosen_model(options, path),
         **engine_options(options),
         **queue,
         max_num_seqs=options.max_num_seqs,
