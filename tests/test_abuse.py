@@ -275,6 +275,12 @@ def test_a_number_that_is_null_has_not_been_given(abused: Running) -> None:
         assert ask(abused, path, **nulls).status_code == 200
 
 
+def test_a_whole_number_may_be_written_with_a_point(abused: Running) -> None:
+    for path, name in numbers():
+        plain, pointed = (ask(abused, path, **{name: value}) for value in (1, 1.0))
+        assert pointed.status_code == plain.status_code, (path, name, pointed.text)
+
+
 # ---- too much ----------------------------------------------------------------------------------------------
 
 TOO_MUCH: list[tuple[str, str, Any]] = [

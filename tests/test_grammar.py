@@ -22,7 +22,7 @@ import pytest
 from torch import Tensor
 
 from infinilm.engine.grammar import PROGRAM, GrammarCompiler, Matcher, check_enforceable
-from infinilm.engine.grammar_schema import loosened
+from infinilm.engine.grammar_schema import closed, loosened
 from infinilm.engine.grammar_trial import COMPILE_STACK, SURVIVED, call_with_stack
 from infinilm.engine.request import RequestError
 from infinilm.sampling import StructuredOutputsParams
@@ -306,6 +306,47 @@ def test_what_is_loosened_keeps_what_references_lead_through(tiny: Case) -> None
     loose, dropped = loosened({"properties": {"a": either, "b": {"$ref": "#/properties/a/oneOf/0"}}})
     assert dropped == ["not"]
     assert tiny.accepts('{"a":"x","b":1}', json=loose) and not tiny.accepts('{"a":"x","b":"y"}', json=loose)
+
+
+A: dict[str, Any] = {"properties": {"a": {"type": "integer"}}}
+ONLY_A = {**A, "additionalProperties": False}
+DEFINED = {"$ref": "#/$defs/a"}
+TO_CLOSE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "an object": (A, ONLY_A),
+    "an object in another": (
+        {"properties": {"b": A}, "additionalProperties": False},
+        {"properties": {"b": ONLY_A}, "additionalProperties": False},
+    ),
+    "items": ({"items": A}, {"items": ONLY_A}),
+    "alternatives": ({"anyOf": [A, {"type": "null"}]}, {"anyOf": [ONLY_A, {"type": "null"}]}),
+    "definitions": (
+        {"items": DEFINED, "$defs": {"a": A}},
+        {"items": DEFINED, "$defs": {"a": ONLY_A}},
+    ),
+}
+LEFT_OPEN: dict[str, dict[str, Any]] = {
+    "what says so": {**A, "additionalProperties": {}},
+    "what needs more": {**A, "required": ["b"]},
+    "several at once": {"allOf": [A, {"properties": {"b": {}}}]},
+    "one of several": {"oneOf": [A, {"properties": {"b": {}}}]},
+    "a definition that is gone on from": {
+        "items": {**DEFINED, "properties": {"b": {}}},
+        "$defs": {"a": A},
+    },
+    "an alternative beside more": {"items": {"items": {}, "anyOf": [{"items": A}]}},
+}
+
+
+@pytest.mark.parametrize("schema, wanted", TO_CLOSE.values(), ids=TO_CLOSE)
+def test_what_is_closed_has_no_properties_that_are_not_named(
+    schema: dict[str, Any], wanted: dict[str, Any]
+) -> None:
+    assert closed(schema) == wanted
+
+
+@pytest.mark.parametrize("schema", LEFT_OPEN.values(), ids=LEFT_OPEN)
+def test_what_is_closed_keeps_properties_that_others_may_name(schema: dict[str, Any]) -> None:
+    assert closed(schema) == schema
 
 
 def test_control_characters_that_have_a_short_escape_are_written_by_it(tiny: Case) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -110,20 +111,28 @@ def head_of(response: dict[str, Any]) -> dict[str, Any]:
         "id": response["id"],
         "object": "response",
         "created_at": response["created_at"],
+        "completed_at": None,
         "model": NAME,
         "background": False,
         "error": None,
+        "frequency_penalty": 0.0,
         "instructions": None,
+        "max_tool_calls": None,
         "parallel_tool_calls": True,
+        "presence_penalty": 0.0,
         "previous_response_id": None,
         "prompt_cache_key": None,
-        "reasoning": {"effort": None},
+        "reasoning": {"effort": None, "summary": None},
+        "safety_identifier": None,
+        "service_tier": "default",
         "store": True,
         "temperature": 1.0,
         "tool_choice": "auto",
         "tools": [],
+        "top_logprobs": 0,
         "top_p": 1.0,
         "truncation": "disabled",
+        "user": None,
         **YES,
     }
 
@@ -162,16 +171,57 @@ def test_a_stream_tells_a_message_from_its_item_down_to_its_text_and_back(idle: 
     assert done == {"type": "response.output_item.done", "output_index": 0, "item": item}
 
 
+# The fields of a response that Open Responses requires, of which some may be null
+REQUIRED = {
+    *(
+        "id",
+        "object",
+        "created_at",
+        "completed_at",
+        "status",
+        "incomplete_details",
+        "model",
+        "output",
+        "error",
+    ),
+    *("previous_response_id", "instructions", "tools", "tool_choice", "truncation", "parallel_tool_calls"),
+    *("text", "top_p", "presence_penalty", "frequency_penalty", "top_logprobs", "temperature", "reasoning"),
+    *("user", "usage", "max_output_tokens", "max_tool_calls", "store", "background", "service_tier"),
+    *("metadata", "safety_identifier", "prompt_cache_key"),
+}
+
+
+def test_a_response_has_every_field_that_open_responses_requires(idle: Running) -> None:
+    asked = {"max_output_tokens": 5, "frequency_penalty": 0.5, "presence_penalty": 1}
+    for found in (
+        answer(idle, **asked),
+        *(one["response"] for one in events(idle, **asked) if "response" in one),
+    ):
+        assert found.keys() >= REQUIRED and found["reasoning"].keys() == {"effort", "summary"}
+        assert (found["frequency_penalty"], found["presence_penalty"]) == (0.5, 1.0)
+
+
 def test_a_stream_ends_with_the_whole_response(idle: Running) -> None:
     *_, done, last = events(idle, **YES)
     found = last["response"]
     usage, timings = found.pop("usage"), found.pop("timings")
     end = {"status": "completed", "incomplete_details": None, "output": [done["item"]]}
+    end["completed_at"] = found["completed_at"]
     assert last["type"] == "response.completed" and found == {**head_of(found), **end}
+    assert found["created_at"] <= found["completed_at"] <= time.time()
     assert timings["prompt_n"] + timings["cache_n"] == 11
     tokens, details = ("input_tokens", "output_tokens"), ("input_tokens_details", "output_tokens_details")
     assert set(usage) == {*tokens, *details, "total_tokens"}
     assert usage["input_tokens_details"].keys() >= {"cached_tokens", "cache_write_tokens"}
+
+
+def test_an_answer_without_a_word_is_a_message_without_one(idle: Running) -> None:
+    nothing = {"logit_bias": {"0": 100}}  # the end, at once
+    (item,) = answer(idle, **nothing)["output"]
+    assert item["type"] == "message" and item["content"][0]["text"] == "" and item["status"] == "completed"
+    *told, last = [one["type"] for one in events(idle, **nothing)]
+    added, done = told.index("response.output_item.added"), told.index("response.output_item.done")
+    assert last == "response.completed" and 0 < added < done
 
 
 def test_a_token_limit_ends_in_an_incomplete_response(idle: Running) -> None:
@@ -303,6 +353,12 @@ def test_a_function_that_is_chosen_is_called(stream: bool, idle: Running) -> Non
     assert (call.type, call.name, call.namespace, call.status) == ("function_call", "dial", None, "completed")
     assert call.call_id.startswith("call_") and json.loads(call.arguments)["digit"] in (1, 2)
     assert [tool.type for tool in found.tools] == ["function", "custom", "namespace"]
+
+
+def test_the_end_of_a_functions_arguments_tells_its_name(idle: Running) -> None:
+    told = events(idle, tools=TOOLS, tool_choice={"type": "function", "name": "dial"}, max_output_tokens=300)
+    (done,) = [one for one in told if one["type"] == "response.function_call_arguments.done"]
+    assert done["name"] == "dial" and json.loads(done["arguments"])["digit"] in (1, 2)
 
 
 def test_a_custom_tool_gets_its_text(idle: Running) -> None:

@@ -27,6 +27,7 @@ from warm import COMMAND, StartPython
 from infinilm.cli import main, parser
 from infinilm.cli.serve import api_keys, load_async
 from infinilm.hub import served_name
+from infinilm.sampling import SamplingParams
 from infinilm.server.log import MISSING, Log
 from infinilm.server.sockets import inet_socket, unix_socket
 
@@ -82,6 +83,15 @@ def test_what_is_loaded_is_not_searched_for_cycles_while_answers_are_made(folder
     llm = load_async(parser().parse_args(["serve", str(folder)]))
     try:
         assert gc.get_freeze_count() > 100_000  # torch's alone
+    finally:
+        gc.unfreeze()
+        llm.shutdown()
+
+
+def test_the_built_in_model_is_sampled_as_its_makers_recommend(default_model_path: Path) -> None:
+    llm = load_async(parser().parse_args(["serve"]))
+    try:
+        assert llm.engine.model.recommended == SamplingParams(temperature=0.2, top_p=0.9)
     finally:
         gc.unfreeze()
         llm.shutdown()

@@ -173,6 +173,39 @@ def test_the_schema_of_a_json_object_is_kept(key: str, idle: Running) -> None:
     assert json.loads(answer["message"]["content"])["a"] in (1, 22) and answer["finish_reason"] == "stop"
 
 
+PAIR = {
+    "type": "object",
+    "properties": {"a": {"enum": [1, 22]}, "b": {"$ref": "#/$defs/b"}},
+    "required": ["a", "b"],
+    "$defs": {"b": {"type": "object", "properties": {"c": {"const": 3}}, "required": ["c"]}},
+}
+AS_JSON = {"type": "json_schema", "name": "pair", "schema": PAIR}
+
+
+@pytest.mark.parametrize(
+    "path, asked",
+    [
+        ("/v1/chat/completions", {"response_format": {"type": "json_schema", "json_schema": AS_JSON}}),
+        ("/v1/chat/completions", {"structured_outputs": {"json": PAIR}}),
+        ("/v1/chat/completions", {"structured_outputs": {"json": json.dumps(PAIR)}}),
+        ("/v1/responses", {"input": "hello", "text": {"format": AS_JSON}}),
+        ("/v1/messages", {"output_config": {"format": AS_JSON}}),
+    ],
+)
+def test_an_answer_has_no_properties_that_its_schema_does_not_name(
+    path: str, asked: dict[str, Any], idle: Running
+) -> None:
+    limit = "max_output_tokens" if "input" in asked else "max_tokens"
+    given = {} if "input" in asked else {"messages": HELLO}
+    found = idle.post(path, **given, **asked, **{limit: 400}).json()
+    text = {
+        "/v1/chat/completions": lambda: found["choices"][0]["message"]["content"],
+        "/v1/responses": lambda: found["output"][0]["content"][0]["text"],
+        "/v1/messages": lambda: found["content"][0]["text"],
+    }[path]()
+    assert json.loads(text) in [{"a": a, "b": {"c": 3}} for a in (1, 22)]
+
+
 def test_keys_of_a_structure_that_ask_for_nothing_are_not_missed(idle: Running) -> None:
     unasked = {"json": None, "json_object": False, "disable_any_whitespace": False, "structural_tag": None}
     answer = idle.chat(structured_outputs={"regex": "ab", **unasked}, max_tokens=9).json()["choices"][0]
@@ -455,6 +488,8 @@ def test_fields_of_vllm_with_its_own_values_are_no_matter(idle: Running) -> None
     plain = idle.post("/v1/completions", **asked).json()["choices"]
     asked |= {**UNASKED, "add_special_tokens": True, "suffix": ""}
     assert idle.post("/v1/completions", **asked).json()["choices"] == plain
+    tokens = answered(idle.post("/tokenize", messages=HELLO))
+    assert answered(idle.post("/tokenize", messages=HELLO, continue_final_message=False)) == tokens
 
 
 def test_the_best_of_as_many_as_are_told_are_those(idle: Running) -> None:

@@ -22,6 +22,9 @@ UNKNOWN_KEYWORDS = {
     *("propertyNames", "dependencies", "dependentRequired", "dependentSchemas"),
     *("unevaluatedItems", "unevaluatedProperties"),
 }
+# Keywords by which an object may have properties that are not named, and all that are about parts of a text.
+OPENING = {"additionalProperties", "patternProperties", "minProperties"}
+OF_PARTS = OPENING | {"properties", "required", "items"}
 FORMATS = (
     *("date-time", "time", "date", "duration", "email", "idn-email", "hostname", "idn-hostname"),
     *("ipv4", "ipv6", "uri", "uri-reference", "iri", "iri-reference", "uuid", "uri-template"),
@@ -130,6 +133,38 @@ def loosened(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             found["anyOf"] = found.pop("oneOf")
         dropped |= hard
     return loose, sorted(dropped)
+
+
+def closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema without properties that it does not name: left free, a small model invents them for ever."""
+    found: dict[str, Any] = closed_part(schema)
+    for key in ("$defs", "definitions"):  # where all that refer to them want nothing else of the same text
+        if isinstance(schema.get(key), dict) and not any(map(is_combined, schemas_in(schema))):
+            found = {**found, key: {name: closed_part(one) for name, one in schema[key].items()}}
+    return found
+
+
+def closed_part(schema: Any) -> Any:
+    if not isinstance(schema, dict) or is_combined(schema):
+        return schema
+    found = dict(schema)
+    if isinstance(schema.get("anyOf"), list):
+        found["anyOf"] = list(map(closed_part, schema["anyOf"]))
+    if "items" in schema:
+        found["items"] = closed_part(schema["items"])
+    if isinstance(schema.get("properties"), dict):
+        found["properties"] = {name: closed_part(value) for name, value in schema["properties"].items()}
+        required = schema["required"] if isinstance(schema.get("required"), list) else []
+        if not OPENING & schema.keys() and set(map(str, required)) <= found["properties"].keys():
+            found["additionalProperties"] = False
+    return found
+
+
+def is_combined(schema: dict[str, Any]) -> bool:
+    """Whether a text has to be of several schemas at once, or not of one: closed, one of them would forbid
+    what another names."""
+    wanted = ({"$ref"} & schema.keys(), {"anyOf"} & schema.keys(), OF_PARTS & schema.keys())
+    return bool({"allOf", "oneOf"} & schema.keys()) or sum(map(bool, wanted)) > 1
 
 
 def schemas_in(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field, model_validator
 
 from infinilm.sampling import MAX_STOP_LENGTH, MAX_STOPS
-from infinilm.server.bodies import MAX_AGENT_TOOLS, Inner, Sampled, Variables, of_kinds
+from infinilm.server.bodies import MAX_AGENT_TOOLS, Inner, Sampled, Variables, Whole, of_kinds
 
 
 class TextBlock(Inner):
@@ -168,5 +168,5 @@ class CountBody(Sampled):
 class MessagesBody(CountBody):
     """POST /v1/messages"""
 
-    max_tokens: int
+    max_tokens: Whole
     stop_sequences: Stops = []

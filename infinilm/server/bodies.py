@@ -17,6 +17,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, 
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     PlainValidator,
@@ -111,6 +112,11 @@ def template_variables(given: Any) -> dict[str, Any]:
     return given
 
 
+def whole(given: Any) -> Any:
+    """JSON does not tell 16.0 from 16 (JSON Schema, 6.1.1), and some clients write all numbers so."""
+    return int(given) if isinstance(given, float) and given.is_integer() else given
+
+
 TEXT = {"type": "string"}
 IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 PART = {
@@ -124,8 +130,9 @@ PROMPT = {"anyOf": [TEXT, IDS, {"type": "array", "items": {"anyOf": [TEXT, IDS]}
 Content = Annotated[Any, PlainValidator(joined_text), WithJsonSchema(CONTENT)]
 Prompts = Annotated[Any, PlainValidator(several_prompts), WithJsonSchema(PROMPT)]
 Variables = Annotated[Any, PlainValidator(template_variables), WithJsonSchema({"type": "object"})]
-Count = Annotated[int, Field(ge=0)]
-Limit = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+Whole = Annotated[int, BeforeValidator(whole)]
+Count = Annotated[Whole, Field(ge=0)]
+Limit = Annotated[Whole, Field(ge=1, le=MAX_TOKENS)]
 
 
 class Function(Inner):
@@ -147,20 +154,20 @@ class Sampled(Body):
 
     temperature: float | None = None
     top_p: float | None = None
-    seed: int | None = None
+    seed: Whole | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, Any] | None = None
     stream: bool = False
-    top_k: int | None = None
+    top_k: Whole | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     ignore_eos: bool | None = None
-    min_tokens: int | None = None
+    min_tokens: Whole | None = None
     stop_token_ids: list[Any] | None = None
     bad_words: list[Any] | None = None
     allowed_token_ids: list[Any] | None = None
-    priority: int = 0
+    priority: Whole = 0
     cache_salt: str | None = None
     return_progress: bool = False
 

@@ -19,6 +19,7 @@ from infinilm.server.bodies import (
     Prompts,
     Sampled,
     Variables,
+    Whole,
 )
 
 MAX_LOGPROBS = 20
@@ -132,9 +133,9 @@ class Generation(Sampled):
 
     refused = dict.fromkeys(GUIDED, "use structured_outputs")
 
-    n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
+    n: Annotated[Whole, Field(ge=1, le=MAX_N)] = 1
     stop: Stop | None = None
-    max_tokens: int | None = None
+    max_tokens: Whole | None = None
     stream_options: StreamOptions = StreamOptions()
     response_format: dict[str, Any] | None = None
     skip_special_tokens: bool | None = None
@@ -171,7 +172,7 @@ class ChatBody(Generation):
     messages: Annotated[list[Message], FailFast()]
     max_completion_tokens: Limit | None = None
     logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: Annotated[list[OfferedTool], FailFast(), Field(max_length=MAX_TOOLS)] = []
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -190,11 +191,13 @@ class CompletionBody(Generation):
     prompt: Prompts
     best_of: Count | None = None
     echo: bool = False
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
 
 class TokenizeBody(Body):
     """POST /tokenize: a prompt or messages"""
+
+    idle = {"continue_final_message": (False,)}
 
     prompt: str | None = None
     messages: Annotated[list[Message], FailFast()] = []
@@ -208,4 +211,4 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     """POST /detokenize"""
 
-    tokens: Annotated[list[Count], FailFast()]
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], FailFast()]

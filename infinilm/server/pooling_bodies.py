@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, PlainValidator, WithJsonSchema
 
 from infinilm.sampling import is_text
-from infinilm.server.bodies import TEXT, Body, Count, Prompts
+from infinilm.server.bodies import TEXT, Body, Count, Prompts, Whole
 
 
 def several_documents(given: Any) -> list[str]:
@@ -49,7 +49,7 @@ DOCUMENT = {
 TEXTS = {"anyOf": [TEXT, {"type": "array", "items": TEXT, "minItems": 1}]}
 DOCUMENTS = {"type": "array", "items": {"anyOf": [TEXT, DOCUMENT]}, "minItems": 1}
 
-Truncation = Annotated[int, Field(ge=-1)]  # vLLM's: -1 is as many tokens as the model takes
+Truncation = Annotated[Whole, Field(ge=-1)]  # vLLM's: -1 is as many tokens as the model takes
 Text = Annotated[str, AfterValidator(whole_text)]
 Texts = Annotated[Any, PlainValidator(several_texts), WithJsonSchema(TEXTS)]
 Documents = Annotated[Any, PlainValidator(several_documents), WithJsonSchema(DOCUMENTS)]
@@ -59,7 +59,7 @@ class Encoded(Body):
     """What embeddings, rankings and scores have in common"""
 
     truncate_prompt_tokens: Truncation | None = None  # of a query and a document at the end of the document
-    priority: int = 0
+    priority: Whole = 0
     cache_salt: str | None = None
     user: Any = None  # changes nothing here
 
@@ -69,7 +69,7 @@ class EmbeddingBody(Encoded):
 
     input: Prompts
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: Annotated[int, Field(ge=1)] | None = None
+    dimensions: Annotated[Whole, Field(ge=1)] | None = None
     prompt_name: str | None = None  # of those that the model's files have, for texts
 
 

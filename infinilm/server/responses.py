@@ -9,6 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+from infinilm.engine.grammar_schema import closed
 from infinilm.engine.stats import Progress
 from infinilm.sampling import SamplingParams, StructuredOutputsParams
 from infinilm.server import responses_stored
@@ -78,7 +79,7 @@ def structure_of(body: ResponsesBody) -> StructuredOutputsParams | None:
     with as_body_errors({}, "text"):
         if wanted.type == "json_object" and not wanted.schema_:
             return StructuredOutputsParams(json_object=True)
-        return StructuredOutputsParams(json=wanted.schema_)
+        return StructuredOutputsParams(json=closed(wanted.schema_ or {}))
 
 
 def tools_of(given: Any, namespace: str | None = None) -> Iterator[Tool]:
@@ -212,7 +213,9 @@ class Item:
         return self.event(f"{self.kind.event}.delta", delta=text, **self.logprobs())
 
     def end(self, status: str) -> Iterator[Event]:
-        yield self.event(f"{self.kind.event}.done", **{self.kind.key: self.text}, **self.logprobs())
+        # Here too, since a client need not have kept the item.
+        name = {"name": self.fields["name"]} if self.kind is FUNCTION else {}
+        yield self.event(f"{self.kind.event}.done", **name, **{self.kind.key: self.text}, **self.logprobs())
         if self.kind.part is not None:
             yield self.event("content_part.done", part=self.part())
         yield self.about_item("done", status)
@@ -289,9 +292,10 @@ class Answer:
     def response(self) -> Event:
         is_over = self.status in ("completed", "incomplete")
         reason = {"reason": "max_output_tokens"} if self.status == "incomplete" else None
-        told = {"status": self.status, "incomplete_details": reason, "output": list(self.output)}
+        told: Event = {"status": self.status, "incomplete_details": reason, "output": list(self.output)}
         if not is_over:
             return {**self.head, **told, "usage": None}
+        told["completed_at"] = int(time.time()) if self.status == "completed" else None
         usage = usage_body(self.run.usage, self.num_thoughts)
         return {**self.head, **told, "usage": usage, "timings": self.run.timings()}
 
@@ -301,6 +305,8 @@ class Answer:
         if self.item is not None and self.item.kind is REASONING:
             self.num_thoughts += len(piece.token_ids)
         if piece.finish_reason is not None:
+            if self.item is None and not self.output:  # agents take it for no answer, and ask again
+                yield from self.opened(MESSAGE, {"role": "assistant"})
             self.status = "incomplete" if piece.finish_reason == "length" else "completed"
             yield from self.done(self.status)
 
@@ -340,29 +346,38 @@ def call_kind(part: CallStart) -> tuple[Kind, dict[str, Any]]:
 
 
 def head_of(run: Run, body: ResponsesBody) -> Event:
-    """What all that is said of a response has in common: what was asked for, and what applies"""
+    """What all that is said of a response has in common: what was asked for, and what applies. Every field is
+    there that Open Responses requires, since clients made from its document read no response without one."""
     choice, params = body.tool_choice, run.prepared[0].params
     return {
         "id": f"resp_{uuid.uuid4().hex}",
         "object": "response",
         "created_at": int(time.time()),
+        "completed_at": None,
         "model": run.model,
         "background": False,
         "error": None,
+        "frequency_penalty": params.frequency_penalty,
         "instructions": None,  # long, and the caller's own
         "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": None,
         "metadata": body.metadata,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "presence_penalty": params.presence_penalty,
         "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
         "reasoning": body.reasoning.model_dump(),
+        "safety_identifier": None,
+        "service_tier": "default",
         "store": body.store,
         "temperature": params.temperature,
         "text": body.text.model_dump(by_alias=True, exclude_none=True),
         "tool_choice": choice if isinstance(choice, str) else choice.model_dump(exclude_none=True),
         "tools": [tool.model_dump(exclude_none=True) for tool in body.tools],
+        "top_logprobs": 0,
         "top_p": params.top_p,
         "truncation": "disabled",
+        "user": None,
     }
 
 

@@ -170,6 +170,7 @@ class TextConfig(Inner):
 
 class ReasoningConfig(Inner):
     effort: str | None = None
+    summary: str | None = None  # changes nothing here: thoughts are told as they are
 
 
 def without_logprobs(given: list[Any]) -> list[Any]:

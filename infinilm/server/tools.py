@@ -15,7 +15,7 @@ from reprlib import repr as short
 from typing import Any, Literal
 
 from infinilm.engine.grammar import check_enforceable, json_rule
-from infinilm.engine.grammar_schema import loosened
+from infinilm.engine.grammar_schema import closed, loosened
 from infinilm.engine.request import RequestError
 from infinilm.sampling import MAX_GRAMMAR_LENGTH, StructuredOutputsParams
 from infinilm.server.conversation import (
@@ -438,27 +438,8 @@ def forced_schema(tool: Tool) -> dict[str, Any]:
         raise RequestError(f"their type is {short(kind)}, but arguments are an 'object'")
     if tool.input_grammar is not None and tool.input_grammar[0] == "lark":
         raise RequestError("a 'lark' grammar is shown to the model, but not enforced inside a call")
-    return dict(closed({**tool.schema, "type": "object"}))
+    return closed({**tool.schema, "type": "object"})
 
 
 def free_schema(tool: Tool) -> dict[str, Any]:
     return {"type": "object"} if tool.kind == "function" else input_schema()
-
-
-# With one of these a schema may be about properties that others name.
-COMBINED = {"$ref", "allOf", "anyOf", "oneOf", "additionalProperties", "patternProperties", "minProperties"}
-
-
-def closed(schema: Any) -> Any:
-    """The schema without properties that it does not name: left free, a small model invents them for ever."""
-    if not isinstance(schema, dict) or COMBINED & schema.keys():
-        return schema
-    found = dict(schema)
-    if isinstance(schema.get("properties"), dict):
-        found["properties"] = {name: closed(value) for name, value in schema["properties"].items()}
-        required = schema["required"] if isinstance(schema.get("required"), list) else []
-        if set(map(str, required)) <= found["properties"].keys():
-            found["additionalProperties"] = False
-    if "items" in schema:
-        found["items"] = closed(schema["items"])
-    return found
