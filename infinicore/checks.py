@@ -14,8 +14,11 @@ FLOATS = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def integer(function: str, name: str, value: SupportsIndex) -> int:
-    """numpy's integers and torch's are integers too; floats and strings are not, whatever they hold."""
+    """numpy's integers and torch's are integers too; floats and strings are not, whatever they hold, nor are
+    True and False, which were meant for another argument."""
     try:
+        if isinstance(value, bool):
+            raise TypeError
         # A size that torch traces is a number already; to ask which one would compile for that one alone.
         found: int = value if isinstance(value, int | torch.SymInt) else operator.index(value)  # type: ignore[assignment]
     except TypeError:
@@ -53,9 +56,19 @@ def number(function: str, name: str, value: SupportsFloat) -> float:
 
 
 def check_flag(function: str, name: str, value: object) -> None:
-    """Whatever Python takes for true or false, but for a tensor, which was meant for another argument"""
-    if isinstance(value, torch.Tensor):
-        raise TypeError(f"{function}: {name} must be True or False, but is a tensor")
+    """Whatever Python takes for true or false, but for what was meant for another argument"""
+    if isinstance(value, torch.Tensor | torch.dtype | torch.device | str):
+        found = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
+        raise TypeError(f"{function}: {name} must be True or False, but is {found}")
+
+
+def check_tensor(function: str, name: str, tensor: torch.Tensor) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{function}: {name} must be a tensor, but is {type(tensor).__name__}")
+    if tensor.is_nested:  # of which torch tells no shape
+        raise TypeError(f"{function}: {name} must be dense, but is nested; call to_padded_tensor")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{function}: {name} must be dense, but its layout is {tensor.layout}; call to_dense")
 
 
 def first_outside(indices: torch.Tensor, count: int) -> int | None:
@@ -79,10 +92,12 @@ def is_traced() -> bool:
     return any(mode is not None for mode in modes)
 
 
-def check_eps(function: str, eps: SupportsFloat) -> None:
+def check_eps(function: str, eps: SupportsFloat) -> float:
+    """eps as a float: torch adds no fraction to a tensor, and no integer beyond 64 bits."""
     found = number(function, "eps", eps)
     if not 0 <= found < math.inf:
         raise ValueError(f"{function}: eps must be finite and not negative, but is {found!r}")
+    return found
 
 
 def check_place(function: str, dtype: torch.dtype | None, device: torch.device | str | None) -> None:
@@ -94,19 +109,52 @@ def check_place(function: str, dtype: torch.dtype | None, device: torch.device |
 
 
 def check_device(function: str, device: torch.device | str | None) -> None:
+    """Whether there is such a device, and tensors can be made there; None is torch's default."""
+    if device is None:
+        return
     try:
-        torch.device("cpu" if device is None else device)
+        torch.device(device)
     except (TypeError, ValueError, RuntimeError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"{function}: device must be a device or its name, but is {device!r}") from None
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, ImportError) as error:
+        raise ValueError(f"{function}: device {device!r} cannot be used here: {reason_of(error)}") from error
+
+
+def reason_of(error: Exception) -> str:
+    """What torch says first; what follows may be a list of all that it has."""
+    return (str(error) or type(error).__name__).splitlines()[0].split(". ")[0]
 
 
 def check_places(function: str, name: str, tensor: torch.Tensor) -> None:
-    """Each result needs a place of its own, which an expanded tensor does not have."""
-    shared = (step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
-    if tensor.numel() and any(shared):
+    """Each result needs a place of its own, which an expanded tensor or overlapping windows do not have."""
+    if tensor.numel() and shares_places(tensor):
         steps = f"shape {tuple(tensor.shape)} and strides {tensor.stride()}"
         raise ValueError(f"{function}: {name} has one place for several results, with {steps}; call clone")
+
+
+def shares_places(tensor: torch.Tensor) -> bool:
+    """Whether two elements lie in one place. Where each dimension steps over all that smaller steps reach, as
+    nearly always, none do; else each place is looked at."""
+    steps = [pair for pair in zip(tensor.stride(), tensor.shape, strict=True) if pair[1] > 1]
+    if any(step == 0 for step, _ in steps):
+        return True
+    if torch.compiler.is_dynamo_compiling():  # which cannot sort what it traces
+        return False
+    reach = 1
+    for step, size in sorted(steps):
+        if step < reach:
+            return has_twins(tensor)
+        reach += (size - 1) * step
+    return False
+
+
+def has_twins(tensor: torch.Tensor) -> bool:
+    reach = 1 + sum((size - 1) * step for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+    places = torch.arange(reach, device="cpu").as_strided(tensor.shape, tensor.stride())
+    return len(torch.unique(places)) < tensor.numel()
 
 
 def check_usable(device: torch.device | str | None) -> None:
@@ -114,7 +162,6 @@ def check_usable(device: torch.device | str | None) -> None:
     try:
         torch.zeros(1, device="cpu" if device is None else device).item()
     except (RuntimeError, AssertionError, TypeError, ValueError, ImportError) as error:
-        reason = str(error).splitlines()[0].split(". ")[0]  # what follows may be a list of all that torch has
         raise ValueError(
-            f"device {device!r} cannot be used here: {reason}; take 'cpu', or 'cuda' on a GPU"
+            f"device {device!r} cannot be used here: {reason_of(error)}; take 'cpu', or 'cuda' on a GPU"
         ) from error

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from infinicore.checks import check_places, integer, number
+from infinicore.checks import check_places, check_tensor, integer, number
 
 SIGNATURE_BYTES = 256
 
@@ -200,20 +200,13 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
-def check_tensor(call: str, tensor: Tensor) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{call} takes a tensor, found {type(tensor).__name__}")
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"{call}: tensor must be dense, but its layout is {tensor.layout}; call to_dense")
-
-
 def check_written(call: str, tensor: Tensor) -> None:
-    check_tensor(call, tensor)
+    check_tensor(call, "tensor", tensor)
     check_places(call, "tensor", tensor)
 
 
 def check_gather(tensor: Tensor, dim: int) -> None:
-    check_tensor("all_gather", tensor)
+    check_tensor("all_gather", "tensor", tensor)
     if not -tensor.ndim <= integer("all_gather", "dim", dim) < tensor.ndim:
         raise ValueError(f"all_gather: dim={dim!r} is not a dimension of shape {tuple(tensor.shape)}")
 

@@ -294,6 +294,7 @@ def test_local_communicator_is_one_rank_that_gives_back_what_it_gets():
         ("broadcast", (torch.ones(2), 1), ValueError),
         ("broadcast", (torch.ones(2), -1), ValueError),
         ("all_reduce", (torch.ones(2).to_sparse(),), TypeError),
+        ("all_gather", (torch.ones(2).to_sparse(),), TypeError),
         ("all_reduce", (torch.ones(1).expand(2),), ValueError),
         ("all_gather", (torch.ones(2), "0"), TypeError),
         ("all_gather", (torch.ones(2), torch.zeros(2)), TypeError),

@@ -456,3 +456,21 @@ def test_rows_and_choices_that_do_not_fit_are_refused_with_their_shapes(
     layer = nn.Experts(4, 64, 32)
     with pytest.raises(ValueError, match=r"expected x \[\*, 64\] and ids and shares \[\*, k\], but found"):
         layer(torch.ones(x), torch.zeros(ids, dtype=torch.int32), torch.ones(shares))
+
+
+@pytest.mark.parametrize("name", ["x", "ids", "shares"])
+def test_what_is_no_tensor_of_its_kind_is_refused_by_its_name(name: str) -> None:
+    layer = nn.Experts(4, 64, 32)
+    arguments: dict[str, Any] = {
+        "x": torch.ones(5, 64), "ids": torch.zeros(5, 2, dtype=torch.int32), "shares": torch.ones(5, 2)
+    }  # fmt: skip
+    for wrong in (None, [[0, 1]], torch.ones(5, 2, dtype=torch.bool), arguments["x"].to_sparse()):
+        with pytest.raises(TypeError, match=f"Experts: {name} must be"):
+            layer(**{**arguments, name: wrong})
+    with pytest.raises(TypeError, match="Experts: ids must be integers, but are torch.float32"):
+        layer(**{**arguments, "ids": arguments["shares"]})  # of which the whole parts would have been taken
+
+
+def test_an_activation_that_is_no_name_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"activation must be .* but is \[\]"):
+        nn.Experts(2, 16, 16, activation=[])  # type: ignore[arg-type]

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 import warnings
+from decimal import Decimal
+from fractions import Fraction
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import dual_level
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -276,6 +280,17 @@ def test_sampling_refuses_what_has_no_meaning(level: str) -> None:
         draw(torch.zeros(3, device="meta"))
 
 
+@pytest.mark.parametrize("logits", [[1.0, math.nan], [1.0, math.inf], [-math.inf, -math.inf]], ids=str)
+def test_sampling_refuses_logits_without_meaning_whoever_draws(logits: list[float]) -> None:
+    options = 0.5, 1.0, 0, 1.0
+    with pytest.raises(ValueError, match="random_sample: .*logit"):
+        F.random_sample(torch.tensor(logits), *options, out=torch.empty((), dtype=torch.int32))
+    with FlopCounterMode(display=False), pytest.raises(ValueError, match="random_sample: .*logit"):
+        F.random_sample(torch.tensor(logits), *options)
+    with dual_level(), pytest.raises(ValueError, match="random_sample: .*logit"):
+        F.random_sample(torch.tensor(logits), *options)
+
+
 def test_sampling_takes_counts_and_probabilities_of_numpy_and_torch() -> None:
     logits = torch.tensor([0.0, 9.0, 1.0])
     assert draw(logits, u=np.float32(0.5), topk=np.int64(2), temperature=torch.tensor(1.0)) == 1  # type: ignore[arg-type]
@@ -414,6 +429,15 @@ def test_a_nested_tensor_is_refused_by_its_name(function: str, argument: str) ->
         getattr(F, function)(**{**CALLS[function], argument: nested})
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("eps", [Fraction(1, 8), Decimal("0.125"), np.float16(0.125), torch.tensor(1), 2**70])
+def test_eps_may_be_any_number_whoever_computes(eps: Any, dtype: torch.dtype) -> None:
+    x, weight = random(3, 8, dtype=dtype), random(8, dtype=dtype, seed=1)
+    for norm in (F.rms_norm, F.layer_norm):
+        assert torch.equal(norm(x, [8], weight, eps=eps), norm(x, [8], weight, eps=float(eps)))
+    assert nn.RMSNorm(8, eps).eps == nn.LayerNorm(8, eps).eps == float(eps)
+
+
 def test_every_function_is_called_with_wrong_types() -> None:
     assert {*CALLS, "RopeAlgo"} == set(F.__all__)
 
@@ -504,6 +528,10 @@ def test_out_with_one_place_for_several_results_is_refused() -> None:
         with pytest.raises(ValueError, match=r"^\w+: out has one place for several results"):
             call()
     assert not row.any()
+    with pytest.raises(ValueError, match="silu: out has one place .*strides .1, 1.; call clone"):
+        F.silu(x[:, :6], out=torch.zeros(8).unfold(0, 6, 1))  # windows that overlap
+    lattice = torch.zeros(6).as_strided((2, 2), (3, 2))  # of which no two elements do
+    torch.testing.assert_close(F.silu(x[:2, :2], out=lattice), F.silu(x[:2, :2]), check_stride=False)
     none = torch.zeros(1, 0, 8, dtype=torch.float64).expand(3, 0, 8)  # of no results, none share a place
     assert F.silu(torch.zeros(3, 0, 8, dtype=torch.float64), out=none) is none
 

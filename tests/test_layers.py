@@ -40,6 +40,13 @@ def test_layer_norm_names_both_shapes_when_they_do_not_fit() -> None:
                 form(x)
 
 
+def test_both_forms_of_layer_norm_refuse_an_input_of_another_dtype() -> None:
+    norm = nn.LayerNorm(4)
+    for form in (norm.forward, norm.forward_standard):
+        with pytest.raises(TypeError, match=r"layer_norm: weight is .*float32 .* input is .*bfloat16"):
+            form(torch.ones(2, 4, dtype=torch.bfloat16))
+
+
 def test_rms_norm_matches_torch_under_any_leading_dimensions() -> None:
     norm = nn.RMSNorm(8)
     norm.weight.load(torch.randn(8))
@@ -63,6 +70,12 @@ def test_embedding_gives_its_rows_in_the_dtype_asked_for(dtype: torch.dtype) -> 
     assert torch.equal(layer(ids, torch.float32), wanted.float())
     assert torch.equal(layer(ids, torch.bfloat16), wanted.bfloat16())
     assert layer(ids).dtype == dtype
+
+
+@pytest.mark.parametrize("wrong", ["meta", torch.device("meta"), torch.int64, 1], ids=str)
+def test_embedding_refuses_what_is_no_dtype_of_floats(wrong: object) -> None:
+    with pytest.raises(TypeError, match=r"Embedding: dtype must be .*float32.* but is"):
+        nn.Embedding(5, 3)(torch.tensor([1]), wrong)
 
 
 def test_widened_rows_can_be_recorded_and_differentiated() -> None:
@@ -116,6 +129,50 @@ def test_a_bias_given_as_a_tensor_is_refused(layer: type[nn.Module]) -> None:
     for bias in (torch.zeros(1), torch.zeros(4)):
         with pytest.raises(TypeError, match="bias must be True or False"):
             layer(8, 4, bias)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear, nn.ColumnParallelLinear, nn.RowParallelLinear, nn.RBELinear])
+@pytest.mark.parametrize("given", [torch.float16, torch.device("cpu"), "cpu"], ids=str)
+def test_a_dtype_or_device_in_the_place_of_a_bias_is_refused(layer: type[nn.Module], given: object) -> None:
+    with pytest.raises(TypeError, match=f"bias must be True or False, but is .*{given}"):
+        layer(8, 4, given)
+
+
+@pytest.mark.parametrize(
+    "name, make",
+    [
+        ("out_features", lambda: nn.Linear(8, True)),
+        ("in_features", lambda: nn.Linear(True, 8)),
+        ("embedding_dim", lambda: nn.Embedding(8, True)),
+        ("padding_idx", lambda: nn.Embedding(8, 4, True)),
+        ("max_seq_len", lambda: nn.RoPE(8, True)),
+        ("normalized_shape", lambda: nn.LayerNorm([8, True])),
+        ("intermediate_size", lambda: nn.MLPBlock(8, True)),
+        ("dim", lambda: nn.Softmax(True)),
+        ("offset", lambda: nn.PositionalEmbedding(8, 4)(2, True)),
+        ("shape", lambda: infinicore.from_blob(bytes(4), True)),
+    ],
+)
+def test_true_is_refused_where_a_whole_number_is_wanted(name: str, make: Callable[[], object]) -> None:
+    with pytest.raises(TypeError, match=f"{name} must be an integer, but is True"):
+        make()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda device: nn.Linear(8, 4, device=device),
+        lambda device: nn.Embedding(8, 4, device=device),
+        lambda device: nn.RMSNorm(8, device=device),
+        lambda device: nn.RoPE(8, 4, device=device),
+        lambda device: nn.MLPBlock(8, 4, device=device),
+        lambda device: infinicore.from_blob(bytes(4), 1, device=device),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused_by_its_name(make: Callable[[object], object]) -> None:
+    for device in ("cuda:99", torch.device("cuda", 99)):  # of which torch says so in an assertion of its own
+        with pytest.raises(ValueError, match=r": device .*cuda.*99.* cannot be used here: \w+"):
+            make(device)
 
 
 @pytest.mark.parametrize(

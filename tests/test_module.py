@@ -408,6 +408,19 @@ def test_sparse_tensor_is_refused_with_the_name(assign):
         leaf.weight.load(torch.ones(4, 4).to_sparse())
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensor_is_refused_with_the_name():
+    nested = torch.nested.nested_tensor([torch.ones(4), torch.ones(3)])
+    with pytest.raises(TypeError, match="full_tensor is nested"):
+        Leaf().weight.load(nested)
+
+
+@pytest.mark.parametrize("flag", ["strict", "assign"])
+def test_a_tensor_in_the_place_of_a_flag_of_loading_is_refused(flag):
+    with pytest.raises(TypeError, match=f"load_state_dict: {flag} must be True or False"):
+        Leaf().load_state_dict({}, **{flag: torch.ones(2)})
+
+
 @pytest.mark.parametrize(
     "state", [None, [("weight", 1)], {"weight": [1.0]}, {"other": "text"}, {3: torch.ones(1)}]
 )

@@ -186,6 +186,19 @@ def test_weight_that_is_no_finite_matrix_is_refused():
         RBELinear.from_dense_weights([[1.0]])
 
 
+def test_a_layer_is_not_encoded_anew_from_what_no_block_can_encode():
+    layer = RBELinear.from_dense_weights(torch.ones(2, 2), None, 2, 4)
+    for wrong, error in (
+        (torch.full((2, 2), math.nan), ValueError),
+        (torch.ones(2, 2, device="meta"), ValueError),
+        (torch.ones(2, 2, dtype=torch.int64), TypeError),
+        ([[1.0, 1.0], [1.0, 1.0]], TypeError),
+    ):
+        with pytest.raises(error, match="RBELinear: weight"):
+            layer.encode(wrong)
+    torch.testing.assert_close(layer.dense_weight(), torch.ones(2, 2))
+
+
 def test_weight_of_another_shape_is_neither_encoded_nor_compared():
     layer = RBELinear(70, 65)
     for call in (layer.encode, layer.relative_error):

@@ -110,6 +110,16 @@ def test_a_position_outside_the_tables_is_refused_before_anything_is_written(
     assert torch.equal(x, before)
 
 
+def test_the_op_refuses_a_position_outside_the_tables_whoever_computes() -> None:
+    x, (sin, cos) = torch.randn(3, 2, 8), tables(10, 4)
+    for position in (-1, 10):
+        positions = torch.tensor([0, 1, position])
+        for same in (positions, torch.stack([positions, positions], 1)[:, 0]):  # whose places lie apart
+            for heads in (x, x.clone().requires_grad_()):
+                with pytest.raises(IndexError, match=rf"position {position}.*\[0, 10\)"):
+                    reference.rope(heads, same, sin, cos, False)
+
+
 def test_unsigned_positions_do_not_wrap_around(level: str) -> None:
     x, (sin, cos) = torch.randn(1, 2, 8), tables(10, 4)
     for dtype, value in ((torch.uint8, 255), (torch.uint16, 65535), (torch.uint64, 2**64 - 1)):
@@ -118,6 +128,15 @@ def test_unsigned_positions_do_not_wrap_around(level: str) -> None:
 
 
 # ---- the descriptor ----
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("name", ["y", "x", "pos", "sin", "cos"])
+def test_the_descriptor_refuses_a_tensor_that_is_not_dense_by_its_name(name: str) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    for other in (nested, torch.ones(10, 4).to_sparse()):
+        with pytest.raises(TypeError, match=f"rope: {name} must be dense"):
+            RopeDescriptor.create(**arguments(**{name: other}))  # type: ignore[arg-type]
 
 
 def arguments(**changed: object) -> dict[str, object]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from infinicore.checks import FLOATS, check_places, first_outside, integer, number, sizes
+from infinicore.checks import FLOATS, check_places, check_tensor, first_outside, integer, number, sizes
 from infinicore.ops.descriptor import INDEX_DTYPES
 from infinicore.quantization import QuantizedTensor
 
@@ -19,15 +19,6 @@ LARGEST_TOPK = 2**31  # beyond any vocabulary
 
 class ShapeError(ValueError, AssertionError):
     """A shape that does not fit; also an AssertionError, which callers by the design documents catch."""
-
-
-def check_tensor(function: str, name: str, tensor: Tensor) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{function}: {name} must be a tensor, but is {type(tensor).__name__}")
-    if tensor.is_nested:  # of which torch tells no shape
-        raise TypeError(f"{function}: {name} must be dense, but is nested; call to_padded_tensor")
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"{function}: {name} must be dense, but its layout is {tensor.layout}; call to_dense")
 
 
 def check_float(function: str, name: str, tensor: Tensor) -> None:

@@ -48,6 +48,7 @@ class Embedding(WeightLayer):
 
     def forward(self, indices: Ids, dtype: torch.dtype | None = None) -> Tensor:
         """The rows in `dtype`, or as the weight has them."""
+        check_place("Embedding", dtype, None)
         ids, weight = ids_tensor(indices, self.num_embeddings, self.weight.device), self.weight
         # The padding row does not learn
         is_learning = isinstance(weight, Tensor) and weight.requires_grad and torch.is_grad_enabled()

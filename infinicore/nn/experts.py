@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from infinicore import ops
-from infinicore.checks import positive
+from infinicore.checks import check_tensor, positive
+from infinicore.nn.checks import check_float
 from infinicore.nn.linear import Linear
 from infinicore.nn.module import Module
+from infinicore.ops.descriptor import INDEX_DTYPES
 from infinicore.ops.experts_reference import ACTIVATIONS
 
 
@@ -31,7 +33,7 @@ class Experts(Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        if activation not in ACTIVATIONS:
+        if activation not in tuple(ACTIVATIONS):
             known = " or ".join(map(repr, ACTIVATIONS))
             raise ValueError(f"Experts: activation must be {known}, but is {activation!r}")
         self.num_experts = positive("Experts", "num_experts", num_experts)
@@ -52,6 +54,11 @@ class Experts(Module):
         return ops.experts(rows, *chosen, weights, biases, self.activation).view(x.shape)
 
     def _check(self, x: Tensor, ids: Tensor, shares: Tensor) -> None:
+        check_float("Experts", "x", x)
+        check_float("Experts", "shares", shares)
+        check_tensor("Experts", "ids", ids)
+        if ids.dtype not in INDEX_DTYPES:
+            raise TypeError(f"Experts: ids must be integers, but are {ids.dtype}")
         wanted = (*x.shape[:-1], ids.shape[-1] if ids.dim() else 0)
         if x.shape[-1:] != (self.hidden_size,) or tuple(ids.shape) != wanted or ids.shape != shares.shape:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (x, ids, shares))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from infinicore import ops
-from infinicore.checks import check_eps, check_flag, integer
+from infinicore.checks import check_eps, check_flag, check_tensor, integer
 from infinicore.nn.checks import (
     check_approximate,
     check_float,
@@ -25,12 +25,12 @@ from infinicore.nn.checks import (
     check_normalized,
     check_out,
     check_pair,
-    check_tensor,
     check_token,
     sampling_options,
 )
 from infinicore.ops import RopeAlgo
-from infinicore.ops.descriptor import RopeInfo, check_range
+from infinicore.ops.descriptor import RopeInfo
+from infinicore.ops.reference import check_range
 from infinicore.quantization import PackedTensor, QuantizedTensor
 
 __all__ = [
@@ -145,9 +145,12 @@ def random_sample(
     options = sampling_options(random_val, topp, topk, temperature)
     if out is not None:
         check_token(out, logits)
-    if not logits.is_cpu or logits.dtype == torch.float64:
-        check_logits(logits)
-    return ops.random_sample(logits.detach().contiguous(), *options, out=out)
+    logits = logits.detach().contiguous()
+    # A CPU's kernel looks at the logits itself, others and the reference do not.
+    if logits.is_cpu and (token := ops.random_sample.attempt(out, logits, *options)) is not None:
+        return token
+    check_logits(logits)
+    return ops.random_sample(logits, *options, out=out)
 
 
 def rms_norm(
@@ -159,7 +162,7 @@ def rms_norm(
     out: Tensor | None = None,
 ) -> Tensor:
     """input / sqrt(mean(input^2) + eps) * weight over the last dimensions, which normalized_shape names."""
-    check_eps("rms_norm", eps)
+    eps = check_eps("rms_norm", eps)
     if is_last(input, normalized_shape) and (y := ops.rms_norm.attempt(out, input, weight, eps)) is not None:
         return y
     check_float("rms_norm", "input", input)
@@ -185,7 +188,7 @@ def add_rms_norm(
     check_like("add_rms_norm", input, "residual", residual, input.shape)
     shape = check_normalized("add_rms_norm", input, normalized_shape)
     check_like("add_rms_norm", input, "weight", weight, shape)
-    check_eps("add_rms_norm", eps)
+    eps = check_eps("add_rms_norm", eps)
     if len(shape) != 1:
         raise ValueError(f"add_rms_norm: normalized_shape must name one dimension, but is {tuple(shape)}")
     if out is not None:
@@ -203,7 +206,7 @@ def layer_norm(
     out: Tensor | None = None,
 ) -> Tensor:
     """(input - mean) / sqrt(var + eps) * weight + bias over the last dimensions, the sums in float64."""
-    check_eps("layer_norm", eps)
+    eps = check_eps("layer_norm", eps)
     if is_last(input, normalized_shape):
         y = ops.layer_norm.attempt(out, input, weight, bias, eps)
         if y is not None:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from infinicore import ops
+from infinicore.checks import check_tensor
 from infinicore.nn import functional as F
-from infinicore.nn.checks import check_like, check_linear, check_tensor
+from infinicore.nn.checks import check_like, check_linear
 from infinicore.nn.norm import RMSNorm
 from infinicore.quantization import PackedTensor, QuantizedTensor
 from infinicore.tiles import RowTensor, can_be_one

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from infinicore.checks import integer
+from infinicore.checks import check_flag, integer
 from infinicore.tensor import tensor_from_bytes
 
 if TYPE_CHECKING:
@@ -160,6 +160,8 @@ def check_loadable(target: Tensor, source: Tensor, name: str) -> None:
         raise TypeError(f"{name} must be a tensor, found {type(source).__name__}")
     if source.dtype != target.dtype and not (source.is_floating_point() and target.is_floating_point()):
         raise TypeError(f"{name} has dtype {source.dtype}, but the parameter needs {target.dtype}")
+    if source.is_nested:  # of which torch tells no shape
+        raise TypeError(f"{name} is nested, but the parameter needs a dense tensor")
     if source.layout is not target.layout:
         raise TypeError(f"{name} has layout {source.layout}, but the parameter needs {target.layout}")
     if source.is_meta and not target.is_meta:
@@ -231,6 +233,8 @@ class Module(torch.nn.Module):
         reported, and refused when `strict`; a wrong shape (ValueError) or dtype (TypeError) always is.
         """
         check_state(state_dict)
+        check_flag("load_state_dict", "strict", strict)
+        check_flag("load_state_dict", "assign", assign)
         versions = getattr(state_dict, "_metadata", None) or {}
         state_dict = hooked(self, state_dict, versions, strict)
         held = self.state_dict(keep_vars=True)

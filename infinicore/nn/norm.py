@@ -9,7 +9,7 @@ from torch import Tensor
 
 from infinicore.checks import check_eps, check_place, sizes
 from infinicore.nn import functional as F
-from infinicore.nn.checks import check_float, check_normalized
+from infinicore.nn.checks import check_float, check_like, check_normalized
 from infinicore.nn.module import Module, Parameter
 
 
@@ -31,10 +31,9 @@ class RMSNorm(Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        check_eps("RMSNorm", eps)
         check_place("RMSNorm", dtype, device)
         self.normalized_shape = normalized_sizes("RMSNorm", normalized_shape)
-        self.eps = eps
+        self.eps = check_eps("RMSNorm", eps)
         self.weight = Parameter(torch.ones(self.normalized_shape, dtype=dtype, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -58,10 +57,9 @@ class LayerNorm(Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        check_eps("LayerNorm", eps)
         check_place("LayerNorm", dtype, device)
         self.normalized_shape = normalized_sizes("LayerNorm", normalized_shape)
-        self.eps = eps
+        self.eps = check_eps("LayerNorm", eps)
         self.weight = Parameter(torch.ones(self.normalized_shape, dtype=dtype, device=device))
         self.bias = Parameter(torch.zeros(self.normalized_shape, dtype=dtype, device=device))
 
@@ -71,6 +69,7 @@ class LayerNorm(Module):
     def forward_standard(self, x: Tensor) -> Tensor:
         check_float("layer_norm", "input", x)
         check_normalized("layer_norm", x, self.normalized_shape)
+        check_like("layer_norm", x, "weight", self.weight, self.normalized_shape)
         dims = tuple(range(-len(self.normalized_shape), 0))
         centered = x - x.mean(dims, keepdim=True)
         variance = centered.square().mean(dims, keepdim=True)

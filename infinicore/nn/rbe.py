@@ -101,6 +101,7 @@ class RBELinear(Module):
     @torch.no_grad()
     def encode(self, weight: Tensor) -> None:
         """Replace the matrix by weight [O, I]."""
+        check_dense(weight)
         self._check_shape(weight)
         size = self.block_size
         basis = smooth_basis(size, weight.device)  # [B², 8]
@@ -184,7 +185,8 @@ class MLPBlock(Module):
         self.activation = GELU("tanh")
         self.linear2 = RBELinear(intermediate_size, hidden_size, bias=False, dtype=dtype, device=device)
         for linear in (self.linear1, self.linear2):
-            linear.encode(random_weight(linear.out_features, linear.in_features, device))
+            if not linear.surface.is_meta:  # which takes no values
+                linear.encode(random_weight(linear.out_features, linear.in_features, device))
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.activation(self.linear1(self.layer_norm(x)))

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from infinicore import _native
-from infinicore.checks import FLOATS, check_places, first_outside
+from infinicore.checks import FLOATS, check_places, check_tensor
 from infinicore.ops import reference
 from infinicore.ops.registry import RECORDING, is_watched
 
@@ -130,7 +130,7 @@ def where_unseen(run: Callable[..., None], info: RopeInfo) -> Callable[..., None
 
 def run_reference(info: RopeInfo, y: Tensor, x: Tensor, pos: Tensor, sin: Tensor, cos: Tensor) -> None:
     check_same(info, RopeInfo.create(y, x, pos, sin, cos, info.algo))
-    check_range(pos, info.table_len)
+    reference.check_range(pos, info.table_len)
     y.copy_(reference.rope.reference(x, pos, sin, cos, info.algo is RopeAlgo.GPT_J))
 
 
@@ -141,16 +141,9 @@ def check_same(info: RopeInfo, found: RopeInfo) -> None:
         raise ValueError(f"rope: the tensors have {given}, but those of the descriptor {wanted}")
 
 
-def check_range(pos: Tensor, table_len: int) -> None:
-    """For kernels that do not check positions themselves."""
-    if (outside := first_outside(pos, table_len)) is not None:
-        raise IndexError(f"rope: position {outside} is outside [0, {table_len})")
-
-
 def check_tensors(**tensors: Tensor) -> None:
     for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"rope: {name} must be a tensor, but is {type(tensor).__name__}")
+        check_tensor("rope", name, tensor)
     for name, tensor in tensors.items():
         if tensor.device != tensors["x"].device:
             raise ValueError(f"rope: {name} is on {tensor.device}, but x is on {tensors['x'].device}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from infinicore.checks import first_outside
 from infinicore.ops.registry import Op, op
 from infinicore.ops.samples import (
     EXACT,
@@ -82,6 +83,12 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     return (normalized if bias is None else normalized + bias.double()).to(x.dtype)
 
 
+def check_range(positions: Tensor, table_len: int) -> None:
+    """For kernels that do not check positions themselves."""
+    if (outside := first_outside(positions, table_len)) is not None:
+        raise IndexError(f"rope: position {outside} is outside [0, {table_len})")
+
+
 def rope_tables(half: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     angles = torch.arange(9.0)[:, None] * torch.logspace(0, -2, half)
     return angles.sin().to(dtype), angles.cos().to(dtype)
@@ -111,6 +118,8 @@ def rope(x: Tensor, positions: Tensor, sin: Tensor, cos: Tensor, is_interleaved:
 
     x [(B,) S, H, D], positions [S] or [B, S], sin and cos [length, D/2] -> as x
     """
+    if positions.is_cpu:  # another device would be waited for; there a negative one counts from the end
+        check_range(positions, len(sin))
     index = positions.long() if x.dim() == 4 else positions.long().flatten()  # of one batch: [1, S] is [S]
     s, c = wide(sin)[index].unsqueeze(-2), wide(cos)[index].unsqueeze(-2)  # [(B,) S, 1, D/2]
     v = wide(x)
