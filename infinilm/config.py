@@ -62,6 +62,8 @@ WITHOUT_WINDOW = (
 # Models whose layers all look equally far back, whatever layer_types say.
 WITH_EQUAL_LAYERS = (*WITHOUT_WINDOW, "mixtral", "phi3")
 MAX_TOKEN_ID = (1 << 31) - 1
+# Sizes that follow from others where a file has null for them, whatever a family has where files say nothing.
+FOLLOWING = ("num_key_value_heads", "head_dim")
 
 # Keys of config.json that would change the computation in ways unknown here, and their harmless values;
 # a model that knows one has it as a field.
@@ -190,11 +192,11 @@ class LlamaConfig:
             if key not in names and content.get(key) not in harmless:
                 advice = f"; {INSTEAD[key]}" if key in INSTEAD else ""
                 raise ValueError(f"{key} = {short(content[key])} is not supported{advice}")
-        # null means "the default", except where a model may have none
+        # null means "the default", except where a model may have none, and of sizes that follow from others
         given = {
             key: value
             for key, value in content.items()
-            if key in names and (value is not None or "None" in str(names[key]))
+            if key in names and (value is not None or key in FOLLOWING or "None" in str(names[key]))
         }
         given["torch_dtype"] = content.get("torch_dtype")
         config = cls(**{**given, **rope_keys(content)})

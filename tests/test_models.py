@@ -358,6 +358,13 @@ def test_what_a_config_does_not_say_of_experts_is_as_in_transformers(name: str, 
     check_parity(type(theirs).from_pretrained(folder), folder, torch.float32, FLOAT32_BAR)
 
 
+def test_shares_of_experts_that_are_null_do_not_add_up_to_one_as_in_transformers(make: Any) -> None:
+    kind, options = MODELS["deepseek3"]
+    theirs, folder = make(kind, **options)
+    change_config(folder, norm_topk_prob=None)
+    check_parity(type(theirs).from_pretrained(folder), folder, torch.float32, FLOAT32_BAR)
+
+
 def test_windows_of_a_dots_have_a_usual_size(make: Any) -> None:
     theirs, folder = make("Dots1", **{**MODELS["dots"][1], "max_window_layers": 1})
     change_config(folder, ("sliding_window", "layer_types"))
@@ -771,6 +778,18 @@ def test_a_qwen3_whose_config_has_no_size_of_heads_has_that_of_transformers(make
     theirs, folder = make("Qwen3", head_dim=128)
     change_config(folder, remove=("head_dim",))
     check_parity(theirs, folder, torch.float32, FLOAT32_BAR)
+
+
+@pytest.mark.parametrize(
+    "kind, key",
+    [("Ernie4_5", "head_dim"), ("SeedOss", "num_key_value_heads"), ("SmolLM3", "num_key_value_heads")],
+)
+def test_a_size_of_heads_that_is_null_follows_from_others_as_in_transformers(
+    kind: str, key: str, make: Any
+) -> None:
+    theirs, folder = make(kind, head_dim=16, num_key_value_heads=4)
+    change_config(folder, **{key: None})
+    check_parity(type(theirs).from_pretrained(folder), folder, torch.float32, FLOAT32_BAR)
 
 
 def test_a_scaling_beside_the_two_ropes_of_a_gemma_is_that_of_transformers(make: Any) -> None:

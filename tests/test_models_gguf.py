@@ -506,6 +506,16 @@ def test_a_gemma3_file_without_a_window_has_none_in_any_layer(edited: Any) -> No
     assert torch.equal(found(prompt()), wanted(prompt()))
 
 
+@pytest.mark.parametrize("cap, written", [(3.0, 3.0), (None, 0.0)], ids=["a cap", "none"])
+def test_a_gemma3_file_may_cap_its_logits(cap: float | None, written: float, edited: Any) -> None:
+    wanted, found = edited(
+        "gemma3",
+        more=lambda writer, config: writer.add_final_logit_softcapping(written),
+        final_logit_softcapping=cap,
+    )
+    assert torch.equal(found(prompt()), wanted(prompt()))
+
+
 def test_what_a_gemma3_file_says_of_its_eyes_does_not_matter_to_its_text(edited: Any) -> None:
     def eyes(writer: Any, config: Any) -> None:
         writer.add_uint32("gemma3.mm.tokens_per_image", 256)

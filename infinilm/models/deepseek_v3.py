@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +57,13 @@ class GroupedConfig(SharedExpertsConfig):
     n_group: int = 1
     topk_group: int = 1
     num_nextn_predict_layers: int = 1  # of files, which guess further tokens and are not read
+
+    @classmethod
+    def adapted(cls, content: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Of shares null is no, whatever is done where files say nothing of them."""
+        content = super().adapted(content)
+        is_null = content.get("norm_topk_prob", True) is None
+        return {**content, "norm_topk_prob": False} if is_null else content
 
     def _check(self) -> None:
         super()._check()

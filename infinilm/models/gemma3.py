@@ -32,9 +32,7 @@ class Gemma3Config(gemma2.Gemma2Config, TwoRopesConfig):
     def adapted(cls, content: Mapping[str, Any]) -> Mapping[str, Any]:
         content = super().adapted(text_config(content))
         content = {**content, "attn_logit_softcapping": None}  # which its attention has not
-        if "model_type" not in content and content.get("sliding_window", 0) is None:
-            content["sliding_window_pattern"] = 1  # a GGUF file without windows
-        return content
+        return content if "model_type" in content else of_gguf(content)
 
     @property
     def longest(self) -> int:
@@ -44,6 +42,13 @@ class Gemma3Config(gemma2.Gemma2Config, TwoRopesConfig):
         step = check_whole("sliding_window_pattern", self.sliding_window_pattern, 1, 4096)
         self._fill_in_windows(lambda layer: (layer + 1) % step > 0)
         super()._fill_in()
+
+
+def of_gguf(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """GGUF files, which have no model_type, may have no windows, and write 0 where there is no cap."""
+    pattern = {"sliding_window_pattern": 1} if content.get("sliding_window", 0) is None else {}
+    cap = content.get("final_logit_softcapping") or None
+    return {**content, **pattern, "final_logit_softcapping": cap}
 
 
 class Gemma3Attention(Qwen3Attention, gemma2.Gemma2Attention, TwoRopesAttention):
@@ -61,7 +66,10 @@ class Gemma3Model(gemma2.Gemma2Model, TwoRopesModel):
 @register(
     GGUF(
         "gemma3",
-        {"rope.freq_base_swa": "rope_local_base_freq"},
+        {
+            "rope.freq_base_swa": "rope_local_base_freq",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
         gemma2.GGUF_NORMS,
         gemma2.GGUF_SCALE,
         has_windows=True,
