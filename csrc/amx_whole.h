@@ -92,13 +92,12 @@ INFINI_INLINE inline void add_whole_group(Tile& tile, const uint8_t* packed, con
                                           const WholeScales<Block>& scales) {
     constexpr int G = Block::kGroup;
     tile.each([&](auto& r, int m) INFINI_INLINE { r.dots.start(kOffset<Block>, rows.sums(g, m), 0); });
-    unrolled<4>([&](auto quad) INFINI_INLINE {
-        unrolled<G / 16>([&](auto i) INFINI_INLINE {
-            constexpr int kWhich = g * G / 16 + decltype(i)::value;
-            const Quad<> fields = fields_at<Block, kWhich, quad>(packed);
-            tile.each([&](auto& r, int m) INFINI_INLINE {
-                r.dots.template add<kBlock>(quad, quad, fields, rows.sixteen(m, kWhich));
-            });
+    unrolled<G / 4>([&](auto turn) INFINI_INLINE {
+        constexpr int kSixteens = G / 16, kWhich = g * kSixteens + turn % kSixteens;
+        constexpr std::integral_constant<int, turn / kSixteens> quad;
+        const Quad<> fields = fields_at<Block, kWhich, quad>(packed);
+        tile.each([&](auto& r, int m) INFINI_INLINE {
+            r.dots.template add<kBlock>(quad, turn, fields, rows.sixteen(m, kWhich));
         });
     });
     tile.each([&](auto& r, int) INFINI_INLINE { r.add_dots(scales.whole + g * kRows); });

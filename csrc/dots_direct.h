@@ -68,14 +68,13 @@ INFINI_INLINE inline void multiply_blocks(float* total, const uint8_t* packed, c
                     else
                         r.dots.start(kOffset<Block>, GroupSums<P>(sums + m, step, g % kSplit, G));
                 });
-                unrolled<4>([&](auto quad) INFINI_INLINE {
-                    unrolled<G / 16>([&](auto i) INFINI_INLINE {
-                        constexpr int kWhich = g * G / 16 + decltype(i)::value;
-                        constexpr std::integral_constant<int, quad * G / 16 + i> turn;
-                        const Quad<N> fields = fields_at<Block, kWhich, quad, N, kFirst>(packed);
-                        tile.each([&](auto& r, int m) INFINI_INLINE {
-                            r.dots.add(quad, turn, fields, q + m * P * kGroup + 16 * i);
-                        });
+                unrolled<G / 4>([&](auto turn) INFINI_INLINE {
+                    constexpr int kSixteens = G / 16, kSixteenth = turn % kSixteens;
+                    constexpr std::integral_constant<int, turn / kSixteens> quad;
+                    const Quad<N> fields =
+                        fields_at<Block, g * kSixteens + kSixteenth, quad, N, kFirst>(packed);
+                    tile.each([&](auto& r, int m) INFINI_INLINE {
+                        r.dots.add(quad, turn, fields, q + m * P * kGroup + 16 * kSixteenth);
                     });
                 });
                 tile.each([&](auto& r, int m) INFINI_INLINE {
