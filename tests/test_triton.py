@@ -426,6 +426,16 @@ def test_indices_that_are_out_of_range_give_nan_and_store_nothing() -> None:
             torch.testing.assert_close(pool, old, rtol=0, atol=0, equal_nan=True)
 
 
+def test_a_result_goes_straight_to_a_part_of_its_inputs_buffer() -> None:
+    """Unless they lie in each other: it is then copied there in the end."""
+    from infinicore.ops.triton.tensors import target
+
+    buffer = torch.randn(12, 64, device=DEVICE)
+    x, apart, overlapping = buffer[:4], buffer[4:8], buffer[3:7]
+    assert target(apart, x, x) is apart
+    assert target(overlapping, x, x) is not overlapping
+
+
 def test_results_may_go_where_the_caller_says() -> None:
     x, weight = random(6, 320, dtype=torch.float32), random(320, dtype=torch.float32)
     expected = run(ops.rms_norm, x, weight, 1e-5)

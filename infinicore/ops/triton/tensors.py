@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from infinicore.ops.registry import span_of
+
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 INDICES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 LARGEST_TILE = 1 << 14  # values of a row that one program holds
@@ -52,7 +54,9 @@ def settled(y: Tensor, out: Tensor | None) -> Tensor:
 
 
 def shares(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    """Whether they may lie in each other; of one buffer's parts one is no other's place"""
+    (begin, end), (other_begin, other_end) = span_of(a), span_of(b)
+    return begin < other_end and other_begin < end
 
 
 def is_same_view(a: Tensor, b: Tensor) -> bool:
