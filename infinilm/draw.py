@@ -73,11 +73,12 @@ class Settings:
             if params.temperature > 0:
                 self._uniforms[i] = uniform(stream.seed, stream.index, position)
             if params is not self._params[i]:
-                self._params[i] = params
+                self._params[i] = None  # until they are all there: an interrupt may come in between
                 self._numbers[3 * i : 3 * i + 3] = array(
                     "f", [params.temperature, params.top_p, params.min_p]
                 )
                 self._top_k[i] = max(params.top_k, 0)
+                self._params[i] = params
 
 
 def sampled(logits: Tensor, settings: Sequence[Tensor], out: Tensor | None = None) -> Tensor:

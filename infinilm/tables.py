@@ -52,12 +52,16 @@ class Tables:
             self.on_device.view(-1).scatter_(0, *(sent(t, self.on_device.device) for t in (at, blocks)))
 
     def _place(self, block_ids: list[int], work: Sequence[Placed]) -> None:
+        """An interrupt may come between any two lines: a row that it loses here is found among those that
+        nobody has, and no row has two owners."""
         if not self._free:
             kept = {id(item.block_ids) for item in work}
-            self._free += [row for held, row in self._rows.items() if held not in kept]
             self._rows = {held: row for held, row in self._rows.items() if held in kept}
-        row = self._rows[id(block_ids)] = self._free.pop()
+            taken = set(self._rows.values())
+            self._free = [row for row in range(len(self._held)) if row not in taken]
+        row = self._free.pop()
         self._held[row] = block_ids, 0  # which keeps the list, and so its identity
+        self._rows[id(block_ids)] = row
 
     def _write(self, row: int, block_ids: list[int], at: array[int], blocks: array[int]) -> None:
         num_shown, count = self._held[row][1], len(block_ids)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import random
+import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import gguf_files
@@ -287,6 +289,29 @@ def check_against(wanted: list[RequestOutput], jobs: list[Job], requests: list[R
             assert job.end is not None and is_beginning(output, whole)
         else:
             assert said(output) == said(whole)
+
+
+def interrupted(num_lines: int, call: Callable[[], Any], *files: str) -> bool:
+    """Ctrl-C before one of the lines of these files that a call runs; False where it has ended by then."""
+    left = num_lines
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal left
+        left -= event == "line" and left > 0
+        if event == "line" and left == 0:
+            left = -1
+            raise KeyboardInterrupt
+        return trace if frame.f_code.co_filename.endswith(files) else None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
 
 
 # ---- what must hold between two steps ----------------------------------------------------------------------

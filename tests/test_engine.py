@@ -6,7 +6,8 @@ import gc
 import math
 import random
 import weakref
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,13 @@ from engines import (
     Tiny,
     alone,
     check_against,
+    check_blocks,
     check_idle,
     check_outputs,
     check_requests,
     finish,
     generated,
+    interrupted,
     prompt,
     random_jobs,
     random_params,
@@ -46,12 +49,14 @@ from infinilm import (
     load_model,
 )
 from infinilm.batch import Stream
-from infinilm.draw import adjusted, uniform
+from infinilm.draw import Row, Settings, adjusted, uniform
 from infinilm.engine.engine import Engine
 from infinilm.engine.pace import Pace
 from infinilm.engine.request import Request
 from infinilm.engine.stats import Progress
 from infinilm.models.llama import LlamaForCausalLM
+from infinilm.parcels import Parcel
+from infinilm.tables import Tables
 from infinilm.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread", "record_at_once")
@@ -421,6 +426,78 @@ def test_ropes_and_windows_that_depend_on_the_length_do_not_depend_on_the_compan
     requests = run(engine, jobs, 3, rng)
     assert any(request.num_cached_tokens for request in requests)
     check_outputs(tiny, jobs, requests, max_model_len=160)
+
+
+# ---- interrupts --------------------------------------------------------------------------------------------
+
+# Of a step, without what it imports
+STEP_FILES = tuple(
+    f"infinilm/{name}.py"
+    for name in ("batch", "draw", "recording", "runner", "tables", "work", "engine/blocks", "engine/draft")
+) + tuple(f"infinilm/engine/{name}.py" for name in ("engine", "request", "scheduler", "text"))
+
+
+@pytest.mark.parametrize("guesser", [None, "ngram", "the model itself"])
+def test_whoever_an_interrupt_does_not_meet_in_the_midst_of_a_token_says_what_it_says_alone(
+    guesser: str | None, tiny: Tiny
+) -> None:
+    rng = random.Random(5)
+    jobs = [replace(job, end=None) for job in random_jobs(rng, 40, 120, 16, arrive_within=0)]
+    draft = tiny if guesser == "the model itself" else None
+    config = {"num_speculative_tokens": 4, "model": draft and str(draft.folder)} if guesser else None
+    engine = hurried(tiny.engine(16, draft, max_num_seqs=3, speculative_config=config))
+    requests = [engine.make(job.prompt, job.params, priority=job.priority) for job in jobs]
+    for request in requests:
+        engine.enqueue(request)
+    num_interrupts = 0
+    while engine.has_work:
+        if rng.random() < 0.5:
+            engine.step()
+        else:
+            num_interrupts += interrupted(rng.randrange(1, 1500), engine.step, *STEP_FILES)
+        check_blocks(engine)
+    check_idle(engine)
+    whole = [(job, request) for job, request in zip(jobs, requests, strict=True) if request.error is None]
+    assert num_interrupts > 50 and len(whole) > 20
+    check_outputs(tiny, *map(list, zip(*whole, strict=True)))
+
+
+@dataclass
+class Placed:
+    block_ids: list[int]
+
+
+def test_no_two_lists_of_blocks_share_a_row_of_the_tables_wherever_an_interrupt_came() -> None:
+    num_lines, has_come = 0, True
+    while has_come:
+        num_lines += 1
+        tables, work = Tables(2, 2, torch.device("cpu")), [Placed([0, 1]), Placed([2, 3])]
+        tables.show(work)
+        has_come = interrupted(num_lines, partial(tables.show, [Placed([4, 5])]), "infinilm/tables.py")
+        for i in range(6, 18, 2):
+            work[i // 2 % 2] = Placed([i, i + 1])
+            tables.show(work)
+            assert tables.of(work, 2).tolist() == [item.block_ids for item in work]
+    assert num_lines > 10
+
+
+@pytest.mark.parametrize("is_repeated", [True, False])
+def test_a_token_is_drawn_by_its_own_settings_wherever_an_interrupt_came(is_repeated: bool) -> None:
+    """Those that come next may be those of the row before the interrupt, or those it came to."""
+    before, after = (
+        Row(Stream([1], SamplingParams(temperature=0.5 * i, top_p=0.1 * i, top_k=i)), 1) for i in (1, 2)
+    )
+    num_lines, has_come = 0, True
+    while has_come:
+        num_lines += 1
+        settings = Settings(arrays := Parcel(Settings.kinds(1), is_sent=False).arrays)
+        settings.fill([before])
+        has_come = interrupted(num_lines, partial(settings.fill, [after]), "infinilm/draw.py")
+        params = (wanted := after if is_repeated else before).stream.params
+        settings.fill([wanted])
+        assert arrays[1].tolist() == [params.top_k]
+        assert arrays[2].tolist() == pytest.approx([params.temperature, params.top_p, params.min_p])
+    assert num_lines > 5
 
 
 # ---- few blocks --------------------------------------------------------------------------------------------
