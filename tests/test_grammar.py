@@ -196,6 +196,10 @@ SCHEMAS: list[tuple[dict[str, Any], Callable[[Any], bool]]] = [
         lambda v: is_int(v["a"]) and all(isinstance(v[key], str) for key in v.keys() - {"a"}),
     ),
     (
+        {"type": "object", "properties": {"a": {"const": 1}, "b": {"const": 2}}, "maxProperties": 1},
+        lambda v: v in ({}, {"a": 1}, {"b": 2}),
+    ),
+    (
         {"type": "object", "patternProperties": {"^x[0-9]$": {"const": 0}}, "additionalProperties": False},
         lambda v: all(re.fullmatch("x[0-9]", key) and v[key] == 0 for key in v),
     ),
@@ -238,7 +242,7 @@ def test_json_object_is_any_object(case: Case) -> None:
         {"properties": {"default": {"type": "object", "minProperties": 2}}},
         {"type": "object", "required": ["a", "a"], "minProperties": 2},
         {"type": "object", "minProperties": 2.0},
-        {"type": "object", "properties": {"a": {}, "b": {}}, "maxProperties": 1},
+        {"type": "object", "properties": {"a": {}, "b": {}}, "minProperties": 1},
         {"patternProperties": {"^a": {"type": "null"}, "b$": {"type": "string"}}},
         {"x-guidance": {"lenient": True}, "uniqueItems": True},
         {"$ref": "http://localhost/schema.json"},

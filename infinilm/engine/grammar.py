@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from infinilm.draw import WORD, bits_of
-from infinilm.engine.grammar_schema import check_schema, drop_notes
+from infinilm.engine.grammar_schema import check_schema, closed, drop_notes
 from infinilm.engine.grammar_trial import (
     COMPILE_STACK,
     CPU_SECONDS,
@@ -228,7 +228,7 @@ def grammar_of_schema(schema: str) -> str:
         found = json.loads(schema)
         check_schema(found)
         drop_notes(found)
-        return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(found), overrides=options)
+        return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(closed(found)), overrides=options)
 
 
 def json_rule(schema: dict[str, Any]) -> str:

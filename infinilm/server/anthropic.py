@@ -13,7 +13,6 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from infinilm.engine.grammar_schema import closed
 from infinilm.engine.stats import Progress
 from infinilm.sampling import SamplingParams, StructuredOutputsParams
 from infinilm.server.anthropic_bodies import (
@@ -70,7 +69,7 @@ def structure(body: MessagesBody) -> StructuredOutputsParams | None:
     if wanted is None:
         return None
     with as_body_errors({}, "output_config"):
-        return StructuredOutputsParams(json=closed(wanted.schema_))
+        return StructuredOutputsParams(json=wanted.schema_)
 
 
 def choice_of(body: CountBody) -> Choice:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from reprlib import repr as short
 from typing import Any
 
-from infinilm.engine.grammar_schema import closed
 from infinilm.sampling import STRUCTURED_CHECKS, SamplingParams, StructuredOutputsParams
 from infinilm.server.bodies import BodyError, as_body_errors, sampled
 from infinilm.server.openai_bodies import (
@@ -129,8 +127,7 @@ def own_structure(given: Mapping[str, Any]) -> StructuredOutputsParams:
     for name, value in given.items():
         if name not in STRUCTURED_CHECKS and value not in (None, False):
             raise ValueError(f"{name[:64]!r} is not supported; leave it out")
-    found = StructuredOutputsParams(**{name: given[name] for name in STRUCTURED_CHECKS if name in given})
-    return found if found.json is None else replace(found, json=closed(json.loads(str(found.json))))
+    return StructuredOutputsParams(**{name: given[name] for name in STRUCTURED_CHECKS if name in given})
 
 
 def structure_field(body: Generation) -> str:
@@ -164,7 +161,7 @@ def json_object(wanted: Mapping[str, Any]) -> StructuredOutputsParams:
 def schema_of(given: Mapping[str, Any]) -> Any:
     if not isinstance(given.get("schema"), dict):
         raise ValueError(f"response_format has no schema that is an object: {short(given)}")
-    return closed(given["schema"])
+    return given["schema"]
 
 
 def tool_of(given: OfferedTool) -> Tool:

@@ -9,7 +9,6 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from infinilm.engine.grammar_schema import closed
 from infinilm.engine.stats import Progress
 from infinilm.sampling import SamplingParams, StructuredOutputsParams
 from infinilm.server import responses_stored
@@ -79,7 +78,7 @@ def structure_of(body: ResponsesBody) -> StructuredOutputsParams | None:
     with as_body_errors({}, "text"):
         if wanted.type == "json_object" and not wanted.schema_:
             return StructuredOutputsParams(json_object=True)
-        return StructuredOutputsParams(json=closed(wanted.schema_ or {}))
+        return StructuredOutputsParams(json=wanted.schema_)
 
 
 def tools_of(given: Any, namespace: str | None = None) -> Iterator[Tool]:

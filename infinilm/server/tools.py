@@ -15,7 +15,7 @@ from reprlib import repr as short
 from typing import Any, Literal
 
 from infinilm.engine.grammar import check_enforceable, json_rule
-from infinilm.engine.grammar_schema import closed, loosened
+from infinilm.engine.grammar_schema import loosened
 from infinilm.engine.request import RequestError
 from infinilm.sampling import MAX_GRAMMAR_LENGTH, StructuredOutputsParams
 from infinilm.server.conversation import (
@@ -438,7 +438,7 @@ def forced_schema(tool: Tool) -> dict[str, Any]:
         raise RequestError(f"their type is {short(kind)}, but arguments are an 'object'")
     if tool.input_grammar is not None and tool.input_grammar[0] == "lark":
         raise RequestError("a 'lark' grammar is shown to the model, but not enforced inside a call")
-    return closed({**tool.schema, "type": "object"})
+    return {**tool.schema, "type": "object"}
 
 
 def free_schema(tool: Tool) -> dict[str, Any]:
