@@ -27,8 +27,22 @@ NO_VARIABLES = (
     "mm_processor_kwargs",
     "tokenization_kwargs",
 )
+# What else does it; the others are nothing that could be done
+INSTEAD = {
+    "chat_template": "give it to LLM",
+    "continue_final_message": "write what the answer begins with after the text of "
+    "tokenizer.apply_chat_template, and give both to generate",
+}
 NO_LISTS = str, bytes, bytearray, memoryview, Mapping
 SAMPLING = tuple(f.name for f in fields(SamplingParams))
+# Keywords of generate that callers know from elsewhere, as in infinilm.elsewhere
+OF_GENERATE = {
+    **{name: ("sampling_params has it",) for name in SAMPLING},
+    "prompt_token_ids": ("prompts may be lists of token ids", None),
+    "max_new_tokens": ("sampling_params has it, as max_tokens",),
+    "messages": ("chat answers messages",),
+    "stream": ("LLM.stream gives tokens as they come", False),
+}
 
 
 def with_options(init: Any) -> Any:
@@ -73,9 +87,9 @@ def as_variables(keywords: Mapping[str, Any], more: Any) -> dict[str, Any]:
     given = {**keywords, **more}
     for name in given:
         if name in NO_VARIABLES or name in SAMPLING:
-            instead = "sampling_params" if name in SAMPLING else "LLM" if name == "chat_template" else None
-            advice = f"; give it to {instead}" if instead else ""
-            raise RequestError(f"chat does not know {name}, which is no variable of a template{advice}")
+            advice = "give it to sampling_params" if name in SAMPLING else INSTEAD.get(name)
+            told = f"chat does not know {name}, which is no variable of a template"
+            raise RequestError("; ".join(filter(None, [told, advice])))
     return given
 
 

@@ -16,7 +16,9 @@ Target = TypeVar("Target")
 NEEDLESS = "it is not needed here"
 ONE_PROCESS = "one process with one device runs the model; infinilm.models.parallel splits one by hand"
 ALL_KINDS = "every model generates, embeds and scores as far as it can"
+THREADS = "infinicore.set_num_threads sets them, or INFINICORE_NUM_THREADS in the environment"
 NO_BEAMS = "there is no beam search; n gives several samples"
+STRUCTURED = "structured_outputs=StructuredOutputsParams(json=..., regex=..., choice=...) does it"
 NO_SCORES = "token ids are returned; calling the model gives logits"
 
 # What is here instead, then the values that ask for nothing
@@ -45,13 +47,30 @@ ENGINE: Table = {
     "enable_chunked_prefill": (NEEDLESS, None, True),
     "tokenizer_mode": (NEEDLESS, "auto"),
     "disable_log_stats": (NEEDLESS, False, True),  # there are none
+    "disable_log_requests": (NEEDLESS, False, True),
+    "revision": ("the newest is taken; of another give the folder that it was downloaded to", None),
+    "hf_token": ("HF_TOKEN in the environment, or `hf auth login`", None),
+    "n_threads": (THREADS, None),
+    "num_threads": (THREADS, None),
     "max_logprobs": (NEEDLESS,),
     "verbose": (NEEDLESS, False),
 }
 SAMPLING: Table = {
     "max_new_tokens": ("it is max_tokens here",),
+    "max_completion_tokens": ("it is max_tokens here",),
+    "n_predict": ("it is max_tokens here",),
+    "num_predict": ("it is max_tokens here",),
+    "num_return_sequences": ("it is n here",),
+    "temp": ("it is temperature here",),
+    "stop_strings": ("it is stop here", None),
+    "stop_sequences": ("it is stop here", None),
     "repeat_penalty": ("it is repetition_penalty here",),
     "guided_decoding": ("it is structured_outputs here", None),
+    "guided_json": (STRUCTURED, None),
+    "guided_regex": (STRUCTURED, None),
+    "guided_choice": (STRUCTURED, None),
+    "guided_grammar": (STRUCTURED, None),
+    "response_format": (STRUCTURED, None),
     "do_sample": ("temperature=0 is without, any other with sampling",),
     "best_of": (
         "n gives that many, of which cumulative_logprob tells the best if there are logprobs",
@@ -59,6 +78,7 @@ SAMPLING: Table = {
         1,
     ),
     "use_beam_search": (NO_BEAMS, False),
+    "num_beams": (NO_BEAMS, 1),
     "length_penalty": (NO_BEAMS, 1.0),
     "early_stopping": (NO_BEAMS, False),
     "logits_processors": (
@@ -66,6 +86,7 @@ SAMPLING: Table = {
         None,
     ),
     "truncate_prompt_tokens": ("cut the prompt's token ids before generate", None),
+    "stream": ("LLM.stream gives tokens as they come", False),
     "output_kind": ("LLM.stream gives what is new, generate of AsyncLLM all so far",),
 }
 GENERATE: Table = {

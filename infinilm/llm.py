@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from infinilm.arguments import (
+    OF_GENERATE,
     as_conversations,
     as_pairs,
     as_prompts,
@@ -20,6 +21,7 @@ from infinilm.arguments import (
     with_options,
 )
 from infinilm.config import EngineConfig
+from infinilm.elsewhere import knowing
 from infinilm.engine.adapters import LoRARequest
 from infinilm.engine.engine import Engine
 from infinilm.engine.intake import Prompt, limit_of
@@ -60,6 +62,7 @@ class LLM:
             self._begin(self._engine.anew())
         return self._engine
 
+    @knowing(OF_GENERATE)
     def generate(
         self,
         prompts: Any,

@@ -237,6 +237,9 @@ def structured(name: str, value: Any) -> StructuredOutputsParams:
 
 def schema(name: str, value: Any) -> str:
     """One text for one schema, however it was given; its properties keep their order."""
+    if not isinstance(value, str | dict):
+        advice = "; model_json_schema() of a Pydantic class gives one" if isinstance(value, type) else ""
+        raise ValueError(f"{refused(name, 'a JSON schema, as a dict or its text', value)}{advice}")
     given = string(MAX_GRAMMAR_LENGTH, name, json_text(name, value) if isinstance(value, dict) else value)
     parsed = parse_object(given.encode(), name, ValueError)
     return string(MAX_GRAMMAR_LENGTH, name, json_text(name, parsed))  # escapes can write halves of pairs too

@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from warm import COMMAND, RunPython, StartPython, start_afresh
 
 from infinilm.cli import main, parser
+from infinilm.cli.generate import read_prompt
 
 
 def infinilm(*arguments: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
@@ -94,6 +95,24 @@ def test_generate_prints_an_answer_and_its_speed(default_model_path: Path) -> No
 def test_generate_reads_a_raw_prompt_from_standard_input(here: Here, default_model_path: Path) -> None:
     result = here("generate", "-", "--raw", "--max-tokens", "4", stdin="One, two, three,")
     assert result.returncode == 0 and "four" in result.stdout
+
+
+def test_the_newline_after_a_message_is_none_of_it_but_a_raw_prompt_is_continued_with_it(
+    here: Here, monkeypatch: pytest.MonkeyPatch, tiny_folder: Path
+) -> None:
+    read = []
+    monkeypatch.setattr("infinilm.cli.generate.answer", lambda llm, token_ids, _: read.append(token_ids))
+    for prompt, *options in (["hello"], ["-"], ["hello", "--raw"], ["-", "--raw"]):
+        here("generate", prompt, *options, "--model", str(tiny_folder), stdin="hello\n")
+    message, piped, raw, raw_piped = read
+    assert message == piped and raw_piped[: len(raw)] == raw and len(raw_piped) > len(raw)
+
+
+def test_the_mark_of_utf_8_before_a_prompt_is_none_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "stdin", text_stream(b"\xef\xbb\xbfhello\n", encoding="utf-8"))
+    assert read_prompt(raw=True) == "hello\n"
 
 
 def test_the_same_seed_gives_the_same_text(here: Here, tiny_folder: Path) -> None:
@@ -324,7 +343,31 @@ def test_unknown_commands_are_a_usage_error() -> None:
         (("chat", "-p", "x"), "infinilm chat: error: unrecognized arguments: -p x"),
         (("chat", "-hf", "org/name"), "unrecognized arguments: -hf org/name; -hf is --model here"),
         (("serve", "--model", "x", "-np", "2"), "unrecognized arguments: -np; -np is --max-num-seqs here"),
-        (("serve", "--load-format", "gguf"), "infinilm serve: error: unrecognized arguments: --load-format"),
+        (("serve", "--dashboard", "x"), "infinilm serve: error: unrecognized arguments: --dashboard"),
+        (
+            ("serve", "--load-format", "gguf"),
+            "arguments: --load-format; --load-format: files say what they are",
+        ),
+        (("serve", "--torch_dtype", "float16"), "--torch_dtype; --torch_dtype is --dtype here"),
+        (("batch", "x", "y", "--enforce-eager"), "--enforce-eager; --enforce-eager: it is not needed here"),
+        (("bench", "latency", "--swap-space", "4"), "unrecognized arguments: --swap-space 4"),
+        (("generate", "x", "--stream"), "--stream is not needed here"),
+        (
+            ("chat", "--stop", "x"),
+            "--stop: SamplingParams has it, and so have the bodies of infinilm batch and infinilm serve",
+        ),
+        (
+            ("generate", "-f", "x"),
+            "-f: a prompt of - is read from standard input, as by infinilm generate - < FILE",
+        ),
+        (
+            ("batch", "-", "out.jsonl"),
+            "argument IN.jsonl: must be a file, where a run that was stopped can go on, but is '-'",
+        ),
+        (
+            ("batch", "in.jsonl", "-"),
+            "argument OUT.jsonl: must be a file, where a run that was stopped can go on, but is '-'",
+        ),
         (("bench", "serve", "--port", "1"), "unrecognized arguments: --port 1; --port is --base-url here"),
         (("bench", "latency", "-p", "5"), "unrecognized arguments: -p 5; -p is --input-len here"),
         (("run", "llama"), "infinilm: error: argument COMMAND: 'run' is 'chat --model' here"),

@@ -153,6 +153,8 @@ def test_a_setting_that_does_not_exist_is_a_type_error_before_anything_is_read(t
         ("trust_remote_code", "not needed"),
         ("tensor_parallel_size", "one process"),
         ("max_model_length", "did you mean max_model_len"),
+        ("n_threads", "infinicore.set_num_threads"),
+        ("revision", "the folder that it was downloaded to"),
     ],
 )
 def test_a_setting_that_others_have_is_refused_with_ours(tmp_path: Path, name: str, way_out: str) -> None:
@@ -262,7 +264,10 @@ def test_a_conversation_is_answered_as_its_template_has_it(llm: LLM) -> None:
     [
         ({"max_tokens": 3}, "chat does not know max_tokens.*give it to sampling_params"),
         ({"chat_template": "{{ 1 }}"}, "chat does not know chat_template.*give it to LLM"),
-        ({"continue_final_message": True}, "chat does not know continue_final_message"),
+        (
+            {"continue_final_message": True},
+            "chat does not know continue_final_message.*apply_chat_template.*generate",
+        ),
         ({"chat_template_kwargs": {"temperature": 0.0}}, "chat does not know temperature"),
         ({"chat_template_kwargs": {"self": 1}}, "chat does not know self"),
         ({"chat_template_kwargs": ["date"]}, r"chat_template_kwargs must be a dict.*but are \['date'\]"),
@@ -306,6 +311,24 @@ def test_sampling_params_are_of_their_class_and_one_for_each_prompt(params: Any,
 def test_token_ids_of_settings_are_the_models(params: dict[str, Any], llm: LLM) -> None:
     with pytest.raises(RequestError, match=f"{next(iter(params))} has token id .*; the model's are 0 to 257"):
         llm.generate("a", SamplingParams(**params))
+
+
+@pytest.mark.parametrize(
+    ("keyword", "way_out"),
+    [
+        ({"temperature": 0.0}, "sampling_params has it"),
+        ({"max_new_tokens": 3}, "sampling_params has it, as max_tokens"),
+        ({"prompt_token_ids": [[1, 2]]}, "prompts may be lists of token ids"),
+        ({"messages": []}, "chat answers messages"),
+        ({"use_tdqm": False}, "did you mean use_tqdm"),
+    ],
+    ids=str,
+)
+def test_keywords_that_generate_has_elsewhere_are_refused_with_ours(
+    keyword: dict[str, Any], way_out: str, llm: LLM
+) -> None:
+    with pytest.raises(TypeError, match=f"generate does not know '{next(iter(keyword))}'; {way_out}"):
+        llm.generate("a", **keyword)
 
 
 @pytest.mark.parametrize("priority", ["high", 1.5, True, [1, 2]])

@@ -205,7 +205,12 @@ def test_an_unknown_name_is_refused(name: str) -> None:
     ("name", "way_out"),
     [
         ("max_new_tokens", "max_tokens"),
+        ("max_completion_tokens", "it is max_tokens"),
+        ("stop_strings", "it is stop here"),
         ("guided_decoding", "structured_outputs"),
+        ("guided_json", r"StructuredOutputsParams\(json="),
+        ("response_format", r"StructuredOutputsParams\(json="),
+        ("stream", r"LLM\.stream"),
         ("best_of", "n gives"),
         ("temprature", "did you mean temperature"),
     ],
@@ -296,6 +301,23 @@ BAD_STRUCTURES: dict[str, tuple[object, ...]] = {
 def test_a_structure_that_cannot_be_is_refused_by_the_name_of_its_field(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"^{name}"):
         StructuredOutputsParams(**{name: value})
+
+
+class Answer:
+    """As a class of Pydantic's, which some programs take for its schema"""
+
+
+@pytest.mark.parametrize(
+    ("schema", "told"),
+    [
+        (5, ", but is 5$"),
+        ([], r", but is \[\]$"),
+        (Answer, r", but is .*; model_json_schema\(\) of a Pydantic class gives one$"),
+    ],
+)
+def test_what_is_no_schema_is_told_that_a_dict_or_its_text_is_wanted(schema: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=f"json must be a JSON schema, as a dict or its text{told}"):
+        StructuredOutputsParams(json=schema)
 
 
 @pytest.mark.parametrize(

@@ -247,6 +247,8 @@ def test_without_its_libraries_it_says_how_to_get_them(
         (["--log-level", "loud"], "--log-level must be"),
         (["--request-timeout", "-1"], "--request-timeout must be"),
         (["--max-queue", "-1"], "--max-queue must be at least 0, but is -1"),
+        (["--threads", "0"], "--threads must be from 1 to 1024, but is 0"),
+        (["--threads", "1025"], "--threads must be from 1 to 1024, but is 1025"),
         (["--api-key", ""], "the API key is empty"),
         (["--api-key", " ", "--host", "nowhere.invalid"], "the API key is empty"),
         (["--api-key-file", os.devnull], "has no key"),

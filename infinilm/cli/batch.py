@@ -17,16 +17,22 @@ if TYPE_CHECKING:
 def add(commands: Any) -> None:
     """`infinilm batch`"""
     command = commands.add_parser("batch", help="answer a file of requests, in OpenAI's batch format")
-    command.add_argument("input", metavar="IN.jsonl", type=Path, help="a request a line")
+    command.add_argument("input", metavar="IN.jsonl", type=file, help="a request a line")
     command.add_argument(
         "output",
         metavar="OUT.jsonl",
-        type=Path,
+        type=file,
         help="an answer a line; lines that have one there are not asked",
     )
     add_model_options(command)
     add_engine_options(command)
     command.set_defaults(run=run)
+
+
+def file(given: str) -> Path:
+    if given == "-":  # else answers would go into a file of that name
+        raise argparse.ArgumentTypeError("must be a file, where a run that was stopped can go on, but is '-'")
+    return Path(given)
 
 
 def run(options: argparse.Namespace) -> None:

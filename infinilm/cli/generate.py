@@ -34,7 +34,7 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     sampling_params(options)  # a wrong option is reported before the model is loaded
     check_system(options.system, has_template=not options.raw)
-    prompt = read_prompt() if options.prompt == "-" else options.prompt
+    prompt = read_prompt(options.raw) if options.prompt == "-" else options.prompt
     llm = load(options)
     most = llm.engine.max_length
     if options.raw or llm.tokenizer.chat_template is None:
@@ -51,10 +51,13 @@ def check_system(system: str | None, has_template: bool) -> None:
         raise ValueError("--system needs a chat template, which the model does not have, or --raw leaves out")
 
 
-def read_prompt() -> str:
+def read_prompt(raw: bool) -> str:
+    """The newline that ends the last line of a file, or what echo says, is no part of a message, and with it
+    the answer would be another; a raw prompt is continued as it is."""
     check_input()
     with reading_input():
-        return sys.stdin.read()
+        text = sys.stdin.read().removeprefix("\ufeff")  # the mark of UTF-8 that Windows begins files with
+    return text if raw else text.removesuffix("\n")
 
 
 def answer(llm: LLM, token_ids: list[int], options: argparse.Namespace) -> str:

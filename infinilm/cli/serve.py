@@ -146,6 +146,7 @@ def server_options(options: argparse.Namespace) -> Options:
 
     check_one_model(options)
     check_queue(options)
+    check_threads(options.threads)
     request_seconds = positive("--request-timeout", options.request_timeout)
     return Options(
         settings=Settings(keys=api_keys(options), request_seconds=request_seconds),
@@ -195,6 +196,16 @@ def check_queue(options: argparse.Namespace) -> None:
     for name in ("max_queue", "max_queue_tokens"):
         if (count := getattr(options, name)) < 0:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 0, but is {count}")
+
+
+def check_threads(count: int | None) -> None:
+    """What infinicore would find, told before the server listens and by the option's own name"""
+    if count is None:
+        return
+    from infinicore.ops.native import MAX_THREADS
+
+    if not 1 <= count <= MAX_THREADS:
+        raise ValueError(f"--threads must be from 1 to {MAX_THREADS}, but is {count}")
 
 
 def log_level(name: str) -> str:

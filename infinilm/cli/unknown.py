@@ -7,6 +7,8 @@ import difflib
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
+from infinilm import elsewhere
+
 # What llama.cpp, ollama, vLLM and transformers call what is here. What a command lacks may be yet another.
 COMMANDS_ELSEWHERE = {
     "run": "chat --model",
@@ -37,8 +39,13 @@ ELSEWHERE = {
     "--ctx-size": "--max-model-len",
     "--num-ctx": "--max-model-len",
     "--context-length": "--max-model-len",
+    "--n-ctx": "--max-model-len",
     "-ngl": "--device",
     "--n-gpu-layers": "--device",
+    "--device-map": "--device",
+    "--torch-dtype": "--dtype",
+    "--load-in-8bit": "--quantize",
+    "--load-in-4bit": "--quantize",
     "-t": "--threads",
     "--threads": "INFINICORE_NUM_THREADS in the environment",
     "-np": "--max-num-seqs",
@@ -47,6 +54,7 @@ ELSEWHERE = {
     "--host": "--base-url",
     "--port": "--base-url",
     "--gpu-memory-utilization": "--kv-cache-memory",
+    "--swap-space": "--kv-cache-memory",
     "--cache-type-k": "--kv-cache-dtype",
 }
 NEEDLESS = {
@@ -58,7 +66,10 @@ NEEDLESS = {
     "--reasoning-parser",
     "--flash-attn",
     "--jinja",
+    "--stream",
 }
+# How tokens are chosen, where no option does it: one that is spelled alike would do something else.
+OF_REQUESTS = {"--stop", "--logprobs", "--presence-penalty", "--frequency-penalty", "--logit-bias"}
 
 
 class Command(argparse.ArgumentParser):
@@ -97,6 +108,8 @@ def meanings(unknown: Iterable[str], known: Collection[str]) -> Iterator[str]:
             yield f"{name} is not needed here"
         elif meant := meaning(spelled, known):
             yield f"{name} is {meant} here"
+        elif told := instead(spelled, known):
+            yield f"{name}: {told}"
         elif close := closest(spelled, known):
             yield f"did you mean {close}?"
 
@@ -105,6 +118,16 @@ def meaning(name: str, known: Collection[str]) -> str:
     meant = ELSEWHERE.get(name, "")
     is_there = meant in known or meant.endswith("in the environment")
     return meant if is_there or not meant else meaning(meant, known)
+
+
+def instead(name: str, known: Collection[str]) -> str:
+    """What does it where no option of the command does"""
+    if name in OF_REQUESTS and "--temperature" in known:
+        return "SamplingParams has it, and so have the bodies of infinilm batch and infinilm serve"
+    if name in ("-f", "--file") and "a prompt that stands by itself" in known:
+        return "a prompt of - is read from standard input, as by infinilm generate - < FILE"
+    advice = elsewhere.ENGINE.get(name.removeprefix("--").replace("-", "_"))
+    return advice[0] if advice and "--kv-cache-memory" in known else ""
 
 
 def meaning_of_word(known: Collection[str]) -> Iterator[str]:
