@@ -25,7 +25,7 @@ from patience import PATIENCE, wait_until
 from warm import COMMAND, StartPython
 
 from infinilm.cli import main, parser
-from infinilm.cli.serve import api_keys, load_async
+from infinilm.cli.serve import api_keys, load_async, origins
 from infinilm.hub import served_name
 from infinilm.sampling import SamplingParams
 from infinilm.server.log import MISSING, Log
@@ -250,6 +250,9 @@ def test_without_its_libraries_it_says_how_to_get_them(
         (["--threads", "0"], "--threads must be from 1 to 1024, but is 0"),
         (["--threads", "1025"], "--threads must be from 1 to 1024, but is 1025"),
         (["--api-key", ""], "the API key is empty"),
+        (["--allowed-origins", "chat.example"], "--allowed-origins takes origins of web pages, as https"),
+        (["--allowed-origins", "https://chat.example/page"], "but not 'https://chat.example/page'"),
+        (["--allowed-origins", "[*]"], "--allowed-origins: '[*]' is no list in JSON"),
         (["--api-key", " ", "--host", "nowhere.invalid"], "the API key is empty"),
         (["--api-key-file", os.devnull], "has no key"),
         (["--host", "nowhere.invalid"], "cannot listen on"),
@@ -288,6 +291,13 @@ def test_adapters_stand_after_one_option_or_each_after_its_own(
     monkeypatch.setenv("INFINILM_LORA", "c=3 d=4")
     assert parser().parse_args(["serve", *arguments.split()]).lora == ["a=1", "b=2"]
     assert parser().parse_args(["serve"]).lora == ["c=3", "d=4"]
+
+
+def test_origins_of_pages_are_those_that_browsers_send() -> None:
+    for arguments in (["https://a.b/", "tauri://localhost"], ['["https://a.b", "tauri://localhost"]']):
+        given: Any = parser().parse_args(["serve", "--allowed-origins", *arguments])
+        assert origins(given.allowed_origins) == ("https://a.b", "tauri://localhost")
+    assert origins(["*"]) == ("*",) and origins([]) == ()
 
 
 def test_a_model_is_named_in_its_place_or_by_an_option(

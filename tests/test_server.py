@@ -818,6 +818,36 @@ def test_every_route_but_the_public_ones_needs_the_key(folder: Path) -> None:
             client.models.list()
 
 
+def test_pages_of_allowed_origins_may_call_from_a_browser(folder: Path) -> None:
+    """Browsers ask beforehand, without the key, then let a page read what tells its origin, errors too."""
+    path, page = "/v1/chat/completions", "https://chat.example"
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    key = {"authorization": "Bearer secret"}
+    with running(folder, Settings(keys=("secret",), origins=(page,))) as server:
+        told = server.http.options(path, headers={"origin": page, **asked})
+        assert told.status_code == 200 and told.headers["access-control-allow-origin"] == page
+        assert "authorization" in told.headers["access-control-allow-headers"].lower()
+        evil = {"origin": "https://evil.example"}
+        assert server.http.options(path, headers={**evil, **asked}).status_code == 400
+        for headers, stream, status in ((key, True, 200), (key, False, 200), ({}, False, 401)):
+            body = {"messages": HELLO, "max_tokens": 2, "stream": stream}
+            response = server.http.post(path, json=body, headers={"origin": page, **headers})
+            assert response.status_code == status
+            assert response.headers["access-control-allow-origin"] == page
+            assert "x-request-id" in response.headers["access-control-expose-headers"]
+        other = server.http.get("/v1/models", headers={**evil, **key})
+        assert "access-control-allow-origin" not in other.headers
+
+
+def test_no_page_may_call_from_a_browser_by_itself(idle: Running) -> None:
+    headers = {"origin": "https://chat.example", "access-control-request-method": "POST"}
+    for response in (
+        idle.http.options("/v1/models", headers=headers),
+        idle.http.get("/health", headers=headers),
+    ):
+        assert not any(name.startswith("access-control") for name in response.headers)
+
+
 # ---- to the byte -------------------------------------------------------------------------------------------
 
 

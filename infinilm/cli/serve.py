@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +30,8 @@ SERVE_HELP = (
     "Each option may also stand in the environment: --max-model-len as INFINILM_MAX_MODEL_LEN, and so on. "
     "What is given here wins."
 )
+
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+", re.IGNORECASE)
 
 
 class OneModel(argparse.Action):
@@ -86,6 +90,13 @@ def add_caller_options(who: Any) -> None:
         action=Several,
         metavar="NAME=PATH",
         help="adapters, folders of PEFT's, each of which callers ask for as a model of its name",
+    )
+    who.add_argument(
+        "--allowed-origins",
+        nargs="+",
+        action=Several,
+        metavar="ORIGIN",
+        help="of web pages that may call it, as https://chat.example, or * for any; none if left out",
     )
     add_number(who, "--max-num-seqs", 64, "answers made at once")
     add_number(who, "--max-queue", 1024, "answers that may wait")
@@ -148,8 +159,9 @@ def server_options(options: argparse.Namespace) -> Options:
     check_queue(options)
     check_threads(options.threads)
     request_seconds = positive("--request-timeout", options.request_timeout)
+    page_origins = origins(options.allowed_origins or [])
     return Options(
-        settings=Settings(keys=api_keys(options), request_seconds=request_seconds),
+        settings=Settings(keys=api_keys(options), origins=page_origins, request_seconds=request_seconds),
         host=options.host,
         port=options.port,
         uds=options.uds,
@@ -178,6 +190,23 @@ def loras(given: Sequence[str]) -> tuple[LoRARequest, ...]:
     if wrong := [one for one, (name, _, path) in zip(given, parts, strict=True) if not name or not path]:
         raise ValueError(f"--lora takes NAME=PATH, the name of an adapter and its folder, not {wrong[0]!r}")
     return tuple(LoRARequest(name, number, path) for number, (name, _, path) in enumerate(parts, start=1))
+
+
+def origins(given: Sequence[str]) -> tuple[str, ...]:
+    """As browsers send them; vLLM's commands have a list in JSON."""
+    listed = [origin for one in given for origin in (json_list(one) if one.startswith("[") else [one])]
+    found = tuple(origin.removesuffix("/") for origin in listed)
+    if wrong := [one for one in found if one != "*" and not ORIGIN.fullmatch(one)]:
+        wanted = "https://chat.example or http://localhost:3000, or *"
+        raise ValueError(f"--allowed-origins takes origins of web pages, as {wanted}, but not {wrong[0]!r}")
+    return found
+
+
+def json_list(given: str) -> list[str]:
+    try:
+        return [str(one) for one in json.loads(given)]
+    except ValueError as error:
+        raise ValueError(f"--allowed-origins: {given!r} is no list in JSON: {error}") from None
 
 
 def api_keys(options: argparse.Namespace) -> tuple[str, ...]:

@@ -9,12 +9,14 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
 from pydantic.json_schema import models_json_schema
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Match, Route
@@ -32,6 +34,7 @@ from infinilm.server.stored import Owner
 ACCESS = logging.getLogger("infinilm.access")
 MAX_LOGGED_PATH = 200  # characters
 MAX_HEADERS = 256  # of a request
+METHODS = ("GET", "POST", "DELETE")
 REQUEST_ID = re.compile(r"[\w.-]{1,64}", re.ASCII)
 PAGE = page_files()
 # Paths that need no key; all others do, those that do not exist among them.
@@ -89,7 +92,15 @@ def make_app(server: Server) -> ASGIApp:
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: not_routed})
     app.router.redirect_slashes = False
-    return Front(app, server)
+    return for_pages(Front(app, server), server.settings.origins)
+
+
+def for_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Browsers let pages of these origins read answers. What they ask beforehand needs no key."""
+    if not origins:
+        return app
+    told = ("x-request-id", "request-id", "retry-after")
+    return CORSMiddleware(app, origins, allow_methods=METHODS, allow_headers=["*"], expose_headers=told)
 
 
 async def not_routed(request: Request, error: Exception) -> Response:

@@ -40,6 +40,7 @@ class Settings:
     """What holds for every request. Keys are of callers, any of which lets them in; without one all may."""
 
     keys: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()  # of pages that may call from a browser, beside the server's own
     max_body: int = 16 << 20  # bytes
     max_bodies: int = 256 << 20  # of all bodies that are held at once
     send_seconds: float = 30.0  # for a caller to send a request
