@@ -38,7 +38,8 @@ MAX_GRAMMAR_LENGTH = 1 << 18
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
     """What a text must be. One of: a JSON schema (a dict, or its text), a regular expression that matches all
-    of it, a list to choose from, a grammar in llguidance's Lark, or any JSON object.
+    of it, a list to choose from, a grammar in llguidance's Lark, or any JSON object. An object has no
+    properties but those that its schema names, unless that says so or combines several schemas.
     """
 
     json: str | dict[str, Any] | None = None
