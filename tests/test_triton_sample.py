@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from test_triton import DEVICE, DTYPES, HAS_GPU, IS_INTERPRETED, _devices, kernel_of, no_waiting, run
+from test_triton import (
+    DEVICE,
+    DTYPES,
+    HALF,
+    HAS_GPU,
+    IS_INTERPRETED,
+    _devices,
+    kernel_of,
+    no_waiting,
+    run,
+)
 from torch import Tensor
 
 from infinicore import ops
@@ -20,6 +30,8 @@ pytestmark = [
 ]
 devices = _devices  # a fixture that is used here as well
 
+# Rows of bfloat16 have a kernel of their own on Hopper
+both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 VOCABULARIES = (8193, 10000, 128256, 151936) if HAS_GPU else (8193,)
 SETTINGS = [  # temperature, top_p, min_p, top_k
     (1.0, 1.0, 0.0, 0),
@@ -107,8 +119,10 @@ def test_even_numbers_draw_each_token_as_often_as_it_is_likely() -> None:
         assert (counts - wanted).abs().max() <= 1.01
 
 
-def test_equal_logits_stand_by_id() -> None:
-    logits = torch.zeros(6, 5000)
+@both_dtypes
+def test_equal_logits_stand_by_id(dtype: torch.dtype) -> None:
+    logits = torch.zeros(6, 5000, dtype=dtype)
+    logits[:, 1::2] = -0.0
     logits[3:, 100:] = -1.0
     uniforms = torch.tensor([0.0, 0.5, 0.9999, 0.5, 0.5, 0.999], dtype=torch.float64)
     settings = torch.tensor([[1.0, 1.0, 0.0]] * 3 + [[1.0, 0.001, 0.0], [1.0, 1.0, 0.5], [1.0, 0.5, 0.5]])
@@ -118,10 +132,11 @@ def test_equal_logits_stand_by_id() -> None:
     assert found.tolist()[:3] == [0, 500, 4999]
 
 
-def test_a_row_that_is_flat_is_searched_as_a_whole() -> None:
+@both_dtypes
+def test_a_row_that_is_flat_is_searched_as_a_whole(dtype: torch.dtype) -> None:
     """More candidates than are listed"""
     size = 30000 if HAS_GPU else 9000
-    logits = rows_of(3, size, torch.float32, 0.01)
+    logits = rows_of(3, size, dtype, 0.01)
     uniforms = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
     settings, top_k = torch.tensor([[1.0, 0.99, 0.0]] * 3), torch.tensor([0, 8900, 0])
     found = run(ops.sample, logits, uniforms, settings, top_k).tolist()
@@ -129,10 +144,12 @@ def test_a_row_that_is_flat_is_searched_as_a_whole() -> None:
         assert_at_the_edge(logits[row], settings[row].tolist(), int(top_k[row]), token, uniforms[row])
 
 
-def test_the_largest_number_draws_one_of_the_least_likely() -> None:
+@both_dtypes
+def test_the_largest_number_draws_one_of_the_least_likely(dtype: torch.dtype) -> None:
     """All weights reach the last level but one: its sum is that of all, and rounding must not part them"""
     logits = torch.rand(12, 9000, generator=torch.Generator().manual_seed(0)) * 13.5
     logits[:, ::2] = 13.5 - logits[:, ::2] / 20
+    logits = logits.to(dtype)
     uniforms = torch.full((12,), 1 - 2.0**-53, dtype=torch.float64)
     settings, top_k = torch.tensor([[1.0, 1.0, 0.0]] * 12), torch.zeros(12, dtype=torch.int64)
     found = run(ops.sample, logits, uniforms, settings, top_k).tolist()
@@ -140,8 +157,12 @@ def test_the_largest_number_draws_one_of_the_least_likely() -> None:
         assert_at_the_edge(logits[row], settings[row].tolist(), 0, token, uniforms[row])
 
 
-def test_a_row_without_probabilities_gets_no_token_and_leaves_its_neighbours_alone() -> None:
-    logits = rows_of(9, 5003, torch.float32, 3.0)
+@both_dtypes
+@pytest.mark.parametrize("size", [5003, 5008])
+def test_a_row_without_probabilities_gets_no_token_and_leaves_its_neighbours_alone(
+    size: int, dtype: torch.dtype
+) -> None:
+    logits = rows_of(9, size, dtype, 3.0)
     uniforms, settings, top_k = settings_of(9)
     wanted = run(ops.sample, logits, uniforms, settings, top_k)
     for row, bad in enumerate((torch.nan, torch.inf, -torch.inf), start=1):
@@ -201,6 +222,29 @@ def test_penalties_and_masks_have_the_bits_of_the_reference(size: int, dtype: to
     place = logits.float().to(DEVICE)
     found = kernel_of(ops.adjust_logits).run(place, place, *(t.to(DEVICE) for t in args[1:]))
     assert found is place and torch.equal(place.cpu(), wanted)
+
+
+@both_dtypes
+def test_logits_of_any_size_are_drawn_from(dtype: torch.dtype) -> None:
+    """Also such as float32 rounds to 0, or whose difference is infinite there"""
+    sizes = torch.tensor([1e-40, 1e-30, 1e-3, 1.0, 2.0**20, 2.0**42, 3e38]).clamp(max=torch.finfo(dtype).max)
+    row = torch.cat([sizes.flip(0), torch.zeros(1), -sizes, torch.tensor([-torch.inf])]).to(dtype)
+    logits = torch.full((16, 8192), -torch.inf, dtype=dtype)
+    for i in range(16):  # each logit as the largest of a row
+        logits[i, 40 : 56 - i] = row[i:]
+    uniforms = torch.full((16,), 0.999, dtype=torch.float64)
+    settings, top_k = torch.tensor([[1.0, 1.0, 0.0]] * 16), torch.tensor([0, 1, 2, 3] * 4)
+    found = run(ops.sample, logits, uniforms, settings, top_k)
+    assert found.tolist() == ops.sample.reference(logits, uniforms, settings, top_k).tolist()
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="the interpreter's vocabularies are small")
+def test_more_equal_logits_than_16_bits_count() -> None:
+    logits = torch.zeros(3, 151936, dtype=HALF)
+    uniforms = torch.tensor([0.3, 0.6, 0.9999], dtype=torch.float64)
+    settings, top_k = torch.tensor([[1.0, 1.0, 0.0]] * 3), torch.tensor([0, 140000, 0])
+    found = run(ops.sample, logits, uniforms, settings, top_k)
+    assert found.tolist() == ops.sample.reference(logits, uniforms, settings, top_k).tolist()
 
 
 @pytest.mark.skipif(not HAS_GPU, reason="the interpreter has no graphs")

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 import infinicore
+from infinicore.ops.hopper import draw
 from infinicore.ops.triton.tensors import (
     FLOATS,
     are_plain,
@@ -435,5 +436,6 @@ def sample(out: Tensor | None, logits: Tensor, *settings: Tensor) -> Tensor:
     """What stands beside the logits may be on the CPU, from where it is sent without waiting."""
     sent = [on_device(t, logits.device).contiguous() for t in settings]
     y = target(out, torch.empty(len(logits), dtype=torch.int64, device=logits.device), logits, *sent)
-    launch(y, rows_of(logits), *sent)
+    rows = rows_of(logits)
+    (draw.launch if draw.suits(rows) else launch)(y, rows, *sent)
     return settled(y, out)
