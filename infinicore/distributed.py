@@ -3,6 +3,7 @@
 A communicator is an argument of the layers that need one, so they can be built without a process group.
 """
 
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -114,6 +115,8 @@ class TorchCommunicator(Communicator):
         self.size = dist.get_world_size(group)
         self.timeout = timeout
         self._failure: str | None = None
+        self._intrusion: str | None = None
+        self._lock = threading.Lock()
 
     @torch.no_grad()
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -143,14 +146,32 @@ class TorchCommunicator(Communicator):
     def _call(self, name: str, tensor: Tensor) -> Iterator[Call]:
         """A collective: from its first message on it has failed unless it comes to its end. What stops this
         rank midway, Ctrl-C too, leaves the others elsewhere, and gloo would abort the process at the next."""
+        with self._alone(name):
+            if self._failure:
+                raise CommunicationError(f"{name} cannot follow a failed collective: {self._failure}")
+            call = Call(name, time.monotonic(), self.timeout)
+            # On a GPU, reading the peers' answers would cost a synchronisation at every call.
+            if not tensor.is_cuda:
+                self._check_agreement(call, f"{name} of {tensor.dtype} {tuple(tensor.shape)}")
+            yield call
+            self._failure = self._intrusion
         if self._failure:
-            raise CommunicationError(f"{name} cannot follow a failed collective: {self._failure}")
-        call = Call(name, time.monotonic(), self.timeout)
-        # On a GPU, reading the peers' answers would cost a synchronisation at every call.
-        if not tensor.is_cuda:
-            self._check_agreement(call, f"{name} of {tensor.dtype} {tuple(tensor.shape)}")
-        yield call
-        self._failure = None
+            raise CommunicationError(self._failure)
+
+    @contextmanager
+    def _alone(self, name: str) -> Iterator[None]:
+        """Two threads may call in another order on each rank: they would get each other's sums, and gloo
+        aborts the process where lengths differ. So neither has anything."""
+        if not self._lock.acquire(blocking=False):
+            self._intrusion = (
+                f"{name} on rank {self.rank} of {self.size} came while another thread was in a collective; "
+                "give each thread a communicator of a group of its own (torch.distributed.new_group)"
+            )
+            raise CommunicationError(self._intrusion)
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def _check_agreement(self, call: Call, text: str) -> None:
         """Refuse, on every rank alike, calls that differ: gloo would abort the process on them."""

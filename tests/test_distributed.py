@@ -4,7 +4,9 @@ import copy
 import multiprocessing
 import os
 import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -270,6 +272,30 @@ def test_after_an_interrupt_the_next_collectives_fail_as_the_peers_are_elsewhere
         communicator.all_reduce(torch.ones(1))
     with pytest.raises(CommunicationError, match="all_reduce on rank 0 of 1 was interrupted; restart"):
         communicator.broadcast(torch.ones(1))
+
+
+def test_threads_that_share_a_communicator_are_told_and_neither_gets_what_may_be_the_others(
+    group_of_one, monkeypatch
+):
+    communicator, is_in, may_end = TorchCommunicator(), threading.Event(), threading.Event()
+    gather = communicator._allgather
+
+    def slow(*args, **options):
+        is_in.set()
+        may_end.wait(PATIENCE)
+        return gather(*args, **options)
+
+    monkeypatch.setattr(communicator, "_allgather", slow)
+    with ThreadPoolExecutor(1) as other:
+        first = other.submit(communicator.all_reduce, torch.ones(1))
+        is_in.wait(PATIENCE)
+        with pytest.raises(CommunicationError, match="another thread was in a collective; give each thread"):
+            communicator.broadcast(torch.ones(1))
+        may_end.set()
+        with pytest.raises(CommunicationError, match="broadcast from rank 0 on rank 0 of 1 came while"):
+            first.result()
+    with pytest.raises(CommunicationError, match="cannot follow a failed collective: broadcast"):
+        communicator.all_reduce(torch.ones(1))
 
 
 def test_communicator_without_a_process_group_is_refused_with_the_way_out():

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from test_distributed import results_of
 
+from infinicore import _native
 from infinicore.distributed import LocalCommunicator, TorchCommunicator
 from infinicore.quantization import BlockType, quantize
 from infinilm.cache import DynamicCache
@@ -117,6 +122,66 @@ def test_one_rank_alone_has_the_bits_of_the_model(split) -> None:
     for name, model in models().items():
         wanted, found = outcome(models()[name]), outcome(split(model, LocalCommunicator()))
         assert all(torch.equal(found[key], wanted[key]) for key in wanted), name
+
+
+def told_of_differences(rank: int, size: int) -> dict[str, str]:
+    """What each rank hears where the others have something else"""
+    communicator = TorchCommunicator(timeout=120)
+    sizes = LlamaConfig(**{**SIZES, "num_hidden_layers": 3 + rank})
+    split = models()["llama"]
+    split_tensors(split, communicator)
+
+    def at_level(name: str) -> None:
+        before = _native.isa()
+        _native.set_isa(name)
+        try:
+            split_tensors(models()["llama"], communicator)
+        finally:
+            _native.set_isa(before)
+
+    def with_one_weight_more(value: float) -> None:
+        model = models()["llama"]
+        with torch.no_grad():
+            model.model.layers[2].mlp.down_proj.weight[0, 0] += value
+        split_layers(model, communicator)
+
+    levels = _native.isa_levels()
+    calls: dict[str, Callable[[], Any]] = {
+        "split": lambda: [split_tensors, split_layers][rank](models()["llama"], communicator),
+        "config": lambda: split_layers(LlamaForCausalLM(sizes), communicator),
+        "weights": lambda: with_one_weight_more(rank),
+        "instruction set": lambda: at_level(levels[-rank]),
+        "prompts": lambda: split.generate([[1 + rank, 2]], max_new_tokens=3),
+        "no seed": lambda: split.generate([[1, 2]], max_new_tokens=30, temperature=9.0),
+    }
+    told = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except ValueError as error:
+            told[name] = str(error)
+    return {**told, "after": split.generate([[1, 2]], max_new_tokens=3).tolist()}
+
+
+def test_ranks_that_have_different_models_or_tokens_are_all_told_and_can_go_on(tmp_path: Path) -> None:
+    first, second = results_of(told_of_differences, 2, tmp_path, 2)
+    assert first == second
+    assert first.pop("after") == models()["llama"].generate([[1, 2]], max_new_tokens=3).tolist()
+    for name in ("split", "config", "weights", "instruction set"):
+        if name != "instruction set" or len(_native.isa_levels()) > 1:
+            assert f"the ranks differ in {name}, in rank order: " in first[name]
+    assert "different tokens, in rank order: [1, 2]; [2, 2]; make the same calls" in first["prompts"]
+    assert "with one seed where tokens are drawn" in first["no seed"]
+
+
+@pytest.mark.parametrize("split", SPLITS.values())
+@pytest.mark.parametrize("given", [2, None, "gloo"])
+def test_what_is_no_communicator_or_no_model_is_refused(split: Callable[..., Any], given: Any) -> None:
+    name = split.__name__
+    with pytest.raises(TypeError, match=f"{name}: communicator must be one, such as TorchCommunicator"):
+        split(models()["llama"], given)
+    with pytest.raises(TypeError, match=f"{name}: model must be one, as load_model gives it, not "):
+        split(given, LocalCommunicator())
 
 
 class Ranks(LocalCommunicator):
