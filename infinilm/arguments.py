@@ -9,39 +9,67 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
+from infinilm import elsewhere
 from infinilm.config import EngineConfig
+from infinilm.elsewhere import Table, is_one_of
 from infinilm.engine.intake import Prompt
 from infinilm.engine.request import RequestError
 from infinilm.models.pooling import PoolingError
 from infinilm.sampling import SamplingParams
 from infinilm.tokenizer import ChatPrompt, TokenizerError
 
-NO_VARIABLES = (
-    "self",
-    "messages",
-    "tokenize",
-    "chat_template",
-    "chat_template_content_format",
-    "continue_final_message",
-    "add_special_tokens",
-    "mm_processor_kwargs",
-    "tokenization_kwargs",
-)
-# What else does it; the others are nothing that could be done
-INSTEAD = {
-    "chat_template": "give it to LLM",
-    "continue_final_message": "write what the answer begins with after the text of "
-    "tokenizer.apply_chat_template, and give both to generate",
-}
 NO_LISTS = str, bytes, bytearray, memoryview, Mapping
 SAMPLING = tuple(f.name for f in fields(SamplingParams))
-# Keywords of generate that callers know from elsewhere, as in infinilm.elsewhere
-OF_GENERATE = {
+# Keywords that callers know from elsewhere, as in infinilm.elsewhere: of whatever continues prompts,
+OF_CALL: Table = {
+    **elsewhere.SAMPLING,
     **{name: ("sampling_params has it",) for name in SAMPLING},
-    "prompt_token_ids": ("prompts may be lists of token ids", None),
     "max_new_tokens": ("sampling_params has it, as max_tokens",),
+}
+OF_GENERATE: Table = {
+    **OF_CALL,
+    "prompt_token_ids": ("prompts may be lists of token ids", None),
     "messages": ("chat answers messages",),
-    "stream": ("LLM.stream gives tokens as they come", False),
+}
+OF_STREAM: Table = {
+    **OF_CALL,
+    "sampling_params": ("it is params here", None),
+    "prompts": ("it takes one prompt",),
+    "prompt_token_ids": ("prompt may be a list of token ids", None),
+    "messages": ("prompt may be what tokenizer.encode_chat makes of messages",),
+    "stream": (elsewhere.NEEDLESS, True),
+    "use_tqdm": (elsewhere.NEEDLESS, False),
+}
+OF_ASYNC: Table = {
+    **OF_STREAM,
+    "prompts": ("it takes one prompt; others may be asked for at once",),
+    "inputs": ("it is prompt here",),
+    "trace_headers": ("there are no traces", None),
+    "data_parallel_rank": (elsewhere.ONE_PROCESS, None),
+}
+OF_POOLING: Table = {
+    "pooling_params": ("states are pooled as the model's files say", None),
+    "sampling_params": ("nothing is drawn", None),
+    "text_1": ("it is queries here",),
+    "text_2": ("it is documents here",),
+}
+# and of chat, which takes all others for variables of its template
+NO_VARIABLES: Table = {
+    **OF_CALL,
+    **{name: ("give it to sampling_params",) for name in SAMPLING},
+    "self": ("",),
+    "messages": ("",),
+    "tokenize": ("",),
+    "chat_template": ("give it to LLM", None),
+    "chat_template_content_format": ("", "auto"),
+    "continue_final_message": (
+        "write what the answer begins with after the text of tokenizer.apply_chat_template, and give both to "
+        "generate",
+        False,
+    ),
+    "add_special_tokens": ("", False),
+    "mm_processor_kwargs": ("", None),
+    "tokenization_kwargs": ("", None),
 }
 
 
@@ -85,12 +113,17 @@ def as_variables(keywords: Mapping[str, Any], more: Any) -> dict[str, Any]:
             f"chat_template_kwargs must be a dict of variables by name, but are {reprlib.repr(more)}"
         )
     given = {**keywords, **more}
-    for name in given:
-        if name in NO_VARIABLES or name in SAMPLING:
-            advice = "give it to sampling_params" if name in SAMPLING else INSTEAD.get(name)
-            told = f"chat does not know {name}, which is no variable of a template"
-            raise RequestError("; ".join(filter(None, [told, advice])))
-    return given
+    return {name: value for name, value in given.items() if is_variable(name, value)}
+
+
+def is_variable(name: str, value: Any) -> bool:
+    if name not in NO_VARIABLES:
+        return True
+    advice, *idle = NO_VARIABLES[name]
+    if is_one_of(value, idle):
+        return False
+    told = f"chat does not know {name}, which is no variable of a template"
+    raise RequestError("; ".join(filter(None, [told, advice])))
 
 
 def items_of(name: str, wanted: str, value: Any, kind: Any) -> list[Any]:

@@ -20,8 +20,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from infinilm.arguments import as_request_errors, one_each, with_options
+from infinilm.arguments import OF_ASYNC, OF_POOLING, as_request_errors, one_each, with_options
 from infinilm.config import EngineConfig
+from infinilm.elsewhere import knowing
 from infinilm.engine.adapters import LoRARequest
 from infinilm.engine.engine import Engine
 from infinilm.engine.intake import Prompt, RequestOptions
@@ -225,6 +226,7 @@ class AsyncLLM:
     def engine(self) -> Engine:
         return self._worker.engine
 
+    @knowing(OF_ASYNC)
     async def generate(
         self,
         prompt: Prompt,
@@ -259,6 +261,7 @@ class AsyncLLM:
                 yield output
             yield output
 
+    @knowing(OF_POOLING)
     async def encode(
         self,
         prompt: Prompt,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 Target = TypeVar("Target")
@@ -17,6 +17,7 @@ NEEDLESS = "it is not needed here"
 ONE_PROCESS = "one process with one device runs the model; infinilm.models.parallel splits one by hand"
 ALL_KINDS = "every model generates, embeds and scores as far as it can"
 THREADS = "infinicore.set_num_threads sets them, or INFINICORE_NUM_THREADS in the environment"
+IN_FILES = "the config.json of the model's folder says it"
 NO_BEAMS = "there is no beam search; n gives several samples"
 STRUCTURED = "structured_outputs=StructuredOutputsParams(json=..., regex=..., choice=...) does it"
 NO_SCORES = "token ids are returned; calling the model gives logits"
@@ -54,6 +55,28 @@ ENGINE: Table = {
     "num_threads": (THREADS, None),
     "max_logprobs": (NEEDLESS,),
     "verbose": (NEEDLESS, False),
+    "distributed_executor_backend": (ONE_PROCESS, None, "uni"),
+    "enable_expert_parallel": (ONE_PROCESS, False),
+    "disable_custom_all_reduce": (ONE_PROCESS, False, True),
+    "cpu_offload_gb": ("device says where all layers are", 0),
+    "num_gpu_blocks_override": ("kv_cache_memory bounds what keys and values take", None),
+    "scheduling_policy": ("requests have a priority; of equals the first goes first", "fcfs", "priority"),
+    "async_scheduling": (NEEDLESS, None, False, True),
+    "enable_sleep_mode": (NEEDLESS, False),
+    "max_seq_len_to_capture": (NEEDLESS,),
+    "compilation_config": (NEEDLESS, None),
+    "hf_overrides": (IN_FILES, None),
+    "rope_scaling": (IN_FILES, None),
+    "rope_theta": (IN_FILES, None),
+    "override_generation_config": (
+        "sampling_params of a call replace what the model's files recommend",
+        None,
+    ),
+    "guided_decoding_backend": ("llguidance it is", "auto", "guidance"),
+    "limit_mm_per_prompt": ("prompts are texts", None),
+    "max_cpu_loras": ("max_loras are kept", None),
+    "tokenizer_revision": ("it is the one in the model's files", None),
+    "skip_tokenizer_init": ("detokenize=False among sampling_params gives token ids alone", False),
 }
 SAMPLING: Table = {
     "max_new_tokens": ("it is max_tokens here",),
@@ -86,6 +109,9 @@ SAMPLING: Table = {
         None,
     ),
     "truncate_prompt_tokens": ("cut the prompt's token ids before generate", None),
+    "spaces_between_special_tokens": (NEEDLESS, False, True),
+    "extra_args": (NEEDLESS, None),
+    "flat_logprobs": ("logprobs are a dict for each token", False),
     "stream": ("LLM.stream gives tokens as they come", False),
     "output_kind": ("LLM.stream gives what is new, generate of AsyncLLM all so far",),
 }
@@ -122,7 +148,7 @@ def advised(where: str, function: Callable[..., Any], table: Table) -> Callable[
         if name in known:
             return True
         advice, *idle = table.get(name) or (guess(name, known),)
-        if any(type(value) is type(one) and value == one for one in idle):
+        if is_one_of(value, idle):
             return False
         raise TypeError("; ".join(filter(None, [f"{where} does not know {name!r}", advice])))
 
@@ -131,6 +157,11 @@ def advised(where: str, function: Callable[..., Any], table: Table) -> Callable[
         return function(*args, **{name: value for name, value in given.items() if asks(name, value)})
 
     return checked
+
+
+def is_one_of(value: Any, idle: Sequence[Any]) -> bool:
+    """Also in its type: True is not 1 here."""
+    return any(type(value) is type(one) and value == one for one in idle)
 
 
 def guess(name: str, known: list[str]) -> str:

@@ -12,6 +12,8 @@ from typing import Any
 
 from infinilm.arguments import (
     OF_GENERATE,
+    OF_POOLING,
+    OF_STREAM,
     as_conversations,
     as_pairs,
     as_prompts,
@@ -91,6 +93,7 @@ class LLM:
         self._finish(requests, use_tqdm)
         return [request.output() for request in requests]
 
+    @knowing(OF_POOLING)
     def embed(
         self,
         prompts: Any,
@@ -117,6 +120,7 @@ class LLM:
         self._finish(requests, use_tqdm)
         return [request.embedding(self.model.pooling.vector(request.state())) for request in requests]
 
+    @knowing(OF_POOLING)
     def score(
         self,
         queries: str | Sequence[str],
@@ -171,6 +175,7 @@ class LLM:
             lora_request=lora_request,
         )
 
+    @knowing(OF_STREAM)
     def stream(
         self,
         prompt: Prompt,

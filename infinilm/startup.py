@@ -48,6 +48,8 @@ def load_model(
 
 
 def load(config: EngineConfig, report: Report) -> tuple[LlamaForCausalLM, Tokenizer]:
+    if not callable(report):
+        raise TypeError(f"report must be called with numbers of bytes, but is {report!r}; options go by name")
     config = replace(config, device=chosen_device(config))
     check_arguments(config)
     path = resolve(None if config.model is None else str(config.model))

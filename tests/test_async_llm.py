@@ -196,6 +196,31 @@ def come_during_a_step(
     return within_patience(crowd())
 
 
+@pytest.mark.parametrize(
+    ("call", "keyword", "way_out"),
+    [
+        ("generate", {"temperature": 0.0}, "sampling_params has it"),
+        ("generate", {"max_new_tokens": 3}, "sampling_params has it, as max_tokens"),
+        ("generate", {"prompts": ["a"]}, "it takes one prompt; others may be asked for at once"),
+        ("generate", {"messages": []}, "prompt may be what tokenizer.encode_chat makes of messages"),
+        ("generate", {"request": "1"}, "did you mean request_id?"),
+        ("encode", {"pooling_params": 3}, "states are pooled as the model's files say"),
+    ],
+    ids=str,
+)
+def test_keywords_that_others_have_are_refused_with_ours_by_the_call_itself(
+    call: str, keyword: dict[str, Any], way_out: str, llm: AsyncLLM
+) -> None:
+    with pytest.raises(TypeError, match=f"{call} does not know '{next(iter(keyword))}'; {way_out}"):
+        getattr(llm, call)("a", **keyword)
+
+
+def test_keywords_of_others_that_ask_for_nothing_are_taken(llm: AsyncLLM) -> None:
+    idle = {"stream": True, "trace_headers": None, "use_tqdm": False}
+    outputs = within_patience(outputs_of(llm, [5], SAMPLED, **idle))
+    assert said(outputs[-1]) == said(within_patience(outputs_of(llm, [5], SAMPLED))[-1])
+
+
 @pytest.mark.parametrize("limit", [{"max_queue": 2}, {"max_queue_tokens": 25}], ids=str)
 def test_more_than_may_wait_are_turned_away_and_the_others_answered(
     limit: dict[str, int], folder: Path, monkeypatch: pytest.MonkeyPatch

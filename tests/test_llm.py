@@ -155,6 +155,8 @@ def test_a_setting_that_does_not_exist_is_a_type_error_before_anything_is_read(t
         ("max_model_length", "did you mean max_model_len"),
         ("n_threads", "infinicore.set_num_threads"),
         ("revision", "the folder that it was downloaded to"),
+        ("distributed_executor_backend", "one process"),
+        ("hf_overrides", "config.json"),
     ],
 )
 def test_a_setting_that_others_have_is_refused_with_ours(tmp_path: Path, name: str, way_out: str) -> None:
@@ -168,6 +170,11 @@ def test_a_setting_of_others_that_asks_for_nothing_is_taken() -> None:
     assert EngineConfig(**idle, max_num_seqs=3) == EngineConfig(max_num_seqs=3)
     with pytest.raises(TypeError, match="tensor_parallel_size"):
         EngineConfig(tensor_parallel_size=True)  # type: ignore[call-arg]
+
+
+def test_a_second_argument_without_a_name_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="report must be called .*, but is 'float16'; options go by name"):
+        LLM(tmp_path, "float16")  # type: ignore[arg-type]
 
 
 def test_the_names_of_tokens_and_texts_serve_what_is_generated(llm: LLM) -> None:
@@ -269,6 +276,9 @@ def test_a_conversation_is_answered_as_its_template_has_it(llm: LLM) -> None:
             "chat does not know continue_final_message.*apply_chat_template.*generate",
         ),
         ({"chat_template_kwargs": {"temperature": 0.0}}, "chat does not know temperature"),
+        ({"max_new_tokens": 3}, "chat does not know max_new_tokens.*sampling_params has it, as max_tokens"),
+        ({"response_format": {"type": "json_object"}}, "chat does not know response_format.*structured_out"),
+        ({"stream": True}, "chat does not know stream.*LLM.stream gives tokens"),
         ({"chat_template_kwargs": {"self": 1}}, "chat does not know self"),
         ({"chat_template_kwargs": ["date"]}, r"chat_template_kwargs must be a dict.*but are \['date'\]"),
         ({"chat_template_kwargs": {1: 2}}, r"chat_template_kwargs must be a dict.*but are \{1: 2\}"),
@@ -279,6 +289,13 @@ def test_what_is_no_variable_of_a_template_is_refused(
 ) -> None:
     with pytest.raises(RequestError, match=message):
         llm.chat([{"role": "user", "content": "a"}], GREEDY, **keywords)
+
+
+def test_keywords_of_chat_that_ask_for_nothing_are_taken(llm: LLM) -> None:
+    """As scripts for vLLM have them"""
+    messages = [{"role": "user", "content": "a"}]
+    idle = {"chat_template": None, "continue_final_message": False, "stream": False, "guided_json": None}
+    assert said(llm.chat(messages, GREEDY, **idle)[0]) == said(llm.chat(messages, GREEDY)[0])
 
 
 def test_chats_with_other_salts_share_nothing(llm: LLM) -> None:
@@ -329,6 +346,24 @@ def test_keywords_that_generate_has_elsewhere_are_refused_with_ours(
 ) -> None:
     with pytest.raises(TypeError, match=f"generate does not know '{next(iter(keyword))}'; {way_out}"):
         llm.generate("a", **keyword)
+
+
+@pytest.mark.parametrize(
+    ("call", "keyword", "way_out"),
+    [
+        ("stream", {"temperature": 0.0}, "sampling_params has it"),
+        ("stream", {"sampling_params": GREEDY}, "it is params here"),
+        ("stream", {"max_new_tokens": 3}, "sampling_params has it, as max_tokens"),
+        ("embed", {"pooling_params": 3}, "states are pooled as the model's files say"),
+        ("score", {"text_1": "a"}, "it is queries here"),
+    ],
+    ids=str,
+)
+def test_keywords_that_other_calls_have_elsewhere_are_refused_with_ours(
+    call: str, keyword: dict[str, Any], way_out: str, llm: LLM
+) -> None:
+    with pytest.raises(TypeError, match=f"{call} does not know '{next(iter(keyword))}'; {way_out}"):
+        getattr(llm, call)("a", **keyword)
 
 
 @pytest.mark.parametrize("priority", ["high", 1.5, True, [1, 2]])
