@@ -473,6 +473,16 @@ def test_a_file_adds_tokens_in_an_older_folder_as_with_transformers(tmp_path, lo
     assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == "a <think>b"
 
 
+@pytest.mark.parametrize("settings", [{}, {"added_tokens_decoder": added(1, "</s>", special=True)}])
+def test_what_an_older_folder_says_of_its_tokens_is_read_as_by_transformers(
+    tmp_path, load_with_transformers, settings
+):
+    folder = write_folder(tmp_path, byte_level_library(), **settings)
+    (folder / "special_tokens_map.json").write_text('{"eos_token": "<|user|>"}')
+    ours, theirs = Tokenizer.from_folder(folder), load_with_transformers(folder)
+    assert ours.eos_token == theirs.eos_token == ("</s>" if settings else "<|user|>")
+
+
 def test_a_special_token_that_nothing_gives_an_id_is_passed_over(tmp_path):
     folder = write_folder(tmp_path, byte_level_library(), additional_special_tokens=["<|x|>"])
     assert Tokenizer.from_folder(folder).vocab_size == 320
@@ -908,6 +918,12 @@ DIGITS = ["1 2", "12 3", "123 4", "Ġ 1", "Ġ Ġ"]
         ("glm4", "1234", ["123", "4"]),
         ("glm4", ".\n", [".\n"]),
         ("chatglm-bpe", "1234", ["123", "4"]),
+        *((pre, "1234", ["123", "4"]) for pre in ("falcon3", "midm-2.0", "pixtral", "kanana2")),
+        *((pre, "1234", ["1234"]) for pre in ("a.x-4.0", "gigachat", "mellum")),
+        ("kanana2", "a's", ["a's"]),
+        ("deepseek-v3", "1234", ["123", "4"]),
+        ("deepseek-v3", "a's", ["a", "'s"]),
+        ("deepseek-v3", "q\u0323", ["q\u0323"]),
         ("hunyuan-dense", "1234", ["123", "4"]),
         ("hunyuan-dense", "a's", ["a", "'s"]),
         ("hunyuan-dense", "q\u0323", ["q\u0323"]),
@@ -1029,7 +1045,7 @@ def test_arrays_may_be_tuples():
         ({"model": None}, "ggml.model is None, but must be one of gpt2, llama"),
         (
             {"pre": "nonsense"},
-            "ggml.pre is 'nonsense', but must be one of default, gpt-2, phi-2, smollm, .*, gpt-4o, llama4$",
+            "ggml.pre is 'nonsense', but must be one of default, gpt-2, phi-2, smollm, .*, gpt-4o, .*llama4$",
         ),
         ({"pre": ["gpt-2"]}, "ggml.pre"),
         ({"tokens": []}, "ggml.tokens is .* must be a non-empty array"),
@@ -1217,6 +1233,8 @@ def test_special_tokens_of_phi_3_take_the_white_space_behind_them():
     metadata = sentencepiece_metadata()
     metadata["tokenizer.ggml.tokens"] += ["<|user|>", "<|end|>"]
     metadata["tokenizer.ggml.token_type"] += [CONTROL] * 2
+    metadata["tokenizer.ggml.token_type"][2] = USER_DEFINED  # "</s>", which is no end of theirs
+    metadata["tokenizer.ggml.eos_token_id"] = len(metadata["tokenizer.ggml.tokens"]) - 1
     metadata["tokenizer.ggml.scores"] += [0.0] * 2
     metadata["tokenizer.chat_template"] = "<s><|user|>\n{{ messages[0].content }}<|end|>\n"
     phi, llama = (
@@ -1224,6 +1242,7 @@ def test_special_tokens_of_phi_3_take_the_white_space_behind_them():
     )
     assert phi.encode("<|user|>\n the<|end|>\n") == llama.encode("<|user|>the<|end|>")
     assert phi.encode("<s> the") == llama.encode("<s> the")
+    assert phi.encode("the</s> \nthe[user] a") == llama.encode("the</s>the[user] a")
     written = [{"role": "user", "content": "the<|end|>"}]  # as text, and the template's own as ever
     assert phi.encode_chat(written)[:3] == llama.encode("<s><|user|>the")[:3]
 

@@ -347,6 +347,16 @@ def test_without_tools_all_is_text(family, text):
         ({"type": "number"}, "9" * 5000, f'"{"9" * 5000}"'),
         ({"type": "boolean"}, "True", "true"),
         ({"type": "array"}, '[1,\n"a"]', '[1,\n"a"]'),
+        # as Seed-OSS's template shows lists and objects: as Python writes them
+        (
+            {"type": "array"},
+            repr(["it's", 'a "b"', "None", "\x7f\\", "\n"]),
+            r"""["it's", "a \"b\"", "None", "\u007f\\", "\n"]""",
+        ),
+        ({"type": "object"}, "{'k': [1, None], 'b': True}", '{"k": [1, null], "b": true}'),
+        ({"type": "object"}, '{"ok": True}', '{"ok": true}'),
+        ({"type": "object"}, "{'k': 1", "\"{'k': 1\""),
+        ({"type": "string"}, "['a']", "\"['a']\""),
         ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "null", "null"),
         ({"oneOf": [{"type": "string"}, 7]}, "7", '"7"'),
         ({"$ref": "#/$defs/Place"}, '{"city": "Rome"}', '{"city": "Rome"}'),
@@ -851,6 +861,10 @@ def test_calls_without_a_word_beside_them_have_no_content_as_deepseeks_template_
     template = "{% if messages[0]['content'] is none %}a call{% endif %}"
     assert with_content([told], template)[0]["content"] is None
     assert with_content([told], "{{ messages }}")[0]["content"] == ""
+    either = (
+        "{% if m['content'] is none or m['content'] == '' or m['content']|length == 0 %}"  # Ministral 3's
+    )
+    assert with_content([told], either)[0]["content"] == ""
 
 
 def test_llamas_calls_come_one_by_one_each_with_its_result():

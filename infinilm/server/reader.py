@@ -440,6 +440,12 @@ def input_in(arguments: str) -> str:
 
 
 PYTHON = {"True": "true", "False": "false", "None": "null"}  # as templates show such values to models
+# What Python writes otherwise in a list or dict. A text that does not end takes the rest: all is read once.
+PYTHON_PART = re.compile(
+    r"""'([^'\\]*(?:\\.[^'\\]*)*)(?:'|\Z)|"([^"\\]*(?:\\.[^"\\]*)*)(?:"|\Z)|True|False|None""", re.DOTALL
+)
+IN_PYTHON_TEXT = re.compile(r"""\\.|\"""", re.DOTALL)
+PYTHON_ESCAPES = {r"\x": r"\u00", r"\'": "'", '"': r"\""}
 
 
 def as_json(text: str, schema: Mapping[str, Any], name: str) -> str:
@@ -447,9 +453,18 @@ def as_json(text: str, schema: Mapping[str, Any], name: str) -> str:
     and it reads as that. Where no type is known, objects and lists are told by their looks."""
     properties = schema.get("properties")
     kinds = kinds_of(properties.get(name)) if isinstance(properties, Mapping) else set()
-    value = PYTHON.get(text, text)
-    is_wanted = value == "null" and "null" in kinds if "string" in kinds else kinds or text[:1] in ("{", "[")
+    is_nested = text[:1] in ("{", "[")
+    value = PYTHON_PART.sub(python_as_json, text) if is_nested else PYTHON.get(text, text)
+    is_wanted = value == "null" and "null" in kinds if "string" in kinds else kinds or is_nested
     return value if is_wanted and is_json(value) else json.dumps(text, ensure_ascii=False)
+
+
+def python_as_json(found: re.Match[str]) -> str:
+    """A text or a word; of those that JSON has too, itself"""
+    if found[0] in PYTHON:
+        return PYTHON[found[0]]
+    text = found[1] if found[2] is None else found[2]
+    return f'"{IN_PYTHON_TEXT.sub(lambda part: PYTHON_ESCAPES.get(part[0], part[0]), text)}"'
 
 
 def kinds_of(schema: Any) -> set[str]:

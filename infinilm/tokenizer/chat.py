@@ -28,7 +28,10 @@ MAX_TEMPLATE = 1 << 20  # characters
 MAX_LINE = 16 << 20  # bytes, of a request and of an answer
 
 ESCAPES = re.compile(r"(?=((\\u[0-9a-f]{4})(?:\\u[0-9a-f]{4})?))")  # of JSON: one, and it with the next
-ASKS_FOR_NONE = re.compile(r"""\bcontent(['"]\])? is (not )?none\b""", re.IGNORECASE)
+# Not where none is the same as '', as in Ministral 3's, which then asks for the length of either.
+ASKS_FOR_NONE = re.compile(
+    r"""\bcontent(['"]\])? is (not )?none\b(?! or \S*\bcontent(['"]\])? == (''|""))""", re.IGNORECASE
+)
 # What transformers takes besides variables: the value that asks for nothing, and the way out for others
 OPTIONS: dict[str, tuple[Any, str]] = {
     "tokenize": (False, "a text is written here, of which encode_chat gives the tokens"),

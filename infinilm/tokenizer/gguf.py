@@ -110,7 +110,8 @@ class GgufVocabulary:
         for index, (token, kind) in enumerate(zip(self._tokens, self._types, strict=True)):
             is_special = kind in (UNKNOWN, CONTROL) or index in named
             if is_special or kind == USER_DEFINED:
-                strips = is_special and self._strips_behind(token)
+                # Of Phi-3's tokens that are not special, "</s>" alone does so too.
+                strips = (is_special or token == "</s>") and self._strips_behind(token)
                 added.append(AddedToken(token, special=is_special, normalized=False, rstrip=strips))
         check_added([token.content for token in added])
         return added

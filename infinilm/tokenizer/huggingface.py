@@ -50,9 +50,11 @@ class Vocabulary:
 
 
 def read_names(folder: Folder) -> dict[str, Any]:
-    """The settings beside the vocabulary: what its special tokens are called, and more"""
+    """The settings beside the vocabulary: what its special tokens are called, and more. As in transformers,
+    an older folder's map of them counts more than its settings, and a newer one's less."""
     names = folder.read_object("special_tokens_map.json", MAX_NAMES_BYTES) or {}
-    return names | (folder.read_object("tokenizer_config.json", MAX_NAMES_BYTES) or {})
+    config = folder.read_object("tokenizer_config.json", MAX_NAMES_BYTES) or {}
+    return names | config if "added_tokens_decoder" in config else config | names
 
 
 def read_vocabulary(folder: Folder, config: Mapping[str, Any]) -> Vocabulary:

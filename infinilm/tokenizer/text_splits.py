@@ -64,8 +64,8 @@ _CASED = (
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST, r"\p{N}")
 _DEEPSEEK = (r"[\r\n]", rf"\s?[{_CASED}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", _EAST, r"\p{N}+")
 
-# Hunyuan, as DeepSeek's later models, takes digits out, then words of the East; a sign may begin a word.
-_HUNYUAN = (
+# DeepSeek's later models, and Hunyuan, take digits out, then words of the East; a sign may begin a word.
+_DEEPSEEK3 = (
     r"\p{N}{1,3}",
     r"[一-龥぀-ゟ゠-ヿ]+",
     r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|" + _SPACES,
@@ -76,6 +76,7 @@ _QWEN2_SPLIT = TextSplit([_isolate(_QWEN2), _TO_BYTES], normalizer=normalizers.N
 _CL100K_SPLIT = TextSplit([_isolate(_LLAMA3), _TO_BYTES])
 _GPT4O_SPLIT = TextSplit([_isolate(_GPT4O), _TO_BYTES])
 _STARCODER_SPLIT = TextSplit([_DIGITS, _GPT2_WORDS])
+_DEEPSEEK3_SPLIT = TextSplit([*map(_isolate, _DEEPSEEK3), _TO_BYTES])
 _NEOX_SPLIT = TextSplit([_GPT2_WORDS], normalizer=normalizers.NFC())
 
 # The known values of tokenizer.ggml.pre: "default" is GGUF's own, the others are as in their tokenizer.json.
@@ -87,11 +88,17 @@ TEXT_SPLITS = {
     "smollm": _STARCODER_SPLIT,
     "starcoder": _STARCODER_SPLIT,
     "refact": _STARCODER_SPLIT,  # Granite 3
+    "a.x-4.0": TextSplit([_GPT2_WORDS]),
+    "gigachat": TextSplit([_GPT2_WORDS]),
+    "mellum": TextSplit([_GPT2_WORDS]),
     "olmo": _NEOX_SPLIT,  # OLMoE
     "mpt": _NEOX_SPLIT,
     "llama-bpe": _LLAMA3_SPLIT,
     "llama3": _LLAMA3_SPLIT,
     "llama-v3": _LLAMA3_SPLIT,
+    "falcon3": _LLAMA3_SPLIT,
+    "midm-2.0": _LLAMA3_SPLIT,
+    "pixtral": _LLAMA3_SPLIT,
     "smaug-bpe": replace(_LLAMA3_SPLIT, adds_bos=False),  # SmolLM3
     "dbrx": _CL100K_SPLIT,  # OLMo 2, Phi-4
     "chatglm-bpe": _CL100K_SPLIT,
@@ -101,10 +108,12 @@ TEXT_SPLITS = {
     "deepseek-llm": TextSplit([*map(_isolate, _DEEPSEEK), _TO_BYTES]),
     "deepseek-coder": TextSplit([*map(_isolate, _DEEPSEEK_CODER), _TO_BYTES]),
     "deepseek-r1-qwen": replace(_QWEN2_SPLIT, normalizer=None),
+    "deepseek-v3": _DEEPSEEK3_SPLIT,  # and DeepSeek R1
     "exaone4": TextSplit([_GPT2_WORDS]),
-    "hunyuan-dense": TextSplit([*map(_isolate, _HUNYUAN), _TO_BYTES]),
+    "hunyuan-dense": _DEEPSEEK3_SPLIT,
     "tekken": TextSplit([_isolate(_TEKKEN), _TO_BYTES], ignore_merges=True, adds_bos=True),
     "seed-coder": TextSplit([_isolate(_SEED), _TO_BYTES]),  # Seed-OSS
     "gpt-4o": _GPT4O_SPLIT,  # Phi-4-mini, GPT-OSS
+    "kanana2": _GPT4O_SPLIT,
     "llama4": _GPT4O_SPLIT,
 }
