@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import InitVar, dataclass, field, fields
 from pathlib import Path
 from reprlib import repr as short
@@ -161,7 +162,7 @@ class LlamaConfig:
     max_position_embeddings: int = 2048
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
-    rope_scaling: Mapping[str, Any] | None = None
+    rope_scaling: Mapping[str, Any] | None = field(default=None, hash=False)
     attention_bias: bool = False
     mlp_bias: bool = False
     sliding_window: int | None = None
@@ -181,6 +182,7 @@ class LlamaConfig:
         self._fill_in()
         self._check()
         self._set(rope=self.rope_of(self.rope_theta, self.rope_scaling))
+        self._set(rope_scaling=deepcopy(self.rope_scaling))  # the caller's own may change
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Self:
@@ -404,7 +406,7 @@ class EngineConfig:
     block_size: int = 16
     enable_prefix_caching: bool = True
     seed: int | None = None
-    speculative_config: Mapping[str, Any] | None = None
+    speculative_config: Mapping[str, Any] | None = field(default=None, hash=False)
     chat_template: str | None = None
     deterministic: bool = False  # on a GPU the same bits in any company, as a CPU always has; for the process
     max_queue: int = 1024  # requests that wait

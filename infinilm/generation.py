@@ -125,16 +125,23 @@ class GenerationMixin:
 
     def runner(self, streams: Sequence[Stream], num_new: int) -> Runner:
         """With a cache that has the blocks of all streams, which are given to them"""
-        config = self.config
-        shape = BlockShape(config.num_key_value_heads, config.head_dim, BLOCK_SIZE, self.cache_dtype)
         num_blocks = 0
         for stream in streams:
             end = num_blocks + -(-(len(stream) + num_new) // BLOCK_SIZE)
             stream.block_ids = list(range(num_blocks, end))
             num_blocks = end
-        cache = PagedCache(config.num_hidden_layers, shape, num_blocks, self.device)
         max_length = max(map(len, streams)) + num_new
-        return Runner(self, cache, len(streams), max_length, step_tokens(config, self.device))
+        cache = self.new_cache(num_blocks)
+        return Runner(self, cache, len(streams), max_length, step_tokens(self.config, self.device))
+
+    def new_cache(self, num_blocks: int) -> PagedCache:
+        config = self.config
+        shape = BlockShape(config.num_key_value_heads, config.head_dim, BLOCK_SIZE, self.cache_dtype)
+        try:
+            return PagedCache(config.num_hidden_layers, shape, num_blocks, self.device)
+        except RuntimeError as error:  # which is all that torch calls memory that there is not
+            found = f"keys and values of {num_blocks * BLOCK_SIZE} tokens do not fit on {self.device}"
+            raise MemoryError(f"generate: {found}; ask for fewer max_new_tokens or prompts") from error
 
     def advanced(self, runner: Runner, streams: Sequence[Stream]) -> dict[Stream, int]:
         """Compute what is pending, as much as one step takes, and append what is drawn where it ends."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from reprlib import repr as short
 from typing import Any
 
@@ -44,7 +44,7 @@ class RopeParameters:
     head_dim: int
     theta: float
     max_position: int
-    scaling: Mapping[str, Any]
+    scaling: Mapping[str, Any] = field(hash=False)
     rotary_dim: int  # how much of a head is rotated; its pairs lie half a head apart, and come first
     is_renewed: bool = False  # a text that outgrows its frequencies is computed anew with those of its length
 

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import random
+import re
 import struct
 import time
 from pathlib import Path
@@ -239,6 +240,12 @@ def test_a_header_of_very_many_entries_is_refused_at_once(kind):
     with pytest.raises(CheckpointError, match="^tiny.safetensors: .* more than"):
         parsed(raw)
     assert time.process_time() - start < 5
+
+
+@pytest.mark.parametrize("path", [None, 3, b"model", ["model"]])
+def test_what_is_no_path_is_refused_by_its_value(path):
+    with pytest.raises(TypeError, match=f"path must be a string or a Path, but is {re.escape(repr(path))}"):
+        open_checkpoint(path)
 
 
 def test_a_shard_cut_at_any_page_is_refused(folder):

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 import torch
 import transformers
 from parity import BFLOAT16_BAR, FLOAT32_BAR, SIZES, check_greedy, check_parity, nmse, prompt
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file, save_model
 from torch import Tensor
 
 import infinicore
@@ -168,6 +169,14 @@ def test_a_prompt_longer_than_chunk_and_training_equals_transformers(rope_type: 
 def test_a_wrong_rope_scaling_is_an_error_and_never_no_scaling(scaling: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         LlamaConfig(rope_scaling=scaling)
+
+
+def test_a_config_keeps_its_scaling_whatever_becomes_of_the_one_given() -> None:
+    given: dict[str, Any] = {"rope_type": "longrope", "short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
+    config = LlamaConfig(rope_scaling=given)
+    given["short_factor"][0], given["long_factor"] = 9.0, [9.0] * 64
+    assert config == LlamaConfig(rope_scaling=dict(config.rope.scaling))
+    assert len({config, replace(config), LlamaConfig()}) == 2
 
 
 def test_type_is_an_alias_of_rope_type() -> None:
@@ -378,6 +387,15 @@ def test_tied_weights_are_one_tensor(make: Any) -> None:
     for dtype in (None, torch.float32, torch.bfloat16):
         model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype)
         assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_tied_weights_may_stand_under_the_name_of_the_head_alone(make: Any) -> None:
+    theirs, folder = make("Llama", tie_word_embeddings=True)
+    save_model(theirs, str(folder / "model.safetensors"))
+    assert "model.embed_tokens.weight" not in load_file(folder / "model.safetensors")
+    check_parity(theirs, folder, torch.float32, FLOAT32_BAR)
+    model = LlamaForCausalLM.from_pretrained(folder)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 def test_a_head_of_its_own_counts_where_the_config_says_that_it_is_tied(make: Any) -> None:
@@ -1038,6 +1056,15 @@ def test_ids_positions_and_masks_may_be_integers_of_any_kind(kind: str) -> None:
 def test_generate_refuses_by_name_what_is_of_another_type(name: str, wrong: Any) -> None:
     with pytest.raises((TypeError, ValueError), match=f"{name} must be"):
         tiny_model().generate(torch.tensor([[1, 2, 3]]), 1, **{name: wrong})
+
+
+def test_generate_says_that_there_is_no_memory_for_so_many_tokens() -> None:
+    large = {"hidden_size": 8, "num_attention_heads": 64, "num_key_value_heads": 64, "head_dim": 4096}
+    model = LlamaForCausalLM(LlamaConfig(**{**SIZES, **large, "num_hidden_layers": 1}))
+    with pytest.raises(
+        MemoryError, match="generate: .* tokens do not fit on cpu; ask for fewer max_new_tokens"
+    ):
+        model.generate([[1]], 1 << 27)  # of 280 TB
 
 
 def test_no_key_value_heads_are_refused() -> None:

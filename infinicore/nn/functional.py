@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from infinicore import ops
-from infinicore.checks import check_eps, check_flag, check_tensor, integer
+from infinicore.checks import check_eps, check_flag, check_places, check_tensor, integer
 from infinicore.nn.checks import (
     check_approximate,
     check_float,
@@ -264,6 +264,8 @@ def silu(input: Tensor, inplace: bool = False, *, out: Tensor | None = None) -> 
     if (y := ops.silu.attempt(out, input)) is not None:
         return y
     check_float("silu", "input", input)
+    if inplace:
+        check_places("silu", "input", input)
     check_out("silu", out, input, input.shape)
     return ops.silu(input, out=out)
 

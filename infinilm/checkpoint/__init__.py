@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any, Self
 
 import torch
@@ -116,6 +117,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
     Of a GGUF model in several files, the first opens all.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"a checkpoint's path must be a string or a Path, but is {short(path)}")
     try:
         return _open(Path(path))
     except OSError as error:

@@ -110,8 +110,16 @@ def stored_weights(checkpoint: Checkpoint, config: LlamaConfig) -> Stored:
         names = [name for name in checkpoint.names() if not RECOMPUTED.search(name)]
         stored = Stored(checkpoint, dict(zip(map(name_within(names), names), names, strict=True)))
     entry.model_class.arrange(stored, config)
+    name_tied(stored, config)
     check_layers(stored, config)
     return stored
+
+
+def name_tied(stored: Stored, config: LlamaConfig) -> None:
+    """Of a weight's names a file may have the head's alone: safetensors keeps the first in the alphabet."""
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    if config.tie_word_embeddings and head in stored and embedding not in stored:
+        stored.put(embedding, stored.pop(head))
 
 
 def name_within(names: list[str]) -> Callable[[str], str]:
