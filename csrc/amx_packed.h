@@ -139,7 +139,7 @@ void add_block(float* total, const Chunk<kCopies>& chunk, const Activations& x, 
 // Planes whose dots come apart are bytes of a 16-bit number.
 template <class Block, int P>
 bool suits_tiles(const Activations& x) {
-    return P == 1 || x.radix == 256 || kIsFourBits<Block> || kHasWholeSpan<Block>;
+    return P == 1 || x.radix == 256 || kIsFourBits<Block> || kIsWhole<Block, P>;
 }
 
 // total[panel][row][0:16], panels of `band` rows

@@ -1,140 +1,4 @@
-// Blocks of 256, whose groups are scaled by small whole numbers, against x with one scale for 256 of its
-// values: all of a block is one whole number before it becomes a float.
-//   y[m][n] += scale[n] * x_scale[m] * (sum over groups g of whole[n][g] * dot[m][n][g]), then
-//   y[m][n] += minimum[n][g] * x_scale[m] * sum[m][g] for each group g.
-// Planes of x are joined after the sum, which is below 2^28 in any order: five rows and more have the bits
-// from AMX tile registers that fewer have from vectors.
-#pragma once
-#include "amx.h"
-#include "dots_direct.h"
-
-namespace infini::INFINI_LEVEL {
-namespace {
-
-constexpr int kBlock = 256;  // elements
-
-// ---- few rows of x, in vectors, against fields straight from memory ---------------------------------------
-
-template <class Block>
-struct WholeScales {
-    static constexpr int kGroups = kBlock / Block::kGroup;
-    alignas(64) int32_t whole[kGroups * kRows];  // [group][16]
-    alignas(64) float scale[kRows], minimum[Block::kHasMinimum ? kGroups * kRows : 1];
-
-    INFINI_INLINE void read(const uint8_t* packed) {
-        alignas(64) int8_t bytes[kGroups * kRows], least[kGroups * kRows];
-        Block::template group_scales<kRows>(bytes, least, packed);
-        for (int i = 0; i < kGroups * kRows; ++i) whole[i] = bytes[i];
-        halves<kRows>(scale, packed + Block::kScale * kRows);
-        if constexpr (Block::kHasMinimum) group_minimums<Block, kRows>(minimum, least, packed);
-    }
-};
-
-template <int P>
-struct WholeRow {
-    PlaneDots<P> dots, sums;
-    Totals<> totals;
-
-    INFINI_INLINE void start() {
-        if constexpr (P == 2) sums.high.start(0);
-        sums.low.start(0);
-    }
-    INFINI_INLINE void add_dots(const int32_t* whole) {
-        const vi scale = *reinterpret_cast<const vi*>(whole);
-        if constexpr (P == 2) sums.high.part[0] += dots.high.part[0] * scale;
-        sums.low.part[0] += dots.low.part[0] * scale;
-    }
-    INFINI_INLINE void add_sums(const float* scale, float x_scale, float radix) {
-        vf v = __builtin_convertvector(sums.low.part[0], vf);
-        if constexpr (P == 2) v = fma(__builtin_convertvector(sums.high.part[0], vf), splat(radix), v);
-        totals.part[0] = fma(v, load(scale) * x_scale, totals.part[0]);
-    }
-};
-
-// Rows of x against one block of weight: where what belongs to them begins
-template <class Block, int P>
-struct WholeRows {
-    static constexpr int G = Block::kGroup, kSplit = kGroup / G;  // groups of weight to one of sums
-    const int64_t step;
-    const float radix;
-    const int8_t* const q;
-    const float *const x_scale, *const x_totals;
-    const int32_t* const first_sums;
-
-    INFINI_INLINE WholeRows(const Activations& x, int64_t first, int64_t row)
-        : step(1 << x.log_rows), radix(static_cast<float>(x.radix)), q(x.q_at(first, row)),
-          x_scale(x.scale + x.at(first, row)), x_totals(x.total_at(first, row, 0, G)),
-          first_sums(x.sums_at(first, row)) {}
-
-    INFINI_INLINE const int8_t* sixteen(int m, int which) const { return q + m * P * kBlock + 16 * which; }
-    INFINI_INLINE GroupSums<P> sums(int g, int m) const {
-        return {first_sums + g / kSplit * (step * P * kSums) + m, step, g % kSplit, G};
-    }
-
-    // What is left when groups have been summed. Until then totals would take registers.
-    template <class Tile>
-    INFINI_INLINE void finish(Tile& tile, float* total, const WholeScales<Block>& scales) const {
-        tile.each([&](auto& r, int m) INFINI_INLINE {
-            r.totals.load_from(total + m * kRows);
-            r.add_sums(scales.scale, x_scale[m], radix);
-        });
-        for (int g = 0; Block::kHasMinimum && g < kBlock / G; ++g) {
-            const float* x_total = x_totals + (g / kSplit * kTotals + g % kSplit) * step;
-            tile.each([&](auto& r, int m)
-                          INFINI_INLINE { r.totals.add_minimum(scales.minimum + g * kRows, x_total[m]); });
-        }
-        tile.each([&](auto& r, int m) INFINI_INLINE { r.totals.store_to(total + m * kRows); });
-    }
-};
-
-template <class Block, int P, int g, class Tile>
-INFINI_INLINE inline void add_whole_group(Tile& tile, const uint8_t* packed, const WholeRows<Block, P>& rows,
-                                          const WholeScales<Block>& scales) {
-    constexpr int G = Block::kGroup;
-    tile.each([&](auto& r, int m) INFINI_INLINE { r.dots.start(kOffset<Block>, rows.sums(g, m), 0); });
-    unrolled<G / 4>([&](auto turn) INFINI_INLINE {
-        constexpr int kSixteens = G / 16, kWhich = g * kSixteens + turn % kSixteens;
-        constexpr std::integral_constant<int, turn / kSixteens> quad;
-        const Quad<> fields = fields_at<Block, kWhich, quad>(packed);
-        tile.each([&](auto& r, int m) INFINI_INLINE {
-            r.dots.template add<kBlock>(quad, turn, fields, rows.sixteen(m, kWhich));
-        });
-    });
-    tile.each([&](auto& r, int) INFINI_INLINE { r.add_dots(scales.whole + g * kRows); });
-}
-
-// The scheduler would move too many loads up.
-template <class Block, int P, int M>
-INFINI_NOT_SCHEDULED void add_whole_blocks_to_rows(float* total, const uint8_t* packed, const Activations& x,
-                                                   int64_t row) {
-    constexpr int kGroups = kBlock / Block::kGroup, kSize = Block::kBytes * kRows, kLines = (kSize + 63) / 64;
-    Tile<WholeRow<P>, M> tile;
-    for (int64_t first = 0; first < x.num_groups; first += kBlock / kGroup, packed += kSize) {
-        const WholeRows<Block, P> rows(x, first, row);
-        WholeScales<Block> scales;
-        scales.read(packed);
-        tile.each([](auto& r, int) INFINI_INLINE { r.start(); });
-        unrolled<kGroups>([&](auto g) INFINI_INLINE {
-            // Bytes that groups share are read again: kept, they would push sums out of registers.
-            asm volatile("" ::: "memory");
-            for (int line = g * kLines / kGroups; line < (g + 1) * kLines / kGroups; ++line)
-                ask_for(packed + kPackedPrefetchBytes + 64 * line);
-            add_whole_group<Block, P, g>(tile, packed, rows, scales);
-        });
-        rows.finish(tile, total, scales);
-    }
-}
-
-// As many rows together as there are, up to M
-template <class Block, int P, int M>
-void add_few_whole_rows(float* total, const uint8_t* packed, const Activations& x, int64_t row,
-                        int64_t num_rows) {
-    for (; num_rows >= M; num_rows -= M, row += M, total += M * kRows)
-        add_whole_blocks_to_rows<Block, P, M>(total, packed, x, row);
-    if constexpr (M > 1) add_few_whole_rows<Block, P, M - 1>(total, packed, x, row, num_rows);
-}
-
-// ---- five rows of x and more, in tile registers -----------------------------------------------------------
+// Blocks of 256 as whole numbers (dots_whole.h), against five rows of x and more, in tile registers.
 //
 // Fields are multiplied by the whole scales of their groups when they are unpacked, so that a block is summed
 // 64 at a time, and leaves the tile registers once. Where such a product does not fit a byte it is two planes
@@ -142,6 +6,12 @@ void add_few_whole_rows(float* total, const uint8_t* packed, const Activations& 
 //   Q5_K            8 * high + low, of the scale's upper bits and its lowest three, all unsigned
 //   Q6_K, IQ4_XS    256 * high + low, the low byte unsigned
 // One plane is enough for Q2_K, and for Q3_K if it is negated: of -32..31 times -4..3 only 128 leaves a byte.
+#pragma once
+#include "amx.h"
+#include "dots_whole.h"
+
+namespace infini::INFINI_LEVEL {
+namespace {
 
 template <class Block>
 constexpr int kWeightPlanes = Block::kBits < 4 ? 1 : 2;
@@ -153,12 +23,6 @@ constexpr bool kIsNegated = Block::kBits == 3;
 // Bytes of `low` where they are the lower ones of 16 bits, of `high` where they are the upper ones
 INFINI_INLINE inline __m512i mixed(__m512i low, __m512i high) {
     return _mm512_ternarylogic_epi32(_mm512_set1_epi16(0xff), low, high, 0xca);
-}
-
-// Of a group's whole scales, each row's twice in 16 bits: what multiplies four of its fields
-INFINI_INLINE inline __m512i scales_in_pairs(const int8_t* whole) {
-    const __m512i v = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(whole)));
-    return _mm512_mask_blend_epi16(0xaaaaaaaa, v, _mm512_slli_epi32(v, 16));
 }
 
 // The planes of 64 fields times `scale`. Where no product leaves its byte, one multiplication makes two.
@@ -187,19 +51,15 @@ INFINI_INLINE inline void put_scaled(int8_t* high, int8_t* low, __m512i fields, 
 // A block of each of the 16 rows, times its whole scales
 template <class Block>
 struct ScaledChunk {
-    static constexpr int kGroups = kBlock / Block::kGroup;
     alignas(64) int8_t w[kWeightPlanes<Block>][kBlock * kRows];  // [K / 4][16][4]
-    alignas(64) float scale[kRows], minimum[Block::kHasMinimum ? kGroups * kRows : 1];
+    WholeScales<Block> scales;
 
     __attribute__((noinline)) void read(const uint8_t* packed) {
-        alignas(64) int8_t whole[kGroups * kRows], least[kGroups * kRows];
         prefetch<Block>(packed);
-        Block::template group_scales<kRows>(whole, least, packed);
-        halves<kRows>(scale, packed + Block::kScale * kRows);
-        if constexpr (kIsNegated<Block>) store(scale, -load(scale));
-        if constexpr (Block::kHasMinimum) group_minimums<Block, kRows>(minimum, least, packed);
+        scales.read(packed);
+        if constexpr (kIsNegated<Block>) store(scales.scale, -load(scales.scale));
         unrolled<kBlock / 16>([&](auto i) INFINI_INLINE {
-            const __m512i s = scales_in_pairs(whole + i * 16 / Block::kGroup * kRows);
+            const __m512i s = in_pairs(scales.of_group(i * 16 / Block::kGroup));
             unrolled<4>([&](auto quad) INFINI_INLINE {
                 const vb fields = fields_at<Block, i, quad>(packed).part[0] - kOffset<Block>;
                 const int at = (4 * i + quad) * 64;
@@ -274,7 +134,7 @@ INFINI_INLINE inline void add_sums(float* total, const WholeSums& sums, int from
                                    int64_t row) {
     constexpr int G = Block::kGroup, kSplit = kGroup / G;  // groups of weight to one of totals
     const float* x_scale = x.scale + x.at(first, row);
-    const vf scale = load(chunk.scale), radix = splat(static_cast<float>(x.radix));
+    const vf scale = load(chunk.scales.scale), radix = splat(static_cast<float>(x.radix));
     vf t[R];
     unrolled<R>([&](auto r) INFINI_INLINE {
         const auto value = [&](int plane) INFINI_INLINE {
@@ -286,7 +146,7 @@ INFINI_INLINE inline void add_sums(float* total, const WholeSums& sums, int from
     });
     if constexpr (Block::kHasMinimum)
         for (int g = 0; g < kBlock / G; ++g) {
-            const vf minimum = load(chunk.minimum + g * kRows);
+            const vf minimum = load(chunk.scales.minimum + g * kRows);
             const float* x_total = x.total_at(first + g / kSplit, row, g % kSplit, G);
             unrolled<R>([&](auto r) INFINI_INLINE { t[r] = fma(minimum, splat(x_total[r]), t[r]); });
         }

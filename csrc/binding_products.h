@@ -116,10 +116,12 @@ void take_weight(Reading<PackedLinear>& r, int i, nb::object given, nb::object b
     PackedLinear& a = r.args;
     const Weight& weight = r.take_weight(a.weight[i], given);
     require(weight.activation_bits != 0, "packed_linear: expected packed weights");
-    require(i == 0 || weight.activation_bits == a.activation_bits,
-            "packed_linear: expected weights of the same activation_bits");
-    require(i == 0 || span_of(weight.type, has_tiles()) == span_of(a.type[0], has_tiles()),
-            "packed_linear: expected weights whose activations are rounded as many at a time");
+    const auto rounding = [&](BlockType type) {
+        return rounding_of(type, weight.activation_bits, active_wholes());
+    };
+    require(i == 0 ||
+                (weight.activation_bits == a.activation_bits && rounding(weight.type) == rounding(a.type[0])),
+            "packed_linear: expected weights whose activations are rounded alike");
     a.type[i] = weight.type, a.num_rows[i] = weight.num_rows, a.activation_bits = weight.activation_bits;
     check_product(a.x, as_rows(weight, a.weight[i]), weight.type, r.take_if_any(a.bias[i], bias));
 }

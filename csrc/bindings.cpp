@@ -221,7 +221,10 @@ NB_MODULE(_native, m) {
         nb::gil_scoped_release release;
         set_num_threads(count);
     });
-    m.def("activation_span", [](int type) { return span_of(static_cast<BlockType>(type), has_tiles()); });
+    m.def("activation_rounding", [](int type, int bits) {
+        const Rounding rounding = rounding_of(static_cast<BlockType>(type), bits, active_wholes());
+        return std::pair(rounding.bits, rounding.span);
+    });
     m.def("isa_levels", &level_names);
     m.def("isa", [] { return std::string(active_level().name); });
     m.def("set_isa", [](const std::string& name) {

@@ -140,7 +140,8 @@ struct MXFP4 {
 
 // ---- 256 elements a block: a float16 scale (and minimum) of the block times a small integer of the group --
 //
-// `group_scales` reads those integers, kScale and kMinimum are where the float16 are.
+// `group_scales` reads those integers, kScale and kMinimum are where the float16 are. kMost is how large an
+// element times its group's integer can be.
 
 // What multiplies the groups of R rows: minus their minimums
 template <class Block, int R>
@@ -172,6 +173,7 @@ struct Grouped {
 struct Q2_K : Grouped<Q2_K> {
     static constexpr int kElements = 256, kBytes = 84, kGroup = 16, kOffset = 0;
     static constexpr bool kHasMinimum = true, kIsSigned = false;
+    static constexpr int kMost = 3 * 15;
     static constexpr int kBits = 2, kLowBits = 2;
     static constexpr Place place(int s, int quad) {
         return {16 + s / 8 * 32 + s % 2 * 16 + 4 * quad, s / 2 % 4 * 2};
@@ -194,6 +196,7 @@ struct Q3_K : Grouped<Q3_K> {  // 32 bytes of third bits | 64 bytes of two bits 
     // value = scale * (group scale - 32) * (q - 4)
     static constexpr int kElements = 256, kBytes = 110, kGroup = 16, kOffset = 4;
     static constexpr bool kHasMinimum = false, kIsSigned = false;
+    static constexpr int kMost = 4 * 32;
     static constexpr int kBits = 3, kLowBits = 2;
     static constexpr Place place(int s, int quad) {
         return {32 + s / 8 * 32 + s % 2 * 16 + 4 * quad, s / 2 % 4 * 2, s % 2 * 16 + 4 * quad, s / 2};
@@ -230,6 +233,7 @@ struct Q3_K : Grouped<Q3_K> {  // 32 bytes of third bits | 64 bytes of two bits 
 struct Q4_K : Grouped<Q4_K> {
     static constexpr int kElements = 256, kBytes = 144, kGroup = 32, kOffset = 0;
     static constexpr bool kHasMinimum = true, kIsSigned = false;
+    static constexpr int kMost = 15 * 63;
     static constexpr int kData = 16, kBits = 4, kLowBits = 4, kRun = 64;
     static constexpr Field kFields[] = {{2, 2}, {2, 2}, {12, 1}, {128, 4}};
     static constexpr int kScale = 0, kMinimum = 2;
@@ -255,6 +259,7 @@ struct Q4_K : Grouped<Q4_K> {
 struct Q5_K : Grouped<Q5_K> {  // as Q4_K, with 32 bytes of fifth bits before the 128
     static constexpr int kElements = 256, kBytes = 176, kGroup = 32, kOffset = 0;
     static constexpr bool kHasMinimum = true, kIsSigned = false;
+    static constexpr int kMost = 31 * 63;
     static constexpr int kBits = 5, kLowBits = 4;
     static constexpr Field kFields[] = {{2, 2}, {2, 2}, {12, 1}, {32, 4}, {128, 4}};
     static constexpr int kScale = 0, kMinimum = 2;
@@ -280,6 +285,7 @@ struct Q5_K : Grouped<Q5_K> {  // as Q4_K, with 32 bytes of fifth bits before th
 struct Q6_K : Grouped<Q6_K> {
     static constexpr int kElements = 256, kBytes = 210, kGroup = 16, kOffset = 32;
     static constexpr bool kHasMinimum = false, kIsSigned = false;
+    static constexpr int kMost = 32 * 128;
     static constexpr int kBits = 6, kLowBits = 4;
     static constexpr Field kFields[] = {{128, 4}, {64, 4}, {16, 1}, {2, 2}};
     static constexpr int kScale = 208;
@@ -311,6 +317,7 @@ struct Q6_K : Grouped<Q6_K> {
 struct IQ4_XS : Grouped<IQ4_XS> {
     static constexpr int kElements = 256, kBytes = 136, kGroup = 32, kOffset = 0;
     static constexpr bool kHasMinimum = false, kIsSigned = true;
+    static constexpr int kMost = 127 * 32;
     static constexpr int kBits = 4, kLowBits = 4;
     static constexpr const auto& kLevels = IQ4_NL::kLevels;
     static constexpr Place place(int s, int quad) { return {8 + s / 2 * 16 + 4 * quad, s % 2 * 4}; }
@@ -342,20 +349,37 @@ template <class Block>
 constexpr bool kHasRowsInBytes = kHalvesAreRows && kIsFourBits<Block> && !Block::kHasMinimum;
 
 #if defined(__AMX_INT8__)
-constexpr bool kHasTiles = true;
+constexpr Wholes kWholes = Wholes::of_block;
+#elif defined(INFINI_AVX512)
+constexpr Wholes kWholes = Wholes::of_64;
 #else
-constexpr bool kHasTiles = false;
+constexpr Wholes kWholes = Wholes::none;
 #endif
+constexpr int kWholeSpan = kWholes == Wholes::of_block ? 256 : 64;
 
-// Whether the activations of a block share a scale
-template <class Block>
-constexpr bool kHasWholeSpan = kHasTiles && Block::kElements == 256 && !kIsFourBits<Block>;
+// Whether such a block is summed as whole numbers, against activations of P planes
+template <class Block, int P>
+constexpr bool kIsWhole = Block::kElements == 256 && (kWholes == Wholes::of_block ? !kIsFourBits<Block>
+                                                      : kWholes == Wholes::of_64  ? P == 2
+                                                                                  : false);
+
+template <BlockType type, class Block, int bits>
+constexpr bool is_rounded_well() {
+    constexpr Rounding rounding = rounding_of(type, bits, kWholes);
+    constexpr bool is_whole = kIsWhole<Block, num_planes_of(bits)>;
+    if constexpr (is_whole && kWholes == Wholes::of_64)
+        return rounding.span == kWholeSpan &&
+               int64_t{Block::kMost} * (127 << (rounding.bits - 8)) * kWholeSpan < int64_t{1} << 31;
+    else
+        return rounding == Rounding{bits, is_whole ? kWholeSpan : 32};
+}
 
 // A type's struct, whose blocks are what is known of the type
 template <BlockType type, class Block>
 constexpr Block struct_of() {
     static_assert(Block::kElements == block_size(type).elements && Block::kBytes == block_size(type).bytes);
-    static_assert(kHasWholeSpan<Block> == (span_of(type, kHasTiles) == 256));
+    static_assert(is_rounded_well<type, Block, 8>() && is_rounded_well<type, Block, 12>() &&
+                  is_rounded_well<type, Block, 16>());
     return {};
 }
 

@@ -105,37 +105,18 @@ struct Starts {
 // Floats between the panels of a strip: of what they come to, and of their chunks
 constexpr int64_t kTotalsApart = kPackedBandRows * kRows, kChunksApart = sizeof(Chunk<>) / sizeof(float);
 
-// A chunk of each panel of a strip, for a band of rows of x
-template <int P, int G>
-struct StripChunk {
-    Chunk<> panel[kPackedPanels];
-    int num_panels;
-    int64_t panel_bytes;
-    Starts<P, G> starts;
-    int64_t first, num_groups;  // of K
-    // What is read of the first panel after this, and how many of its lines tiles ask for at each group: all
-    // at once would take as long as they take to come
-    const uint8_t* next = nullptr;
+// What is read next of the first panel of a strip, and how many of its lines a tile asks for at each of its
+// steps: all at once would take as long as they take to come
+struct Next {
+    const uint8_t* at = nullptr;
+    int64_t panel_bytes = 0, num_steps = 0;
     int num_lines = 0, lines_at_once = 0;
 
-    template <class Block>
-    void read(const uint8_t* packed, int64_t k, int64_t length, const Activations& x, int64_t first_row,
-              int64_t num_rows) {
-        constexpr int kAbove = kChunkOffset<Block>;
-        for (int i = 0; i < num_panels; ++i)
-            panel[i].template read<Block, read_fields<Block, kAbove - Block::kOffset>, !kTilesAsk>(
-                packed + i * panel_bytes, length);
-        first = k / kGroup, num_groups = length / kGroup;
-        if constexpr (kChunksHaveOffsets) starts.read(kAbove, x, first, num_groups, first_row, num_rows);
-        if constexpr (kTilesAsk) plan(packed, length / Block::kElements * Block::kBytes * kRows, x, num_rows);
-    }
-
-    void plan(const uint8_t* packed, int64_t chunk_bytes, const Activations& x, int64_t num_rows) {
-        const bool is_last = first + num_groups == x.num_groups;
-        next = packed + chunk_bytes + (is_last ? (num_panels - 1) * panel_bytes : 0);
-        num_lines = static_cast<int>((chunk_bytes + 63) / 64);
-        const int64_t num_steps = (num_rows + kPackedTileRows<P> - 1) / kPackedTileRows<P> * num_groups;
-        lines_at_once = static_cast<int>((num_lines + num_steps - 1) / num_steps);
+    void plan(const uint8_t* packed, int64_t bytes, int64_t num_tiles) {
+        at = packed;
+        num_lines = static_cast<int>((bytes + 63) / 64);
+        const int64_t all_steps = num_tiles * num_steps;
+        lines_at_once = static_cast<int>((num_lines + all_steps - 1) / all_steps);
     }
 };
 
@@ -146,18 +127,43 @@ struct Asked {
     int64_t panel_bytes;
     int lines_at_once;
 
-    template <int P, int G>
-    Asked(const StripChunk<P, G>& strip, int panel, int64_t r)
-        : at(strip.next + panel * strip.panel_bytes), end(at + 64 * strip.num_lines),
-          panel_bytes(strip.panel_bytes), lines_at_once(strip.lines_at_once) {
-        if (r % kPackedTileRows<P> != 0) lines_at_once = 0;  // a last, small tile, beside another one
-        const int64_t tile = r / kPackedTileRows<P>;
-        at += 64 * tile * strip.num_groups * lines_at_once;
+    // Of rows from `r` on; a last, small tile is beside another one
+    Asked(const Next& next, int panel, int64_t r, int tile_rows)
+        : at(next.at + panel * next.panel_bytes), end(at + 64 * next.num_lines),
+          panel_bytes(next.panel_bytes), lines_at_once(r % tile_rows == 0 ? next.lines_at_once : 0) {
+        at += 64 * (r / tile_rows) * next.num_steps * lines_at_once;
     }
 
     INFINI_INLINE void ask() {
         for (int i = 0; i < lines_at_once && at < end; ++i, at += 64)
             for (int panel = 0; panel < count; ++panel) ask_for(at + panel * panel_bytes);
+    }
+};
+
+// A chunk of each panel of a strip, for a band of rows of x
+template <int P, int G>
+struct StripChunk {
+    Chunk<> panel[kPackedPanels];
+    int num_panels;
+    Starts<P, G> starts;
+    int64_t first, num_groups;  // of K
+    Next next;
+
+    template <class Block>
+    void read(const uint8_t* packed, int64_t k, int64_t length, const Activations& x, int64_t first_row,
+              int64_t num_rows) {
+        constexpr int kAbove = kChunkOffset<Block>;
+        for (int i = 0; i < num_panels; ++i)
+            panel[i].template read<Block, read_fields<Block, kAbove - Block::kOffset>, !kTilesAsk>(
+                packed + i * next.panel_bytes, length);
+        first = k / kGroup, num_groups = length / kGroup;
+        if constexpr (kChunksHaveOffsets) starts.read(kAbove, x, first, num_groups, first_row, num_rows);
+        if constexpr (!kTilesAsk) return;
+        const int64_t bytes = length / Block::kElements * Block::kBytes * kRows;
+        const bool is_last = first + num_groups == x.num_groups;
+        next.num_steps = num_groups;
+        next.plan(packed + bytes + (is_last ? (num_panels - 1) * next.panel_bytes : 0), bytes,
+                  (num_rows + kPackedTileRows<P> - 1) / kPackedTileRows<P>);
     }
 };
 
@@ -176,7 +182,7 @@ INFINI_NOT_SCHEDULED void add_tile(float* __restrict total, const StripChunk<P, 
     const float* __restrict x_scale = x.scale + at;
     const float* __restrict x_total = x.total_at(strip.first, row, 0, kGroup);
     const float* __restrict scale = chunk.scale, * __restrict minimum = chunk.minimum;
-    Asked<count> asked(strip, panel, r);
+    Asked<count> asked(strip.next, panel, r, kPackedTileRows<P>);
     Tile<RowOfTile<P, kInShorts, N, count>, M> tile;
     if (strip.first == 0)
         tile.each([](auto& t, int) INFINI_INLINE { t.totals = {}; });
@@ -236,7 +242,7 @@ void multiply_rows(float* total, const uint8_t* packed, int num_panels, const Ac
     const int64_t row_length = x.num_groups * kGroup;
     StripChunk<P, G> strip;
     strip.num_panels = num_panels;
-    strip.panel_bytes = row_length / Block::kElements * Block::kBytes * kRows;
+    strip.next.panel_bytes = row_length / Block::kElements * Block::kBytes * kRows;
     for_chunks<Block>(row_length, packed, [&](const uint8_t* p, int64_t k, int64_t length) {
         strip.template read<Block>(p, k, length, x, first_row, num_rows);
         add_tiles<P, G, Block::kHasMinimum, kInShorts<Block>, kPackedTileRows<P>>(total, strip, x, first_row,

@@ -73,22 +73,25 @@ Tensor matrix(const void* data, int64_t num_rows, int64_t length, int64_t stride
 struct Projection {
     const Tensor &weight, &bias;
     BlockType type;
-    int bits;  // of the activations of a packed weight, else 0
-    int span;  // of them, which share a scale
+    int activation_bits;  // of a packed weight, else 0
+    Rounding rounding;
     int64_t num_outputs, row_length;
 
     Projection(const Experts& a, int which, int64_t num_outputs, int64_t row_length)
-        : weight(a.weight[which]), bias(a.bias[which]), type(a.type[which]), bits(a.activation_bits[which]),
-          span(span_of(type, kHasTiles)), num_outputs(num_outputs), row_length(row_length) {}
+        : weight(a.weight[which]), bias(a.bias[which]), type(a.type[which]),
+          activation_bits(a.activation_bits[which]), rounding(rounding_of(type, activation_bits, kWholes)),
+          num_outputs(num_outputs), row_length(row_length) {}
+
+    bool is_packed() const { return activation_bits != 0; }
 
     // Whether both take x rounded alike, or as it is
     bool takes_as(const Projection& other) const {
-        return bits == other.bits && (bits == 0 || span == other.span);
+        return is_packed() == other.is_packed() && (!is_packed() || rounding == other.rounding);
     }
 
     Tensor weight_of(int64_t expert) const {
         Tensor t = weight;
-        t.shape[0] = bits ? num_outputs / kPackedRows : num_outputs;
+        t.shape[0] = is_packed() ? num_outputs / kPackedRows : num_outputs;
         t.data = static_cast<char*>(t.data) + expert * t.shape[0] * t.stride[0] * item_size(t.dtype);
         return t;
     }
@@ -131,13 +134,15 @@ int64_t whole_lines(int64_t bytes) { return (bytes + kLine - 1) / kLine * kLine;
 class Input {
 public:
     Input(const Order& order, const Given& given, const Projection& p)
-        : order_(order), given_(given), bits_(p.bits), span_(p.span), offset_(order.groups.size()) {
+        : order_(order), given_(given), is_packed_(p.is_packed()), rounding_(p.rounding),
+          offset_(order.groups.size()) {
         for (const Group& g : order.groups) {
-            const bool is_ready = bits_ ? g.count * given.length <= kExpertsLoneElements : given.is_even(g);
+            const bool is_ready =
+                is_packed_ ? g.count * given.length <= kExpertsLoneElements : given.is_even(g);
             offset_.add(is_ready ? kNone : num_bytes_);
             if (is_ready) continue;
-            num_bytes_ +=
-                whole_lines(bits_ ? empty(g).num_bytes() : g.count * given.length * item_size(given.dtype));
+            num_bytes_ += whole_lines(is_packed_ ? empty(g).num_bytes()
+                                                 : g.count * given.length * item_size(given.dtype));
         }
     }
 
@@ -146,7 +151,7 @@ public:
     void prepare(const void* data, char* room) {
         given_.data = static_cast<const char*>(data), room_ = room;
         if (num_bytes_ == 0) return;
-        if (bits_) return round_all();
+        if (is_packed_) return round_all();
         parallel_for(
             order_.num_pairs, kGrainElements / (given_.length + 1) + 1, [&](int64_t begin, int64_t end) {
                 for (int64_t i = 0; i < order_.groups.size(); ++i) {
@@ -177,7 +182,7 @@ public:
 private:
     static constexpr int64_t kNone = -1;
 
-    Activations empty(const Group& g) const { return Activations(g.count, given_.length, span_, bits_); }
+    Activations empty(const Group& g) const { return {g.count, given_.length, rounding_}; }
 
     void put(int64_t i, int64_t begin, int64_t end) const {
         const Group& g = order_.groups[i];
@@ -196,7 +201,8 @@ private:
         int64_t count = 0;
         for (int64_t i = 0; i < order_.groups.size(); ++i)
             if (offset_[i] != kNone) count += empty(order_.groups[i]).num_parts();
-        parallel_for(count, kRoundedGrainElements / (span_ * kRowBlock) + 1, [&](int64_t begin, int64_t end) {
+        const int64_t grain = kRoundedGrainElements / (rounding_.span * kRowBlock) + 1;
+        parallel_for(count, grain, [&](int64_t begin, int64_t end) {
             for (int64_t i = 0; i < order_.groups.size() && end > 0; ++i) {
                 if (offset_[i] == kNone) continue;
                 Activations x = empty(order_.groups[i]);
@@ -209,7 +215,8 @@ private:
 
     const Order& order_;
     Given given_;
-    int bits_, span_;       // that rows are rounded to, or 0, and by how many at a time
+    bool is_packed_;  // the weight, for which rows are rounded
+    Rounding rounding_;
     List<int64_t> offset_;  // of each group in the room
     int64_t num_bytes_ = 0;
     char* room_ = nullptr;
@@ -312,10 +319,11 @@ private:
         const Group& g = order_.groups[i];
         const Tensor rows = matrix(y + g.first * p.num_outputs * item_size(a_.x.dtype), g.count,
                                    p.num_outputs, p.num_outputs, a_.x.dtype);
-        if (p.bits) {
+        if (p.is_packed()) {
             PackedLinear a{};
             a.y = rows, a.weight[0] = p.weight_of(g.expert), a.bias[0] = p.bias_of(g.expert);
-            a.type[0] = p.type, a.num_rows[0] = p.num_outputs, a.count = 1, a.activation_bits = p.bits;
+            a.type[0] = p.type, a.num_rows[0] = p.num_outputs, a.count = 1,
+            a.activation_bits = p.activation_bits;
             return multiply_outputs(a, x.rounded(i, are_at_hand), begin, end);
         }
         multiply_outputs(Linear{rows, x.rows(i), p.weight_of(g.expert), p.bias_of(g.expert), p.type}, begin,

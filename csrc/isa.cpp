@@ -88,7 +88,10 @@ const Level& active_level() {
     return *g_active;
 }
 
-bool has_tiles() { return !strcmp(active_level().name, "amx"); }
+Wholes active_wholes() {
+    const char* name = active_level().name;
+    return !strcmp(name, "amx") ? Wholes::of_block : !strcmp(name, "avx512") ? Wholes::of_64 : Wholes::none;
+}
 
 bool set_level(const char* name) {
     for (int i = 0; i < kNumLevels; ++i)

@@ -15,7 +15,7 @@ extern const Level kLevels[];  // from the plainest to the fastest
 extern const int kNumLevels;
 
 const Level& active_level();
-bool has_tiles();                  // whether that level multiplies in tile registers
+Wholes active_wholes();            // of that level
 bool set_level(const char* name);  // false: unknown or not on this CPU
 
 }  // namespace infini

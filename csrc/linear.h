@@ -44,10 +44,26 @@ constexpr BlockSize block_size(BlockType type) {
 constexpr int kPackedRows = 16;    // weight rows side by side in a packed weight
 constexpr int kPackedWeights = 3;  // that packed_linear takes at most
 
-// Activations that share a scale in a product with a packed weight. Tile registers sum blocks of 256 as whole
-// numbers, and blocks of four bits a group at a time, in half as many products.
-constexpr int span_of(BlockType type, bool has_tiles) {
-    return has_tiles && block_size(type).elements == 256 && type != BlockType::q4_k ? 256 : 32;
+// How a level sums blocks of 256, whose groups have whole scales: each group by itself, or as whole numbers,
+// all of a block in tile registers, or 64 values where integers of 16 bits are multiplied
+enum class Wholes : uint8_t { none, of_64, of_block };
+
+// What activations become in a product with a packed weight: integers of so many bits, `span` with one scale
+struct Rounding {
+    int bits, span;
+    bool operator==(const Rounding&) const = default;
+};
+
+// Tile registers have half as many products for blocks of four bits a group at a time. Where integers of 16
+// bits are multiplied, 64 products of the largest must fit 32 bits.
+constexpr Rounding rounding_of(BlockType type, int bits, Wholes wholes) {
+    const bool is_of_groups = block_size(type).elements < 256 || wholes == Wholes::none;
+    if (is_of_groups || (wholes == Wholes::of_64 ? bits == 8 : type == BlockType::q4_k)) return {bits, 32};
+    if (wholes == Wholes::of_block) return {bits, 256};
+    const int most = type == BlockType::q6_k || type == BlockType::iq4_xs ? 14
+                     : type == BlockType::q5_k                            ? 15
+                                                                          : 16;
+    return {bits < most ? bits : most, 64};
 }
 
 // Bytes that an activation of 8, 12 or 16 bits takes

@@ -3,14 +3,15 @@
 //                the gate being silu or gelu_tanh.
 //   y[m][n] = sum over groups g of x_scale[m][g] * (scale[n][g] * dot[m][n][g] + minimum[n][g] * sum[m][g])
 // The activations of a group of 32 are rounded to x_scale * q (rounding.h); sum is the sum of its q, and dot
-// the integer dot product of q with the weight's fields (dots.h, amx_packed.h). Tile registers take blocks of
-// 256 whole, whose activations share an x_scale (amx_whole.h). Integers are exact in any order and the
-// float32 sum runs over the groups or blocks from first to last, so a row has the same bits alone and among
-// others, whatever the tiles and threads.
+// the integer dot product of q with the weight's fields (dots.h, amx_packed.h). Blocks of 256, whose groups
+// are scaled by whole numbers, are summed as such where it pays: all of a block in tile registers (amx_whole.h),
+// 64 values with AVX-512 (dots_shorts.h), whose activations share an x_scale (dots_whole.h). Integers are exact
+// in any order and the float32 sum runs over the groups, spans or blocks from first to last, so a row has the
+// same bits alone and among others, whatever the tiles and threads.
 // The words: a panel is 16 rows of weight side by side; a strip, panels of one weight that are multiplied
 // together; a band, rows of x that meet them. A block is what GGUF cuts a row of weight into; a chunk, blocks
-// of a panel, unpacked; a group, weights that share a scale; a span, values of x that do (256, or a group's
-// 32). A plane is one byte of each rounded value; a block of rows, up to 16 of x whose groups lie side by
+// of a panel, unpacked; a group, weights that share a scale; a span, values of x that do (256, 64, or a
+// group's 32). A plane is one byte of each rounded value; a block of rows, up to 16 of x whose groups lie side by
 // side (Activations); a tile, rows of x whose sums are in registers.
 // count_products: `rounds` of what such products stand on, on every thread (peak.h); returns how many
 //                 products those were.
@@ -26,6 +27,9 @@
 #define INFINI_AMX
 #include "amx_packed.h"
 #include "amx_whole.h"
+#elif defined(INFINI_AVX512)
+#define INFINI_SHORTS
+#include "dots_shorts.h"
 #endif
 #include "peak.h"
 
@@ -41,7 +45,7 @@ inline void clear(float* total, int64_t num_rows) {
 template <class Block, int P>
 void multiply_panel(float* total, const uint8_t* packed, const Activations& x, int64_t row,
                     int64_t num_rows) {
-    if constexpr (kHasWholeSpan<Block>) {
+    if constexpr (kIsWhole<Block, P>) {
         clear(total, num_rows);
         add_few_whole_rows<Block, P, kPackedFewTileRows>(total, packed, x, row, num_rows);
 #if defined(INFINI_I8MM)
@@ -60,7 +64,7 @@ template <class Block, int P, int R>
 void multiply_in_tiles(float* total, const uint8_t* packed, int num_panels, const Activations& x, int64_t row,
                        int64_t num_rows) {
     for (int i = 0; i < num_panels; ++i) clear(total + i * kPackedBandRows * kRows, num_rows);
-    if constexpr (kHasWholeSpan<Block>)
+    if constexpr (kIsWhole<Block, P>)
         add_whole_blocks<Block, P, R>(total, kPackedBandRows, packed, num_panels, x, row, num_rows);
     else
         add_blocks<Block, P, R>(total, kPackedBandRows, packed, num_panels, x, row, num_rows);
@@ -72,7 +76,7 @@ template <class Block, int P>
 void multiply_panels(float* total, const uint8_t* packed, int num_panels, const Activations& x, int64_t row,
                      int64_t num_rows) {
 #if defined(INFINI_AMX)
-    constexpr int kFew = kHasWholeSpan<Block> ? kPackedFewTileRows : kPackedFewRows;
+    constexpr int kFew = kIsWhole<Block, P> ? kPackedFewTileRows : kPackedFewRows;
     const int block = num_rows <= kFew || !suits_tiles<Block, P>(x) ? 1 : 1 << x.log_rows;
     if (block == kRowBlock)
         return multiply_in_tiles<Block, P, kRowBlock>(total, packed, num_panels, x, row, num_rows);
@@ -80,7 +84,11 @@ void multiply_panels(float* total, const uint8_t* packed, int num_panels, const 
         return multiply_in_tiles<Block, P, kPackedFewestTileRows>(total, packed, num_panels, x, row,
                                                                   num_rows);
 #endif
-    if constexpr (!kPairsRows && !kHasWholeSpan<Block>)
+#if defined(INFINI_SHORTS)
+    if constexpr (kIsWhole<Block, P>)
+        if (x.has_shorts()) return multiply_shorts<Block>(total, packed, num_panels, x, row, num_rows);
+#endif
+    if constexpr (!kPairsRows && !kIsWhole<Block, P>)
         if (num_rows > kPackedFewRows)
             return multiply_rows<Block, P>(total, packed, num_panels, x, row, num_rows);
     const int64_t panel_bytes = x.num_groups * kGroup / Block::kElements * Block::kBytes * kRows;
@@ -212,8 +220,7 @@ void multiply_outputs(const PackedLinear& a, const Activations& x, int64_t begin
 }
 
 int64_t packed_linear(const PackedLinear& a) {
-    const int span = span_of(a.type[0], kHasTiles);
-    Activations x(Rows{a.x}.count(), Rows{a.x}.length(), span, a.activation_bits);
+    Activations x(Rows{a.x}.count(), Rows{a.x}.length(), rounding_of(a.type[0], a.activation_bits, kWholes));
     const Problem problem(a, x);
     const int64_t row_length = x.num_groups * kGroup, grain = kGrainElements / (kRows * (row_length + 1)) + 1;
     x.put_into(scratch(Scratch::shared, x.num_bytes()));

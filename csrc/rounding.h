@@ -1,9 +1,11 @@
-// Activations rounded to integers for packed_linear: those of a span (span_of, 32 or 256) become x_scale * q.
-// q has 8 bits, or 8 and a few more that make a second plane of bytes: q = radix * high + low, the radix 16
-// (12 bits) or 256 (16 bits). Sums are those of groups of 32, or halves of them.
+// Activations rounded to integers for packed_linear: those of a span (rounding_of) become x_scale * q. q has 8
+// bits, or 8 and a few more that make a second plane of bytes: q = radix * high + low, the radix 16 (12 bits)
+// to 256 (16 bits). Sums are those of groups of 32, or halves of them.
 //
 // Rows come in blocks: the spans of a block one after another, each with all rows of the block. Where rows
-// are multiplied by twos (kPairsRows), 8 bytes of a block's one row are followed by those of the other.
+// are multiplied by twos (kPairsRows), 8 bytes of a block's one row are followed by those of the other. Where
+// many rows meet whole sums of 64 (dots_shorts.h), q is one integer of 16 bits, of each four the even ones
+// first.
 #pragma once
 #include "blocks.h"
 #include "rows.h"
@@ -23,15 +25,17 @@ struct Activations {
     int log_groups;            // of a span
     int num_planes, log_rows;  // of a block
     int radix;
-    int8_t* q;      // [block][span][row][plane][32 or 256], or of two rows [block][span][plane][4][row][8]
+    // [block][span][row][plane][of a span], or [block][span][row][64] of 16 bits, or of two rows
+    // [block][span][plane][4][row][8]
+    int8_t* q;
     float* scale;   // [block][span][row]
     int32_t* sums;  // [block][group][plane][2][row], each of 16 bytes
     float* totals;  // [block][group][3][row]: scale times the sum of the group, and of either half
 
-    Activations(int64_t num_rows, int64_t row_length, int span, int bits)
-        : num_rows(num_rows), num_groups(row_length / kGroup), log_groups(0), num_planes(num_planes_of(bits)),
-          log_rows(0), radix(1 << (bits - 8)) {
-        while (kGroup << log_groups < span) ++log_groups;
+    Activations(int64_t num_rows, int64_t row_length, Rounding rounding)
+        : num_rows(num_rows), num_groups(row_length / kGroup), log_groups(0),
+          num_planes(num_planes_of(rounding.bits)), log_rows(0), radix(1 << (rounding.bits - 8)) {
+        while (kGroup << log_groups < rounding.span) ++log_groups;
         while (1 << log_rows < kRowBlock && 1 << log_rows < num_rows) ++log_rows;
     }
 
@@ -76,6 +80,10 @@ struct Activations {
     }
     // Whether two rows lie in turn
     bool has_pairs() const { return kPairsRows && log_rows == 1; }
+    // Whether planes are joined
+    bool has_shorts() const {
+        return kWholes == Wholes::of_64 && span() == kWholeSpan && num_rows > kPackedFewRows;
+    }
 
     // The first plane of a group; the second is plane_stride() further
     int8_t* q_at(int64_t group, int64_t row) const {
@@ -182,50 +190,83 @@ struct Planes {
 #endif
 };
 
+#if defined(INFINI_AVX512)
+// Of two vectors of 16 integers packed to 16 bits, which come by fours of one and the other in turn
+constexpr struct EvenOnesFirst {
+    alignas(64) int16_t of[2 * W];
+    constexpr EvenOnesFirst() : of() {
+        for (int i = 0; i < 2 * W; ++i) {
+            const int four = i / 4, inside = i % 2 * 2 + i % 4 / 2;
+            of[i] = static_cast<int16_t>(four % 4 * 8 + four / 4 * 4 + inside);
+        }
+    }
+} kEvenOnesFirst;
+#endif
+
 // Where groups of a row go, one after the other
 template <int P>
 struct GroupPlace {
-    const int radix, plane_stride;
-    const bool is_paired;
+    const int log_radix, plane_stride;
+    const bool is_paired, is_joined;
     const int64_t apart;  // from a row's number to the next row's
     int8_t* q;
     int32_t* sums;
     float* totals;
 
     GroupPlace(const Activations& to, int64_t group, int64_t row)
-        : radix(to.radix), plane_stride(to.plane_stride()), is_paired(to.has_pairs()),
-          apart(1 << to.log_rows), q(to.q_at(group, row)), sums(to.sums_at(group, row)),
-          totals(to.total_at(group, row, 0, kGroup)) {}
+        : log_radix(__builtin_ctz(to.radix)), plane_stride(to.plane_stride()), is_paired(to.has_pairs()),
+          is_joined(to.has_shorts()), apart(1 << to.log_rows), q(to.q_at(group, row)),
+          sums(to.sums_at(group, row)), totals(to.total_at(group, row, 0, kGroup)) {}
 
     // The nearest integers to x * inverse, ties to even, as one plane or as radix * high + low. Low bytes run
     // from -127 to 127, so that every kernel can negate them.
     INFINI_INLINE void round(int8_t* to, const float* x, float inverse, float scale) {
-        const int shift = radix == 16 ? 4 : 8;
+        const int half = (1 << log_radix) / 2;
         Planes<P> planes;
         unrolled<kGroup / W>([&](auto i) INFINI_INLINE {
             const vi v = (vi)as_bits(load(x + i * W) * inverse + kShift) - kShiftBits;
             if constexpr (P == 1) {
                 planes.of[0][i] = v;
             } else {
-                const vi high = (v + radix / 2) >> shift, low = v - (high << shift);
+                const vi high = (v + half) >> log_radix, low = v - (high << log_radix);
                 planes.of[0][i] = high, planes.of[1][i] = low < -127 ? vi{} - 127 : low;
             }
         });
-        int32_t found[2 * kSums];
-        planes.store_to(to, plane_stride, is_paired, found);
-        for (int i = 0; i < P * kSums; ++i, sums += apart) *sums = found[i];
+        int32_t found[kSums];
+        is_joined ? store_joined(to, planes, found) : store_planes(to, planes, found);
         put_totals(found, scale);
     }
 
+    // found[half] is the sum of integers.
+    INFINI_INLINE void store_planes(int8_t* to, const Planes<P>& planes, int32_t (&found)[kSums]) {
+        int32_t of_plane[2 * kSums];
+        planes.store_to(to, plane_stride, is_paired, of_plane);
+        for (int i = 0; i < P * kSums; ++i, sums += apart) *sums = of_plane[i];
+        for (int half = 0; half < kSums; ++half)
+            found[half] = P == 1 ? of_plane[half] : (of_plane[half] << log_radix) + of_plane[kSums + half];
+    }
+
+    // The same of both planes as one, whose sums nothing else wants
+    INFINI_INLINE void store_joined([[maybe_unused]] int8_t* to, [[maybe_unused]] const Planes<P>& planes,
+                                    [[maybe_unused]] int32_t (&found)[kSums]) const {
+#if defined(INFINI_AVX512)
+        const auto joined = [&](int i) INFINI_INLINE {
+            return (__m512i)((planes.of[0][i] << log_radix) + planes.of[P - 1][i]);
+        };
+        const __m512i all = _mm512_permutexvar_epi16(_mm512_load_si512(kEvenOnesFirst.of),
+                                                     _mm512_packs_epi32(joined(0), joined(1)));
+        _mm512_storeu_si512(to, all);
+        const __m512i pairs = _mm512_dpwssd_epi32(_mm512_setzero_si512(), _mm512_set1_epi16(1), all);
+        found[0] = _mm512_mask_reduce_add_epi32(0x00ff, pairs);
+        found[1] = _mm512_mask_reduce_add_epi32(0xff00, pairs);
+#endif
+    }
+
     // Of the whole group, then of either half
-    INFINI_INLINE void put_totals(const int32_t (&found)[2 * kSums], float scale) {
-        int32_t whole = 0;
-        for (int half = 0; half < kSums; ++half) {
-            const int32_t sum = P == 1 ? found[half] : radix * found[half] + found[kSums + half];
-            totals[(1 + half) * apart] = scale * static_cast<float>(sum);
-            whole += sum;
-        }
-        *totals = scale * static_cast<float>(whole);
+    INFINI_INLINE void put_totals(const int32_t (&found)[kSums], float scale) {
+        *totals = scale * static_cast<float>(found[0] + found[1]);
+        for (int half = 0; half < kSums; ++half)
+            totals[(1 + half) * apart] = scale * static_cast<float>(found[half]);
         totals += kTotals * apart;
     }
 };
@@ -248,7 +289,8 @@ void round_spans(const Activations& to, int64_t row, const float* x, int64_t beg
     scale = to.scale + at;
     for (int64_t s = begin; s < end; ++s, scale += place.apart, place.q += place.apart * P * span)
         for (int i = 0; i < span; i += kGroup)
-            place.round(place.q + i, x + s * span + i, inverse[s - begin], *scale);
+            place.round(place.q + (place.is_joined ? 2 * i : i), x + s * span + i, inverse[s - begin],
+                        *scale);
 }
 
 inline void round_spans(const Activations& to, int64_t row, const float* x, int64_t begin, int64_t end) {

@@ -35,6 +35,7 @@ template <int P>                                           // of x, whose dots a
 constexpr int kPackedTileRows = W < 16   ? 2
                                 : P == 2 ? 4
                                          : 8;
+constexpr int kShortTileRows = 8;             // the same where x has 16 bits, whose totals are in memory
 constexpr int kTilePanels = W == 16 ? 2 : 1;  // of weight, which those meet together
 constexpr bool kTilesAsk = W == 16;           // for the weight that comes next; else who reads a chunk does
 constexpr int kPackedFewTileRows = W == 16 ? 4 : W == 8 ? 1 : 2;  // which meet weights straight from memory

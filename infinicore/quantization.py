@@ -197,9 +197,9 @@ def aligned_bytes(num_rows: int, row_bytes: int) -> Tensor:
 class PackedTensor(QuantizedTensor):
     """A quantised matrix with 16 rows side by side, piece by piece, the last ones filled up with zeros.
 
-    To hold one is to choose speed: a linear layer rounds its activations, `activation_span` at a time, and
-    works on integers. Of the mean square, 8 bits cost 1e-5 to 1e-4, 12 bits 1e-7 and 16 bits 1e-9, either at
-    twice the integer work, but for 12 bits and weights of four on AMX, which cost no more than 8.
+    To hold one is to choose speed: a linear layer rounds its activations and works on integers. Of the mean
+    square, 8 bits cost 1e-5 to 1e-4, 12 bits 1e-7 and 16 bits 1e-9, either at twice the integer work, but for
+    12 bits and weights of four on AMX, which cost no more than 8.
     The weights themselves are the same to the last bit, as `unpack` shows.
     """
 
@@ -214,9 +214,11 @@ class PackedTensor(QuantizedTensor):
         self._hold(self.activation_bits)
 
     @property
-    def activation_span(self) -> int:
-        """How many activations share a scale: 32, or 256 where tile registers take blocks of a type whole."""
-        return _native.activation_span(self.type.ggml_id)
+    def rounding(self) -> tuple[int, int]:
+        """To how many bits activations are rounded, and how many share a scale: 32, or 256 where tile
+        registers take blocks of a type whole. Where AVX-512 does so, 64 share one, of as many bits as their
+        sums have room for: 14 with Q6_K and IQ4_XS, 15 with Q5_K."""
+        return _native.activation_rounding(self.type.ggml_id, self.activation_bits)
 
     def unpack(self) -> QuantizedTensor:
         with torch._C._DisableFuncTorch(), _disable_current_modes():  # to a transform this is a constant

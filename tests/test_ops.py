@@ -18,6 +18,7 @@ from infinicore import _native, ops
 from infinicore.ops import native, registry
 from infinicore.ops.attention_reference import paged
 from infinicore.ops.registry import OPS, Kernel, Op
+from infinicore.quantization import BlockType
 
 HALF_AND_SINGLE = (torch.float32, torch.float16, torch.bfloat16)
 DTYPES = {
@@ -45,14 +46,15 @@ def every_sample(name: str) -> list[tuple[tuple[Any, ...], Any]]:
 
 
 def samples(name: str, dtype: torch.dtype) -> list[tuple[tuple[Any, ...], Any]]:
-    return samples_of_levels(name, dtype, has_tiles=_native.isa() == "amx")
+    return samples_of_levels(name, dtype, _native.activation_rounding(BlockType.Q6_K.ggml_id, 16))
 
 
 @cache
-def samples_of_levels(name: str, dtype: torch.dtype, has_tiles: bool) -> list[tuple[tuple[Any, ...], Any]]:
-    """Each of an op's samples with what its reference makes of it, worked out once for all levels
-
-    but that with tile registers, as `PackedTensor.activation_span` has it
+def samples_of_levels(
+    name: str, dtype: torch.dtype, rounding: tuple[int, int]
+) -> list[tuple[tuple[Any, ...], Any]]:
+    """Each of an op's samples with what its reference makes of it, worked out once for all levels that round
+    activations alike
     """
     return [(args, wanted_of(OPS[name], args)) for args in OPS[name].samples(dtype)]
 

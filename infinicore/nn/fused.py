@@ -132,5 +132,5 @@ def room_after(first: Tensor) -> int:
 def can_share_input(weights: Sequence[Tensor | QuantizedTensor]) -> bool:
     """Whether all are packed and take the input rounded alike"""
     packed = [weight for weight in weights if isinstance(weight, PackedTensor)]
-    roundings = {(weight.activation_bits, weight.activation_span) for weight in packed}
+    roundings = {weight.rounding for weight in packed}
     return len(packed) == len(weights) <= 3 and len(roundings) == 1

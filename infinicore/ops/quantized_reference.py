@@ -56,7 +56,7 @@ SMALLEST_ACTIVATION = 2.0**-100  # what is below has no reciprocal in float32
 def rounded_activations(x: Tensor, bits: int, span: int) -> Tensor:
     """x with each `span` values rounded to equal steps: the largest absolute value is 127 of them.
 
-    With more than 8 bits a step has 16 or 256 parts, of which kernels keep at most 127 to either side of a
+    With more than 8 bits a step has 16 to 256 parts, of which kernels keep at most 127 to either side of a
     whole one. A gradient goes through as if nothing were rounded: of steps it would be 0.
     """
     parts = 1 << (bits - 8)
@@ -71,7 +71,7 @@ def rounded_activations(x: Tensor, bits: int, span: int) -> Tensor:
 
 
 def rounded_for(weight: PackedTensor, x: Tensor) -> Tensor:
-    return rounded_activations(x, weight.activation_bits, weight.activation_span)
+    return rounded_activations(x, *weight.rounding)
 
 
 def packed_linear_samples(dtype: torch.dtype) -> Samples:
@@ -85,7 +85,7 @@ def packed_linear_samples(dtype: torch.dtype) -> Samples:
     pair, biases = (first, random_blocks(BlockType.Q4_0, 40, 2).pack()), (None, random(40, dtype=dtype))
     for activation in GATES:
         yield x, pair, biases, None, activation
-    longer = tuple(random_blocks(type, 16, 2).pack(16) for type in (BlockType.Q5_K, BlockType.Q6_K))
+    longer = tuple(random_blocks(type, 16, 2).pack(16) for type in (BlockType.Q2_K, BlockType.Q3_K))
     yield random(3, 512, dtype=dtype), longer, (None, random(16, dtype=dtype)), None, None
 
 
