@@ -235,6 +235,7 @@ OUT_OF_RANGE: dict[str, tuple[Any, ...]] = {
     "dimensions": (-1, 0, 0.5, 1 << 63),
     "top_n": (-1, 0.5),
     "truncate_prompt_tokens": (-2, 0, 0.5, 1 << 63),
+    "max_tokens_per_doc": (-1, 0.5),
     "priority": (0.5,),
 }
 

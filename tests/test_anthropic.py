@@ -551,6 +551,17 @@ def test_a_wrong_field_is_told_by_its_name(name: str, value: Any, idle: Running)
     assert name.rstrip("s").split("_")[0] in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("system", {"type": "text", "text": "x"}), ("messages", [{"role": "user", "content": 5}])],
+)
+def test_what_is_neither_text_nor_blocks_is_told_that_it_may_be_either(
+    name: str, value: Any, idle: Running
+) -> None:
+    told = ask(idle, **{name: value}).json()["error"]["message"]
+    assert "must be a text or a list of blocks, but is" in told
+
+
 @pytest.mark.parametrize("kind, words", [("image", "process image"), ("document", "process PDF")])
 def test_media_are_refused_in_the_words_by_which_claude_code_takes_them_out(
     kind: str, words: str, idle: Running

@@ -201,6 +201,12 @@ def test_the_best_few_may_be_asked_for_without_their_texts(idle: Running) -> Non
         assert same["results"] == best["results"]
 
 
+def test_a_ranking_has_the_meta_without_which_the_ai_sdk_reads_none(idle: Running) -> None:
+    """Its provider for Cohere wants the key, whatever stands under it."""
+    answer = answered(idle.post("/v2/rerank", query="France?", documents=DOCUMENTS))
+    assert answer["meta"] == {"tokens": {"input_tokens": answer["usage"]["prompt_tokens"]}}
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -251,6 +257,17 @@ def test_where_a_ranking_is_to_be_cut_the_question_after_the_document_stays(idle
         idle.post("/v1/rerank", query="a" * MAX_LENGTH, documents=["b"], truncate_prompt_tokens=-1)
     )
     assert told["param"] == "truncate_prompt_tokens" and "no room" in told["message"]
+
+
+def test_so_many_tokens_of_each_document_are_read_as_a_ranking_asks_for(idle: Running) -> None:
+    asked = {"query": "France?", "documents": ["b" * 2 * MAX_LENGTH, "short"]}
+    cut = answered(idle.post("/v2/rerank", **asked, max_tokens_per_doc=6))
+    short = rerank(idle, ["bbbbbb", "short"])
+    scores = [(one["index"], one["relevance_score"]) for one in cut["results"]]
+    assert scores == [(one["index"], one["relevance_score"]) for one in short["results"]]
+    assert {one["document"]["text"] for one in cut["results"]} == set(asked["documents"])
+    whole = answered(idle.post("/v2/rerank", query="France?", documents=DOCUMENTS, max_tokens_per_doc=4096))
+    assert whole["results"] == rerank(idle, DOCUMENTS)["results"]
 
 
 def test_a_model_without_a_template_is_asked_in_plain_text(tmp_path: Path) -> None:

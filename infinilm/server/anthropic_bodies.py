@@ -34,6 +34,8 @@ class ToolUseBlock(Inner):
 
 
 def as_blocks(content: Any) -> Any:
+    if not isinstance(content, str | list):
+        raise ValueError("must be a text or a list of blocks")
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 

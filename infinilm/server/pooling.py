@@ -24,7 +24,7 @@ from infinilm.server.exchange import Call, Operation, Raw, Reply, dumped_in_turn
 from infinilm.server.pooling_bodies import EmbeddingBody, Encoded, Judged, RerankBody, ScoreBody
 from infinilm.server.service import BYTES_A_TOKEN, Served, Service
 from infinilm.server.turn import end_tasks
-from infinilm.tokenizer import TokenizerError, TooLong
+from infinilm.tokenizer import Detokenizer, Tokenizer, TokenizerError, TooLong
 
 T = TypeVar("T")
 MAX_INPUTS = 2048  # of one request
@@ -107,8 +107,9 @@ async def rerank(call: Call) -> Reply:
     best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]
     results = [result_of(index, scores[index], body) for index in best]
     model = call.service.served(body.model).name
-    told = {"id": f"rerank-{uuid.uuid4().hex}", "model": model, "results": results}
-    return Raw(await call.service.off_loop(dumped_in_turns, {**told, "usage": usage}))
+    told = {"id": f"rerank-{uuid.uuid4().hex}", "model": model, "results": results, "usage": usage}
+    meta = {"tokens": {"input_tokens": usage["prompt_tokens"]}}  # Cohere's; the AI SDK insists on it
+    return Raw(await call.service.off_loop(dumped_in_turns, {**told, "meta": meta}))
 
 
 def result_of(index: int, score: float, body: RerankBody) -> dict[str, Any]:
@@ -138,14 +139,28 @@ async def judged(
     served = service.served(body.model)
     judge = Judge(service.llm.model, service.tokenizer, service.max_model_len)
     encoding = Encoding(call, body, served, name, "a query with ")
-    instruction, limit = body.instruction, encoding.limit
-    prompts = await encoding.begin(pairs, lambda: [judge.prompt(*pair, instruction, limit) for pair in pairs])
+
+    def prompt(query: str, document: str) -> list[int]:
+        read = beginning(document, body.max_tokens_per_doc, service.tokenizer)
+        return judge.prompt(query, read, body.instruction, encoding.limit)
+
+    prompts = await encoding.begin(pairs, lambda: [prompt(*pair) for pair in pairs])
 
     async def score(prompt: list[int]) -> float:
         state = await encoding.state(prompt)
         return await service.llm.run(lambda: judge.score(state))
 
     return await encoding.each(score, prompts), usage_of(prompts)
+
+
+def beginning(text: str, num_tokens: int, tokenizer: Tokenizer) -> str:
+    """So many tokens of a text, less the half of a character at their end; 0 is all"""
+    if num_tokens == 0:
+        return text
+    token_ids = tokenizer.encode(text, add_special_tokens=False, allow_special=False)
+    if len(token_ids) <= num_tokens:
+        return text
+    return "".join(map(Detokenizer(tokenizer).add, token_ids[:num_tokens]))
 
 
 # ---- what all do -------------------------------------------------------------------------------------------

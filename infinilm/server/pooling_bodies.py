@@ -77,6 +77,7 @@ class Judged(Encoded):
     """What rankings and scores have in common"""
 
     instruction: Text | None = None  # for rerankers that take one
+    max_tokens_per_doc: Count = 0  # Cohere's, which Haystack always sends; 0 is all, as vLLM has it
 
 
 class RerankBody(Judged):
