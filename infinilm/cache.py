@@ -127,6 +127,7 @@ class DynamicCache:
         self.dtype = dtype
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._lengths: dict[int, list[int]] = {}  # of the streams, by layer
+        self._starts: list[int] = []  # how long they were when tokens were placed last
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Append keys and values [B, K, S, D] to a layer and return all it holds, [B, K, T, D] each."""
@@ -159,7 +160,7 @@ class DynamicCache:
         device: torch.device | str = "cpu",
     ) -> Batch:
         """Where new tokens go, so many of each stream; rope rows are their places."""
-        starts = self.lengths(len(counts), layer_idx)
+        self._starts = starts = self.lengths(len(counts), layer_idx)
         lengths = [start + count for start, count in zip(starts, counts, strict=True)]
         arange = partial(torch.arange, device="cpu")
         slots = torch.cat([arange(start, end) for start, end in zip(starts, lengths, strict=True)])
@@ -190,7 +191,13 @@ class DynamicCache:
 
     def note_lengths(self, layer: int, batch: Batch) -> None:
         """How long the streams of a layer are from now on, whichever rank computes it"""
-        self._lengths[layer] = list(batch.lengths)
+        held, wanted = self.lengths(len(batch.lengths), layer), list(batch.lengths)
+        if held not in (self._starts, wanted):  # the latter where a layer is computed again, for gradients
+            raise ValueError(
+                f"cache: layer {layer} holds {held} positions, but {self._starts} come before these: a call "
+                "has ended midway; use a new cache, or truncate this one to where it was"
+            )
+        self._lengths[layer] = wanted
 
     def truncate(self, length: int) -> None:
         """Forget the positions from `length` on."""

@@ -667,7 +667,7 @@ BAD_FILES: dict[str, tuple[Change, str]] = {
     "rope divisor 0": (extra("rope_freqs.weight", [8], bytes(32)), "'rope_freqs.weight' has values"),
     "bias in blocks": (
         extra("blk.0.attn_q.bias", [64], bytes(68), type_id=8),
-        "'model.layers.0.self_attn.q_proj.bias' is BlockType.Q8_0",
+        "'blk.0.attn_q.bias' is Q8_0, but the rows of a bias are no blocks",
     ),
 }
 

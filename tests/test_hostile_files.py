@@ -542,7 +542,7 @@ ROWS |= {
         index(f'{{"weight_map": {{"{NAME}": "a.safetensors", "{NAME}": 1}}}}'), f"key '{NAME}' appears twice"
     ),
     "index with a file of half a surrogate pair": Row(
-        index('{"weight_map": {"x": "\\ud800.safetensors"}}'), "no such file"
+        index('{"weight_map": {"x": "\\ud800.safetensors"}}'), "which is not the plain name"
     ),
     "header of one long text": Row(
         safetensors_header(lambda: b'{"__metadata__":{"a":"\xf0\x9f\x98\x80' + b"x" * 90_000_000 + b'"}}'),

@@ -17,6 +17,7 @@ from infinicore.nn.linear import (
     lay_together,
     project_gated,
     project_heads,
+    project_onto,
 )
 from infinicore.nn.module import Parameter
 from infinicore.ops.fused_reference import Where, places
@@ -223,3 +224,9 @@ def test_what_is_projected_is_what_the_norm_makes_whichever_it_is(kind):
     there = x.as_subclass(Elsewhere)
     found = project_heads(there, heads, norm, where), project_gated(there, *gates, norm)
     torch.testing.assert_close([part.as_subclass(torch.Tensor) for part in found], list(wanted))
+
+
+def test_torch_compiles_a_product_with_a_residual_whole():
+    layer, x = Linear(8, 8), torch.randn(3, 8)
+    compiled = torch.compile(lambda x: project_onto(x, layer, x), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), layer(x) + x)

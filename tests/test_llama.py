@@ -998,6 +998,23 @@ def test_a_cache_is_cut_to_a_length_alone() -> None:
     assert cache.get_seq_length(torch.tensor(1)) == 2  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("num_before", [0, 3])
+def test_a_cache_that_a_call_left_midway_is_refused_until_it_is_cut(num_before: int) -> None:
+    """Its first layer knows more than the others, which would attend to keys that are not there."""
+    model, cache, ids = tiny_model(), DynamicCache(), torch.tensor([[1, 2, 3]])
+    if num_before:
+        model(ids, past_key_values=cache)
+    with pytest.raises(IndexError, match="position -1"):
+        model(ids, torch.tensor([[0, 1, -1]]), cache)
+    with pytest.raises(
+        ValueError, match=rf"layer 1 holds \[{num_before}\] .* \[{num_before + 3}\] come before"
+    ):
+        model(ids, past_key_values=cache)
+    cache.truncate(num_before)
+    wanted = model(torch.cat([ids, ids], 1)[:, -num_before - 3 :], logits_to_keep=0)[:, num_before:]
+    torch.testing.assert_close(model(ids, past_key_values=cache, logits_to_keep=0), wanted)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [

@@ -314,6 +314,7 @@ CHOSEN_OTHERWISE: dict[str, tuple[str, str, Any, str]] = {
     "softmax": ("deepseek3", "scoring_func", "softmax", "'softmax' is not supported in a deepseek_v3 model"),
     "greedily": ("deepseek3", "topk_method", "greedy", "'greedy' is not supported in a deepseek_v3 model"),
     "by halves": ("deepseek3", "rope_interleave", False, "False is not supported in a deepseek_v3 model"),
+    "by halves, as null": ("deepseek3", "rope_interleave", None, "rope_interleave = None is not supported"),
     "groups that differ": ("glm4moe", "n_group", 3, "num_experts 8 are not 3 groups of equally many"),
     "groups of one": ("dots", "n_group", 8, "num_experts 8 are not 8 groups of equally many experts, two"),
     "too many groups": ("deepseek3", "topk_group", 5, "topk_group must be a whole number from 1 to 4"),
@@ -420,6 +421,23 @@ def test_a_hunyuan_whose_config_is_as_its_makers_write_it_has_another_base(make:
     check_parity(type(theirs).from_pretrained(folder), folder, torch.float32, FLOAT32_BAR)
 
 
+@pytest.mark.parametrize(
+    "name, key",
+    [
+        ("gemma2", "attn_logit_softcapping"),
+        ("gemma2", "final_logit_softcapping"),
+        ("gemma3", "query_pre_attn_scalar"),
+        ("granite", "logits_scaling"),
+    ],
+)
+def test_a_scale_whose_quotients_no_float32_holds_is_refused(name: str, key: str, make: Any) -> None:
+    kind, options = MODELS[name]
+    _, folder = make(kind, **options)
+    change_config(folder, **{key: 1e-300})
+    with pytest.raises(CheckpointError, match=f"{key} must be a number from 1e-06 to .* but is 1e-300"):
+        LlamaForCausalLM.from_pretrained(folder)
+
+
 @pytest.mark.parametrize("name", ["gemma2", "gemma3"])
 def test_a_gemma_whose_config_has_no_scale_has_that_of_transformers(name: str, make: Any) -> None:
     kind, options = MODELS[name]
@@ -428,7 +446,20 @@ def test_a_gemma_whose_config_has_no_scale_has_that_of_transformers(name: str, m
     check_parity(type(theirs).from_pretrained(folder), folder, torch.float32, FLOAT32_BAR)
 
 
-@pytest.mark.parametrize("changes", [{}, {"rope_scaling": YARN}], ids=["no rope", "no truncate"])
+def test_how_many_experts_an_ernie_chooses_stands_under_the_usual_name_first_as_in_transformers(
+    make: Any,
+) -> None:
+    kind, options = MODELS["erniemoe"]
+    theirs, folder = make(kind, **options)
+    change_config(folder, num_experts_per_tok=1)
+    check_parity(type(theirs).from_pretrained(folder), folder, torch.float32, FLOAT32_BAR)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"rope_scaling": YARN}, {"rope_parameters": {}}],
+    ids=["no rope", "no truncate", "an empty rope"],
+)
 def test_gpt_oss_is_rotated_as_by_transformers_where_its_config_says_little(changes: Any, make: Any) -> None:
     kind, options = MODELS["gptoss"]
     theirs, folder = make(kind, **options)
@@ -726,6 +757,7 @@ def test_layer_types_where_all_layers_look_equally_far_change_nothing(name: str,
 
 
 SETTLED = {
+    "erniemoe": {"norm_topk_prob": False},
     "gemma2": {"mlp_bias": True},
     "gemma3": {"attn_logit_softcapping": 0.5, "mlp_bias": True},
     "gptoss": {"norm_topk_prob": False},
@@ -751,6 +783,14 @@ def test_a_qwen3_mixture_may_say_what_all_of_them_have_and_have_not(make: Any) -
     theirs, folder = make(kind, **options)
     change_config(folder, use_qk_norm=True, qkv_bias=False, shared_expert_intermediate_size=0)
     check_parity(theirs, folder, torch.float32, FLOAT32_BAR)
+
+
+@pytest.mark.parametrize("name", ["glm", "glm4", "glm4moe"])
+def test_a_part_of_a_head_that_is_null_is_all_of_it_as_in_transformers(name: str, make: Any) -> None:
+    kind, options = MODELS[name]
+    theirs, folder = make(kind, **options)
+    change_config(folder, ("rope_parameters",), partial_rotary_factor=None)
+    check_parity(type(theirs).from_pretrained(folder), folder, torch.float32, FLOAT32_BAR)
 
 
 @pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling"])

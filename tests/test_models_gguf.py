@@ -525,6 +525,13 @@ def test_what_a_gemma3_file_says_of_its_eyes_does_not_matter_to_its_text(edited:
     assert torch.equal(found(prompt()), wanted(prompt()))
 
 
+def test_as_much_of_a_head_is_rotated_as_a_file_says_whatever_a_quotient_is_rounded_to(edited: Any) -> None:
+    """30 / 44 * 44 is less than 30."""
+    wanted, found = edited("glm, another part", head_dim=44, partial_rotary_factor=0.69)
+    assert found.config.rotary_dim == 30
+    assert torch.equal(found(prompt()), wanted(prompt()))
+
+
 def test_yarn_of_a_phi3_file_is_yarn(edited: Any) -> None:
     def yarn(writer: Any, config: Any) -> None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
@@ -585,6 +592,20 @@ def test_windows_of_a_model_that_has_none_are_refused_by_key(edited: Any) -> Non
 def test_what_llama_cpp_does_not_read_of_the_shares_of_experts_is_refused(name: str, edited: Any) -> None:
     with pytest.raises(CheckpointError, match=rf"'{name}.expert_weights_norm' is not supported"):
         edited(name, more=lambda writer, config: writer.add_expert_weights_norm(True))
+
+
+def test_a_bias_in_blocks_is_refused_by_name(make: Any, tmp_path: Path) -> None:
+    def add(writer: Any, config: Any) -> None:
+        blocks = np.zeros((6, 68), np.uint8)
+        writer.add_tensor("blk.0.ffn_down_exps.bias", blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+
+    kind, options = MODELS["gptoss"]
+    theirs, folder = make(kind, **options)
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.0.mlp.experts.down_proj_bias"]
+    write(tmp_path / "model.gguf", "gptoss", theirs.config, weights, add)
+    with pytest.raises(CheckpointError, match=r"'blk.0.ffn_down_exps.bias' is Q8_0, but the rows of a bias"):
+        LlamaForCausalLM.from_pretrained(tmp_path / "model.gguf")
 
 
 def test_two_tensors_of_a_gguf_file_for_one_weight_are_refused(make: Any, tmp_path: Path) -> None:

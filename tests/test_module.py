@@ -80,6 +80,14 @@ def test_impossible_split_is_refused(split):
         Parameter(whole_matrix(), *split)
 
 
+def test_torch_makes_a_parameter_of_its_own_of_the_data_of_ours():
+    parameter = Parameter(torch.zeros(2, 3))
+    with pytest.raises(RuntimeError, match="detach"):
+        torch.nn.Parameter(parameter)
+    plain = torch.nn.Parameter(parameter.data)
+    assert type(plain) is torch.nn.Parameter and plain.data_ptr() == parameter.data_ptr()
+
+
 def test_scalar_is_a_parameter_but_cannot_be_split():
     assert Parameter(torch.tensor(1.0)).item() == 1
     with pytest.raises(ValueError, match="does not split"):

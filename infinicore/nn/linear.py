@@ -5,8 +5,6 @@ One seed gives one model at any tp_size: initial values are drawn for the whole 
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
-from inspect import signature
 from typing import Any
 
 import torch
@@ -150,9 +148,10 @@ def adds_residual(module: torch.nn.Module) -> bool:
     return takes_residual(type(module).forward) and not is_observed(module)
 
 
-@cache
 def takes_residual(forward: Callable[..., Tensor]) -> bool:
-    return "residual" in signature(forward).parameters
+    """By its code: to read a signature takes longer, and torch.compile cannot."""
+    code = getattr(forward, "__code__", None)
+    return code is not None and "residual" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
 def project_onto(x: Tensor, layer: torch.nn.Module, residual: Tensor | None) -> Tensor:

@@ -23,6 +23,7 @@ from infinilm.whole_file import whole_file
 MAX_HEADER_BYTES = 1 << 24  # of a file or an index: twice what as many tensors as these take
 MAX_TENSORS = 65_536
 MAX_DIMS = 8
+MAX_FILE_NAME_LENGTH = 255  # as file systems have it
 
 SINGLE_FILE = "model.safetensors"
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -201,6 +202,8 @@ def _read_index(folder: Folder) -> dict[str, str] | None:
 def _is_plain_name(file: object) -> bool:
     return (
         isinstance(file, str)
+        and len(file) <= MAX_FILE_NAME_LENGTH
+        and file.isprintable()  # errors name it as it is
         and Path(file).name == file
         and "\\" not in file
         and file.endswith(".safetensors")

@@ -49,7 +49,7 @@ class SharedExpertsConfig(MixtureConfig):
     @classmethod
     def adapted(cls, content: Mapping[str, Any]) -> Mapping[str, Any]:
         for key, usual in cls.usual.items():
-            if content.get(key) not in usual:
+            if content.get(key, usual[0]) not in usual:
                 kind = cls.model_types[0]
                 raise ValueError(f"{key} = {short(content[key])} is not supported in a {kind} model")
         if "model_type" not in content:

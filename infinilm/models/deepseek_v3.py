@@ -31,7 +31,7 @@ USUAL: dict[str, tuple[Any, ...]] = {
     "scoring_func": (None, "sigmoid", 2),
     "moe_layer_freq": (None, 1),
     "use_mla": (None, True),
-    "rope_interleave": (None, True),
+    "rope_interleave": (True,),  # null is no
 }
 GROUP_KEYS = {
     "expert_group_count": "n_group",

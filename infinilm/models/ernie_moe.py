@@ -54,11 +54,13 @@ class Ernie4_5MoeConfig(Ernie4_5Config, MixtureConfig):
 
     @classmethod
     def adapted(cls, content: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Shares of experts always add up to one. A number of two names has that under the usual one."""
         for key, usual in USUAL.items():
             if content.get(key) not in usual:
                 raise ValueError(f"{key} = {short(content[key])} is not supported in an ernie4_5_moe model")
-        content = super().adapted(content)
-        return {**content, **{ours: content[name] for name, ours in OURS.items() if name in content}}
+        own = {ours: name for name, ours in OURS.items() if name in content and content.get(ours) is None}
+        numbers = {ours: content[name] for ours, name in own.items()}
+        return {**super().adapted(content), **numbers, "norm_topk_prob": True}
 
     def _check(self) -> None:
         super()._check()

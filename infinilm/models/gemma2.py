@@ -69,7 +69,8 @@ class Gemma2Config(LlamaConfig):
         super()._check()
         for name in ("query_pre_attn_scalar", *CAPS):
             if getattr(self, name) is not None:
-                self._set(**{name: check_number(name, getattr(self, name), 1e6)})
+                # A power, a quotient and a product of it are float32's too.
+                self._set(**{name: check_number(name, getattr(self, name), 1e6, 1e-6)})
 
 
 class Gemma2Attention(llama.LlamaAttention):

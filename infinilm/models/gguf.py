@@ -208,7 +208,7 @@ def read_gguf_config(checkpoint: Checkpoint, kind: GGUF) -> dict[str, Any]:
         "num_attention_heads": num_heads,
         "num_key_value_heads": fields.integer(key("attention.head_count_kv"), num_heads),
         "head_dim": head_dim,
-        "partial_rotary_factor": fields.integer(key("rope.dimension_count"), head_dim) / head_dim,
+        "partial_rotary_factor": _rotated_share(fields, head_dim),
         "max_position_embeddings": fields.integer(key("context_length")),
         "rms_norm_eps": fields.number(key("attention.layer_norm_rms_epsilon")),
         "rope_theta": fields.number(key("rope.freq_base"), 10000.0),
@@ -258,6 +258,13 @@ def _head_dim(fields: ModelFields, num_heads: int) -> int:
     if head_dim % 2:
         raise fields.error(f"the head size {head_dim} is odd, so it has no rotation pairs")
     return head_dim
+
+
+def _rotated_share(fields: ModelFields, head_dim: int) -> float:
+    """Of a head's size it is as much as the file says, below which the quotient may have been rounded."""
+    count = fields.integer(fields.key("rope.dimension_count"), head_dim)
+    share = count / head_dim
+    return share if int(head_dim * share) == count else math.nextafter(share, math.inf)
 
 
 def _sliding_window(fields: ModelFields) -> int | None:

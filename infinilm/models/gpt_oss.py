@@ -80,7 +80,7 @@ def rotation(content: Mapping[str, Any]) -> Mapping[str, Any]:
     """GGUF files, which have no model_type, do not say that frequencies are blended without rounding."""
     scaling = scaling_of(content)
     if "model_type" in content:
-        return scaling or YARN
+        return YARN if not scaling and content.get("rope_parameters") is None else scaling
     return {"truncate": False, **scaling} if scaling else scaling
 
 

@@ -19,7 +19,7 @@ from infinilm.models.registry import register
 from infinilm.values import check_number
 
 MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
-MAX_MULTIPLIER = 1e6
+MIN_MULTIPLIER, MAX_MULTIPLIER = 1e-6, 1e6  # of which the quotients are float32's too
 GGUF_SCALES = {
     "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
@@ -51,7 +51,8 @@ class GraniteConfig(LlamaConfig):
         super()._check()
         for name in MULTIPLIERS:
             if getattr(self, name) is not None:
-                self._set(**{name: check_number(name, getattr(self, name), MAX_MULTIPLIER)})
+                checked = check_number(name, getattr(self, name), MAX_MULTIPLIER, MIN_MULTIPLIER)
+                self._set(**{name: checked})
 
 
 class GraniteAttention(LlamaAttention):

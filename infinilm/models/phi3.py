@@ -24,6 +24,13 @@ from infinilm.values import check_number
 class PartlyRotatedConfig(LlamaConfig):
     partial_rotary_factor: float = 1.0
 
+    @classmethod
+    def adapted(cls, content: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Of heads null is all, whatever is rotated where files say nothing of it."""
+        content = super().adapted(content)
+        is_null = content.get("partial_rotary_factor", 1.0) is None
+        return {**content, "partial_rotary_factor": 1.0} if is_null else content
+
     @property
     def rotary_dim(self) -> int:
         return int(self.head_dim * self.partial_rotary_factor)

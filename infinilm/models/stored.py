@@ -47,6 +47,10 @@ class Stored(dict[str, Weight]):
         super().__init__({ours: weight_of(checkpoint, theirs) for ours, theirs in names.items()})
         self.path = checkpoint.path
         self.is_gguf = checkpoint.is_gguf
+        for name, weight in self.items():
+            if name.endswith(".bias") and isinstance(weight.dtype, BlockType):
+                found = f"{names[name]!r} is {weight.dtype.name}"
+                raise self.error(f"{found}, but the rows of a bias are no blocks")
 
     def error(self, rule: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {rule}")

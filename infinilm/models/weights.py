@@ -165,8 +165,6 @@ def check_rows(stored: Stored, name: str, num_rows: int) -> None:
     weight, num_dims = stored[name], 1 if name.endswith("bias") else 2
     if len(weight.shape) != num_dims or weight.shape[0] != num_rows:
         raise stored.error(f"tensor {name!r} has shape {weight.shape}, but its heads need {num_rows} rows")
-    if num_dims == 1 and isinstance(weight.dtype, BlockType):
-        raise stored.error(f"tensor {name!r} is {weight.dtype}, but the rows of a bias are no blocks")
 
 
 ACTIVATION_BITS = {"float32": 32, "int16": 16, "int8": 8}
