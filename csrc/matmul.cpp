@@ -1,11 +1,11 @@
 // linear: y[m][n] = sum over k of x[m][k] * weight[n][k] + bias[n], summed in float32;
-// weight dense or in blocks. Each pair (m, n) is summed in the same order, which K alone fixes: within a
-// chunk of K in four vectors of W lanes that take turns, those added up, then their lanes, then chunk after
-// chunk, then the bias. So a row has the same bits alone and among others, whatever the tiles and threads.
-// Four, so that one row of x keeps pace with the memory.
+// weight dense or in blocks. Each pair (m, n) is summed in the same order, which K alone fixes: each chunk of K
+// in sixteen sums that take turns, of which every fourth is added to one of four totals, chunk after chunk;
+// then these, then the bias. So a row has the same bits alone and among others, whatever the tiles and threads.
 //
-// A part of y is made at a time: a band of rows of x and a strip of outputs. float32 is read where it lies;
-// half precision and blocks are widened first, the weight 16 rows of a chunk at a time, once for the band.
+// A part of y is made at a time: a band of rows of x and a strip of outputs, whose totals lie in memory between
+// chunks. x is widened to float32 once for the strip; weights are, 16 rows of a chunk at a time, once for the
+// band. Few rows of x meet dense weights where these lie.
 // Where there are AMX tiles, bfloat16 goes through them, in an order of their own (amx_linear.h).
 #include <type_traits>
 
@@ -23,111 +23,45 @@ namespace {
 
 constexpr int64_t kChunk = 512;  // of K; a multiple of every block
 constexpr int kPanel = 16;       // weight rows widened side by side
-constexpr int kTurns = 4;        // vectors that sum a dot product
+constexpr int kSums = 16;        // of a chunk of a dot product, on every level
+constexpr int kTurns = kSums / W;
+constexpr int kTotals = 4;  // to which those of all chunks add up
 // Floats of x: the fewer its rows, the longer their span of K
 constexpr int64_t kRoom = kDenseBandRows * kChunk;
+constexpr int64_t kOutputs = kDenseBandRows * kDenseStripOutputs;
 
-typedef float vf4 __attribute__((vector_size(16)));
+// p[0:length] and zeros up to a multiple of kSums
+inline void end_with_zeros(float* p, int64_t length) {
+    for (int64_t end = length; end % kSums; ++end) p[end] = 0;
+}
 
-inline vf added_up(vf a, vf b, vf c, vf d) { return (a + b) + (c + d); }
-
-// The lanes of each added up, all in the same order
-inline vf4 lane_sums(vf a, vf b, vf c, vf d) {
+// Loaded once, where a compiler would read memory anew for each use
+INFINI_INLINE inline vf in_register(vf v) {
 #if defined(INFINI_AVX512) || defined(INFINI_AVX2)
-#if defined(INFINI_AVX512)
-    const auto halved = [](vf v) {
-        return _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
-    };
-#else
-    const auto halved = [](vf v) { return v; };
+    asm("" : "+v"(v));
 #endif
-    const __m256 ab = _mm256_hadd_ps(halved(a), halved(b)), cd = _mm256_hadd_ps(halved(c), halved(d));
-    const __m256 abcd = _mm256_hadd_ps(ab, cd);
-    return _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1));
-#elif defined(INFINI_NEON)
-    return vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d));
-#else
-    return vf4{sum(a), sum(b), sum(c), sum(d)};
-#endif
+    return v;
 }
 
-// total[0:4] += sums, as rows of C
+// The totals of C dot products gain a vector of sums each, every fourth lane by itself
 template <int C>
-inline void add_to(float* total, int first, vf4 sums) {
-    float* at = total + first / C * kDenseStripOutputs + first % C;
-    if constexpr (C % 4 == 0) {
-        vf4 v;
-        memcpy(&v, at, sizeof v);
-        v += sums;
-        memcpy(at, &v, sizeof v);
-    } else {
-        for (int i = 0; i < 4; ++i) at[i / C * kDenseStripOutputs + i % C] += sums[i];
-    }
-}
-
-// Four vectors of a row
-template <class T>
-INFINI_INLINE inline void load_four(vf* w, const T* p) {
-#if defined(INFINI_NEON)
-    if constexpr (std::is_same_v<T, bf16>) {
-        unrolled<kTurns / 2>([&](auto i) {
-            const uint16x8_t bits = vld1q_u16(&p[2 * W * i].bits), zero = vdupq_n_u16(0);
-            w[2 * i] = (vf)vzip1q_u16(zero, bits), w[2 * i + 1] = (vf)vzip2q_u16(zero, bits);
-        });
-        return;
-    }
-#endif
-    unrolled<kTurns>([&](auto i) { w[i] = load(p + W * i); });
-}
-
-// The dot product of a row of x, zeros to the end of its last vector, with one of weight
-template <class T>
-float dot(const float* x, const T* weight, int64_t length) {
-    vf s[kTurns] = {};
-    int64_t k = 0;
-    for (; k + kTurns * W <= length; k += kTurns * W) {
-        vf w[kTurns];
-        for (size_t line = 0; line < sizeof(T) * kTurns * W; line += 64)
-            ask_for(reinterpret_cast<const char*>(weight + k) + kDensePrefetchBytes + line);
-        load_four(w, weight + k);
-        unrolled<kTurns>([&](auto i) { s[i] = fma(load(x + k + W * i), w[i], s[i]); });
-    }
-    unrolled<kTurns>([&](auto i) {
-        const int64_t at = k + W * i;
-        if (at < length) s[i] = fma(load(x + at), load_n(weight + at, smaller(W, length - at)), s[i]);
-    });
-    const vf sums = added_up(s[0], s[1], s[2], s[3]);
-    return lane_sums(sums, sums, sums, sums)[0];
-}
-
-// total[r][c] += dot of row r of x with row c of weight
-template <int R, int C, class T>
-void add_tile(float* total, const float* x, int64_t x_stride, const T* weight, int64_t stride,
-              int64_t length) {
-    static_assert(R * C % 4 == 0 && (C % 4 == 0 || C == 2));
-    vf turns[kTurns][R * C];
-    for (int turn = 0; turn < kTurns; ++turn) {
-        vf s[R * C] = {}, w[C];
-        const auto add = [&](int64_t k) __attribute__((always_inline)) {
-            unrolled<R>([&](auto r) {
-                const vf v = load(x + r * x_stride + k);
-                unrolled<C>([&](auto c) { s[r * C + c] = fma(v, w[c], s[r * C + c]); });
-            });
+INFINI_INLINE inline void add_sums(float* totals, const vf (&s)[C]) {
+    constexpr int kAtOnce = W / kTotals;
+    unrolled<C / kAtOnce>([&](auto i) INFINI_INLINE {
+        const vf* v = s + i * kAtOnce;
+        float* at = totals + i * W;
+#if defined(INFINI_AVX512)
+        const auto halved = [](vf a, vf b) INFINI_INLINE {
+            return _mm512_shuffle_f32x4(a, b, 0x44) + _mm512_shuffle_f32x4(a, b, 0xee);
         };
-        int64_t k = turn * W;
-        for (; k + W <= length; k += kTurns * W) {
-            unrolled<C>([&](auto c) { w[c] = load(weight + c * stride + k); });
-            add(k);
-        }
-        if (k < length) {
-            unrolled<C>([&](auto c) { w[c] = load_n(weight + c * stride + k, length - k); });
-            add(k);
-        }
-        unrolled<R * C>([&](auto i) { turns[turn][i] = s[i]; });
-    }
-    const auto sums = [&](int i) { return added_up(turns[0][i], turns[1][i], turns[2][i], turns[3][i]); };
-    unrolled<R * C / 4>([&](auto i) {
-        add_to<C>(total, 4 * i, lane_sums(sums(4 * i), sums(4 * i + 1), sums(4 * i + 2), sums(4 * i + 3)));
+        const vf ab = halved(v[0], v[1]), cd = halved(v[2], v[3]);
+        store(at, load(at) + (_mm512_shuffle_f32x4(ab, cd, 0x88) + _mm512_shuffle_f32x4(ab, cd, 0xdd)));
+#elif defined(INFINI_AVX2)
+        const vf low = _mm256_permute2f128_ps(v[0], v[1], 0x20);
+        store(at, load(at) + (low + _mm256_permute2f128_ps(v[0], v[1], 0x31)));
+#else
+        store(at, load(at) + v[0]);
+#endif
     });
 }
 
@@ -161,130 +95,199 @@ struct Weight {
         return data + n * row_bytes + k / block.elements * block.bytes;
     }
 
-    // The chunk of K from `k` of the rows from `n` on, zeros to the end of its last vector
+    // The chunk of K from `k` of the rows from `n` on, with zeros at their end
     void read(float* panel, int64_t n, int64_t k, int64_t length) const {
         for (int i = 0; i < kPanel && n + i < num_rows; ++i, panel += kChunk) {
             dequantize(panel, at(n + i, k), length);
-            for (int64_t end = length; end % W; ++end) panel[end] = 0;
+            end_with_zeros(panel, length);
+        }
+    }
+};
+
+// The chunk of a panel that is read next, whose lines tiles ask for: some in each of `num_steps`, or in some
+struct AskedPanel {
+    const uint8_t* row;
+    int64_t row_bytes, num_lines, lines_at_once, steps_apart, line = 0, step = 0;
+
+    AskedPanel(const Weight& weight, int64_t n, int64_t k, int64_t num_steps)
+        : row(weight.at(n, k)), row_bytes(weight.row_bytes),
+          num_lines((kChunk / weight.block.elements * weight.block.bytes + 63) / 64),
+          lines_at_once((kPanel * num_lines + num_steps - 1) / num_steps),
+          steps_apart(lines_at_once > 1 ? 1 : num_steps / (kPanel * num_lines)) {}
+
+    INFINI_INLINE void ask(int64_t) {
+        if (++step < steps_apart) return;
+        step = 0;
+        for (int64_t i = 0; i < lines_at_once; ++i) ask_for(row + (line + i) * 64);
+        line += lines_at_once;
+        if (line >= num_lines) row += row_bytes, line = 0;
+    }
+};
+
+// The chunk of C rows that is read where it lies next, in step with the one before; null where it has been
+template <int C, class T>
+struct AskedRows {
+    const T* rows;
+    int64_t stride;
+
+    INFINI_INLINE void ask(int64_t k) const {
+        if (rows && k % (64 / static_cast<int64_t>(sizeof(T))) == 0)
+            unrolled<C>([&](auto c) INFINI_INLINE { ask_for(rows + c * stride + k); });
+    }
+};
+
+// R rows of x, zeros to a multiple of kSums, which meet a chunk of C of weight
+template <int R, int C, class T>
+struct Tile {
+    const float* x;
+    int64_t x_stride;
+    const T* weight;
+    int64_t stride, length;
+
+    // What S vectors of sums gain from the vectors of weight that `read` finds at k
+    template <int S, class Read>
+    INFINI_INLINE void add_vectors(vf (&s)[S][R][C], int64_t k, Read read) const {
+        unrolled<S>([&](auto turn) INFINI_INLINE {
+            const int64_t at = k + turn * W;
+            vf v[R];
+            unrolled<R>([&](auto r) INFINI_INLINE { v[r] = load(x + r * x_stride + at); });
+            unrolled<C>([&](auto c) INFINI_INLINE {
+                const vf w = in_register(read(weight + c * stride + at, at));
+                unrolled<R>([&](auto r) INFINI_INLINE { s[turn][r][c] = fma(v[r], w, s[turn][r][c]); });
+            });
+        });
+    }
+
+    // totals += the dot products, S of their vectors at a time; a row of totals is `pitch` floats long
+    template <int S, class Asked>
+    INFINI_INLINE void add_to(float* totals, int64_t pitch, Asked& asked) const {
+        unrolled<R>([&](auto r) { __builtin_prefetch(totals + r * pitch); });
+        for (int turn = 0; turn < kTurns; turn += S) {
+            vf s[S][R][C] = {};
+            int64_t k = 0;
+            for (; k + kSums <= length; k += kSums) {
+                if (turn == 0) asked.ask(k);
+                add_vectors(s, k + turn * W, [](const T* w, int64_t) INFINI_INLINE { return load(w); });
+            }
+            if (k < length)
+                add_vectors(s, k + turn * W, [&](const T* w, int64_t at) {
+                    return load_n(w, at < length ? smaller(W, length - at) : 0);
+                });
+            unrolled<S>([&](auto i) INFINI_INLINE {
+                unrolled<R>([&](auto r) INFINI_INLINE { add_sums(totals + r * pitch, s[i][r]); });
+            });
         }
     }
 };
 
 // A band and a strip, with the span of K that is at hand
 struct Part {
-    alignas(64) float room[kRoom], panel[kPanel * kChunk], total[kDenseBandRows * kDenseStripOutputs];
-    int64_t num_rows, span;
-    const float* x;    // the span of the band's first row,
-    int64_t x_stride;  // and from row to row
+    alignas(64) float x[kRoom + kDenseBandRows * kSums], panel[kPanel * kChunk], totals[kOutputs * kTotals];
+    int64_t num_rows, span, x_stride, pitch;
 
-    explicit Part(int64_t num_rows) : num_rows(num_rows), span(kRoom / num_rows / kChunk * kChunk) {
-        memset(total, 0, num_rows * kDenseStripOutputs * sizeof(float));
+    Part(int64_t num_rows, int64_t num_outputs)
+        : num_rows(num_rows), span(kRoom / num_rows / kChunk * kChunk), x_stride(span + kSums),
+          pitch((num_outputs + kPanel - 1) / kPanel * kPanel * kTotals) {
+        memset(totals, 0, num_rows * pitch * sizeof(float));
     }
 
-    // The rows of x from `m` on, from `k` on: where they lie, or widened, with zeros to the end of their last
-    // vector
+    // The rows of x from `m` on, from `k` on, side by side whatever lay between them
     template <class T>
     void take(const Tensor& from, int64_t m, int64_t k, int64_t length) {
-        const Rows rows{from};
-        if constexpr (std::is_same_v<T, float>) {
-            x = rows.at<const float>(m) + k,
-            x_stride = num_rows > 1 ? rows.at<const float>(m + 1) + k - x : 0;
-            bool is_even = length % W == 0;
-            for (int64_t r = 2; is_even && r < num_rows; ++r)
-                is_even = rows.at<const float>(m + r) + k == x + r * x_stride;
-            if (is_even) return;
-        }
         for (int64_t r = 0; r < num_rows; ++r) {
-            float* row = room + r * span;
-            map([](vf v) { return v; }, length, row, rows.at<const T>(m + r) + k);
-            for (int64_t end = length; end % W; ++end) row[end] = 0;
-        }
-        x = room, x_stride = span;
-    }
-
-    // total[r : r + R][n : n + G] += the products with the chunk of G weight rows, which x has from `k` on
-    template <int R, int G, class T>
-    void add_rows(int64_t r, int64_t n, int64_t k, const T* rows, int64_t stride, int64_t length) {
-        constexpr int C = kDenseSumVectors / R;
-        for (int c = 0; c < G; c += C)
-            add_tile<R, C>(total + r * kDenseStripOutputs + n + c, x + r * x_stride + k, x_stride,
-                           rows + c * stride, stride, length);
-    }
-
-    // The same for a panel, of which G rows stay in the cache while the band passes by
-    template <int G, class T>
-    void add_panel(int64_t n, int64_t k, const T* panel, int64_t stride, int64_t length) {
-        for (int c = 0; c < kPanel; c += G) {
-            const T* rows = panel + c * stride;
-            int64_t r = 0;
-            for (; r + 4 <= num_rows; r += 4) add_rows<4, G>(r, n + c, k, rows, stride, length);
-            if (r + 2 <= num_rows) add_rows<2, G>(r, n + c, k, rows, stride, length), r += 2;
-            if (r < num_rows)
-                for (int i = 0; i < G; ++i)
-                    total[r * kDenseStripOutputs + n + c + i] +=
-                        dot(x + r * x_stride + k, rows + i * stride, length);
+            float* row = x + r * x_stride;
+            map([](vf v) { return v; }, length, row, Rows{from}.at<const T>(m + r) + k);
+            end_with_zeros(row, length);
         }
     }
 
-    // For one row of x: each weight row from end to end, which is how memory is read fastest
+    // Of the rows of x from `r` on, R at a time, with C of weight
+    template <int R, int C, class T, class Asked>
+    int64_t add_rows(int64_t r, int64_t column, int64_t k, const T* weight, int64_t stride, int64_t length,
+                     Asked& asked) {
+        for (; r + R <= num_rows; r += R)
+            Tile<R, C, T>{x + r * x_stride + k, x_stride, weight, stride, length}
+                .template add_to<R == 1 ? kTurns : 1>(totals + r * pitch + column * kTotals, pitch, asked);
+        return r;
+    }
+
+    // The same of as many rows at a time as are left, R at most, evenly
+    template <int R, int C, class T>
+    int64_t add_few(int64_t r, int64_t column, int64_t k, const T* weight, int64_t stride, int64_t length,
+                    AskedRows<C, T> asked) {
+        const int64_t left = num_rows - r, num_tiles = (left + kDenseRowsAtOnce - 1) / kDenseRowsAtOnce;
+        if constexpr (R > 1)
+            if (left <= (R - 1) * num_tiles)
+                return add_few<R - 1, C>(r, column, k, weight, stride, length, asked);
+        Tile<R, C, T>{x + r * x_stride + k, x_stride, weight, stride, length}
+            .template add_to<R == 1 ? kTurns : 1>(totals + r * pitch + column * kTotals, pitch, asked);
+        return r + R;
+    }
+
+    // The products with the weight rows from `n` on, where they lie. What the same rows have next is asked for,
+    // then what the first chunk of those that follow has.
     template <class T>
-    void add_whole_rows(const Weight& weight, int64_t n, int64_t count, int64_t first, int64_t length) {
-        for (int64_t c = 0; c < count; ++c) {
-            const T* row = reinterpret_cast<const T*>(weight.at(n + c, first));
-            for (int64_t k = 0; k < length; k += kChunk)
-                total[c] += dot(x + k, row + k, smaller(kChunk, length - k));
+    void add_in_place(const Weight& weight, int64_t n, int64_t column, int64_t first, int64_t length) {
+        constexpr int C = kDenseRowsInPlace;
+        const int64_t stride = weight.row_bytes / static_cast<int64_t>(sizeof(T));
+        const T* rows = reinterpret_cast<const T*>(weight.at(n, first));
+        for (int64_t c = 0; c < kPanel; c += C, rows += C * stride, column += C)
+            for (int64_t k = 0; k < length; k += kChunk) {
+                const T* next = k + kChunk < length ? rows + k + kChunk : rows + C * stride;
+                for (int64_t r = 0; r < num_rows; next = nullptr)
+                    r = add_few<kDenseRowsAtOnce, C, T>(r, column, k, rows + k, stride,
+                                                        smaller(kChunk, length - k), {next, stride});
+            }
+    }
+
+    // The products with a chunk of a panel, of which C rows stay in the cache while the band passes by
+    void add_panel(int64_t column, int64_t k, int64_t length, AskedPanel asked) {
+        constexpr int C = kDenseTileOutputs;
+        for (int c = 0; c < kPanel; c += C) {
+            const float* rows = panel + c * kChunk;
+            int64_t r = add_rows<3, C>(0, column + c, k, rows, kChunk, length, asked);
+            r = add_rows<2, C>(r, column + c, k, rows, kChunk, length, asked);
+            add_rows<1, C>(r, column + c, k, rows, kChunk, length, asked);
         }
     }
 
-    template <class T>
-    void add_in_place(const Weight& weight, int64_t n, int64_t column, int64_t first, int64_t k,
-                      int64_t length) {
-        const T* rows = reinterpret_cast<const T*>(weight.at(n, first + k));
-        add_panel<kDenseRowsInPlace>(column, k, rows, weight.row_bytes / static_cast<int64_t>(sizeof(T)),
-                                     length);
-    }
-
-    // total[:][column : column + kPanel] += the products with a chunk of the weight rows from `n` on
-    void add(const Weight& weight, int64_t n, int64_t column, int64_t first, int64_t k, int64_t length) {
-        if (n + kPanel <= weight.num_rows && is_read_in_place(weight))
+    // totals[:][column : column + kPanel] += the products with the weight rows from `n` on
+    void add(const Weight& weight, int64_t n, int64_t column, int64_t first, int64_t length) {
+        if (num_rows <= kDenseFewRows && weight.is_float() && n + kPanel <= weight.num_rows)
             return with_float(weight.type, [&](auto type) {
-                add_in_place<decltype(type)>(weight, n, column, first, k, length);
+                add_in_place<decltype(type)>(weight, n, column, first, length);
             });
-        weight.read(panel, n, first + k, length);
-        add_panel<kPanel>(column, k, panel, kChunk, length);
-    }
-
-    // Few rows do not pay for a copy. Of float32, many do where weight rows, a page apart, share the same
-    // cache lines.
-    bool is_read_in_place(const Weight& weight) const {
-        if (weight.type == BlockType::f32) return num_rows <= 16 || weight.row_bytes % 4096;
-        return num_rows <= 4 && weight.is_float();
+        const int64_t num_steps = kPanel / kDenseTileOutputs * ((num_rows + 2) / 3) * (kChunk / kSums);
+        for (int64_t k = 0; k < length; k += kChunk) {
+            const int64_t at_hand = smaller(kChunk, length - k), next = k + kChunk < length ? k + kChunk : 0;
+            weight.read(panel, n, first + k, at_hand);
+            add_panel(column, k, at_hand, AskedPanel(weight, next ? n : n + kPanel, first + next, num_steps));
+        }
     }
 
     // y[m : m + num_rows][n : n + count]
     template <class T>
-    void finish(const Linear& a, int64_t m, int64_t n, int64_t count) const {
+    void finish(const Linear& a, int64_t m, int64_t n, int64_t count) {
         const T* bias = a.bias.data ? static_cast<const T*>(a.bias.data) + n : nullptr;
-        for (int64_t r = 0; r < num_rows; ++r)
-            write_sums(Rows{a.y}.at<T>(m + r) + n, total + r * kDenseStripOutputs, bias, count);
+        for (int64_t r = 0; r < num_rows; ++r) {
+            float* row = totals + r * pitch;
+            for (int64_t c = 0; c < count; ++c) {
+                const float* total = row + c * kTotals;
+                row[c] = (total[0] + total[1]) + (total[2] + total[3]);
+            }
+            write_sums(Rows{a.y}.at<T>(m + r) + n, row, bias, count);
+        }
     }
 };
 
 template <class T>
 void multiply(const Linear& a, const Weight& weight, int64_t m, int64_t num_rows, int64_t n, int64_t count) {
-    Part& part = *own_scratch<Part>(num_rows);
+    Part& part = *own_scratch<Part>(num_rows, count);
     for (int64_t first = 0; first < weight.row_length; first += part.span) {
         const int64_t length = smaller(part.span, weight.row_length - first);
         part.take<T>(a.x, m, first, length);
-        if (num_rows == 1 && weight.is_float()) {
-            with_float(weight.type, [&](auto type) {
-                part.add_whole_rows<decltype(type)>(weight, n, count, first, length);
-            });
-            continue;
-        }
         for (int64_t column = 0; column < count; column += kPanel)
-            for (int64_t k = 0; k < length; k += kChunk)
-                part.add(weight, n + column, column, first, k, smaller(kChunk, length - k));
+            part.add(weight, n + column, column, first, length);
     }
     part.finish<T>(a, m, n, count);
 }
@@ -301,10 +304,12 @@ void multiply_part(const Linear& a, const Weight& weight, int64_t begin, int64_t
     }
 #endif
     const int64_t num_rows = Rows{a.x}.count();
-    for (int64_t m = 0; m < num_rows; m += kDenseBandRows)
-        for (int64_t n = begin; n < end; n += kDenseStripOutputs)
-            multiply<T>(a, weight, m, smaller(kDenseBandRows, num_rows - m), n,
-                        smaller(kDenseStripOutputs, end - n));
+    for (int64_t m = 0; m < num_rows; m += kDenseBandRows) {
+        const int64_t band = smaller(kDenseBandRows, num_rows - m);
+        const int64_t strip = kOutputs / band / kPanel * kPanel;
+        for (int64_t n = begin; n < end; n += strip)
+            multiply<T>(a, weight, m, band, n, smaller(strip, end - n));
+    }
 }
 
 }  // namespace

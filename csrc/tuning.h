@@ -15,11 +15,12 @@ constexpr int64_t kGrainElements = 4096;  // that are worth waking a thread for
 constexpr int64_t kPieceElements = 4096;  // of a contiguous tensor, handed to a thread at a time
 
 // Dense products (matmul.cpp)
-constexpr int kDenseSumVectors = kVectorRegisters / 2;     // running sums in registers
-constexpr int kDenseRowsInPlace = 8;                       // weight rows read at once: more evict each other
-constexpr int kDenseStripOutputs = 128;                    // whose totals are kept
-constexpr int kDenseBandRows = 64;                         // of x
-constexpr int kDensePrefetchBytes = W == 4 ? 1024 : 8192;  // of weight
+constexpr int kDenseTileOutputs = kVectorRegisters / 4;           // those of so many rows of weight
+constexpr int kDenseRowsInPlace = 4;                              // of weight, which lie apart
+constexpr int kDenseRowsAtOnce = kVectorRegisters == 32 ? 6 : 3;  // of x that meet those
+constexpr int kDenseFewRows = 4 * kDenseRowsAtOnce;               // up to which they are met where they lie
+constexpr int kDenseStripOutputs = W == 16 ? 128 : 64;            // whose totals are near
+constexpr int kDenseBandRows = W == 16 ? 192 : 96;                // of x
 
 // Dense products in AMX tiles (amx_linear.h)
 constexpr int kTileBandRows = 256;              // of x
