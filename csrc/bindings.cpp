@@ -130,8 +130,8 @@ nb::dict ops() {
 }
 
 // The wrapped sum of every word, so that none of the reads can be left out; each asks for what lies `ahead`
-// bytes on
-uint64_t read_all(nb::handle buffer, int64_t ahead) {
+// bytes on, or for lines of the next pages in turn
+uint64_t read_all(nb::handle buffer, std::optional<int64_t> ahead) {
     const Tensor t = tensor(buffer);
     require(t.dtype == DType::i64 && is_contiguous(t), "read_all: expected a contiguous int64 tensor");
     const auto* words = static_cast<const uint64_t*>(t.data);
@@ -143,7 +143,10 @@ uint64_t read_all(nb::handle buffer, int64_t ahead) {
     parallel_for(num_elements(t) / kLine, 1 << 13, [&](int64_t begin, int64_t end) {
         Line sums{}, line;
         for (int64_t i = begin; i < end; ++i) {
-            ask_for(reinterpret_cast<const char*>(words + i * kLine) + ahead);
+            if (ahead)
+                ask_for(reinterpret_cast<const char*>(words + i * kLine) + *ahead);
+            else
+                ask_in_turn(words + i * kLine);
             memcpy(&line, words + i * kLine, sizeof line);
             sums += line;
         }
@@ -213,7 +216,7 @@ NB_MODULE(_native, m) {
         "record_into", [](const Graph* graph) { t_recording = graph ? graph->recording() : Recording{}; },
         nb::arg().none());
     m.def("use_torch", &use_torch);
-    m.def("read_all", &read_all);
+    m.def("read_all", &read_all, nb::arg("buffer"), nb::arg("ahead").none());
     m.def("count_products", &count_products);
     m.def("num_threads", &num_threads);
     m.def("set_num_threads", [](int count) {

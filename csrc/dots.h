@@ -320,6 +320,15 @@ struct Tile<Row, 0> {
     INFINI_INLINE void each(F&&) {}
 };
 
+// Asks for weight that is read some time after `packed`, past a block of kSize bytes.
+template <int kSize>
+INFINI_INLINE inline void ask_ahead(const uint8_t* packed) {
+    if constexpr (kPagesInTurn)
+        ask_in_turn(packed);
+    else
+        ask_for(packed + (kPackedPrefetchBytes > kSize ? kPackedPrefetchBytes : kSize));
+}
+
 // Asks for a later block of each of the 16 rows.
 template <class Block>
 inline void prefetch(const uint8_t* packed) {

@@ -39,8 +39,7 @@ INFINI_INLINE inline void multiply_blocks(float* total, const uint8_t* packed, c
                                           int64_t row) {
     constexpr int G = Block::kGroup, kGroups = Block::kElements / G,
                   kSplit = kGroup / G;  // groups to one of x
-    constexpr int kSize = Block::kBytes * kRows, kLines = (kSize + 63) / 64,
-                  kDistance = kPackedPrefetchBytes > kSize ? kPackedPrefetchBytes : kSize;
+    constexpr int kSize = Block::kBytes * kRows, kLines = (kSize + 63) / 64;
     constexpr bool is_joined = kHasRowsInBytes<Block>;
     constexpr int N = is_joined ? kParts : kPartsAtOnce<P * M>;
     const int64_t step = 1 << x.log_rows;
@@ -54,7 +53,7 @@ INFINI_INLINE inline void multiply_blocks(float* total, const uint8_t* packed, c
             // Bytes that groups share are read again: kept, they would push sums out of registers.
             if constexpr (kGroups > 1) asm volatile("" ::: "memory");
             for (int line = g * kLines / kGroups; line < (g + 1) * kLines / kGroups; ++line)
-                ask_for(packed + kDistance + 64 * line);
+                ask_ahead<kSize>(packed + 64 * line);
             const int64_t at = x.group_at(first + g / kSplit, row);
             const int8_t* q = x.q + at * P * kGroup + g % kSplit * G;
             const int32_t* sums = x.sums_at(first + g / kSplit, row);

@@ -140,7 +140,7 @@ INFINI_NOT_SCHEDULED void add_whole_blocks_to_rows(float* total, const uint8_t* 
             // Bytes that groups share are read again: kept, they would push sums out of registers.
             asm volatile("" ::: "memory");
             for (int line = g * kLines / kGroups; line < (g + 1) * kLines / kGroups; ++line)
-                ask_for(packed + kPackedPrefetchBytes + 64 * line);
+                ask_ahead<kSize>(packed + 64 * line);
             add_whole_group<Block, P, g>(tile, packed, rows, scales);
             if (g % kOfSpan == kOfSpan - 1) rows.add_span(tile, total, scales, g / kOfSpan);
         });

@@ -30,6 +30,11 @@ constexpr int64_t kTileLoneElements = 1 << 14;  // of a lone row of x at hand
 
 // Packed products (packed.cpp, dots_*.h)
 constexpr int kPackedChunkElements = W == 4 ? 1024 : 288;  // of K, read from a panel of weight rows at a time
+#if (defined(INFINI_AVX512) || defined(INFINI_AVX2)) && !defined(__AMX_INT8__)
+constexpr bool kPagesInTurn = true;  // of weight that few rows are to meet later
+#else
+constexpr bool kPagesInTurn = false;
+#endif
 constexpr int kPackedPrefetchBytes = W == 4 ? 512 : 8192;  // of weight
 constexpr int kPackedBandRows = W == 16 ? 256 : 128;       // of x, which share a chunk of weight
 template <int P>                                           // of x, whose dots and totals stay in registers

@@ -293,7 +293,7 @@ def read_bandwidth() -> float:
     """Bytes a second that the threads of the native core read from memory, by the fastest of a few ways"""
     buffer = torch.ones(BANDWIDTH_BYTES // 8, dtype=torch.int64, device="cpu")
     read = infinicore.ops.native.read_all
-    return BANDWIDTH_BYTES / min(timed(partial(read, buffer, ahead)) for ahead in (0, 512, 4096, 8192))
+    return BANDWIDTH_BYTES / min(timed(partial(read, buffer, ahead)) for ahead in (None, 0, 512, 4096, 8192))
 
 
 def product_rate() -> float:

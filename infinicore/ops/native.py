@@ -105,10 +105,11 @@ for name in _native.ops():
     op_of(name).register(Kernel("native", accepts, store_kv if name == "store_kv" else run, bind))
 
 
-def read_all(buffer: Tensor, ahead: int = 0) -> int:
+def read_all(buffer: Tensor, ahead: int | None = 0) -> int:
     """The sum of a contiguous int64 tensor, read on all threads: memory's speed.
 
-    Bytes are asked for `ahead` of their use; how far is best differs from CPU to CPU.
+    Bytes are asked for `ahead` of their use, or, None, those of the next pages in turn; what is best differs
+    from CPU to CPU.
     """
     return _native.read_all(buffer, ahead)
 
