@@ -201,24 +201,14 @@ struct Part {
         }
     }
 
-    // Of the rows of x from `r` on, R at a time, with C of weight
-    template <int R, int C, class T, class Asked>
-    int64_t add_rows(int64_t r, int64_t column, int64_t k, const T* weight, int64_t stride, int64_t length,
-                     Asked& asked) {
-        for (; r + R <= num_rows; r += R)
-            Tile<R, C, T>{x + r * x_stride + k, x_stride, weight, stride, length}
-                .template add_to<R == 1 ? kTurns : 1>(totals + r * pitch + column * kTotals, pitch, asked);
-        return r;
-    }
-
-    // The same of as many rows at a time as are left, R at most, evenly
-    template <int R, int C, class T>
-    int64_t add_few(int64_t r, int64_t column, int64_t k, const T* weight, int64_t stride, int64_t length,
-                    AskedRows<C, T> asked) {
-        const int64_t left = num_rows - r, num_tiles = (left + kDenseRowsAtOnce - 1) / kDenseRowsAtOnce;
+    // Of the rows of x from `r` on with C of weight: as many as leave the rest even, `most` at most. The row after
+    template <int most, int C, int R = most, class T, class Asked>
+    INFINI_INLINE int64_t add_some(int64_t r, int64_t column, int64_t k, const T* weight, int64_t stride,
+                                   int64_t length, Asked& asked) {
+        const int64_t left = num_rows - r, num_tiles = (left + most - 1) / most;
         if constexpr (R > 1)
             if (left <= (R - 1) * num_tiles)
-                return add_few<R - 1, C>(r, column, k, weight, stride, length, asked);
+                return add_some<most, C, R - 1>(r, column, k, weight, stride, length, asked);
         Tile<R, C, T>{x + r * x_stride + k, x_stride, weight, stride, length}
             .template add_to<R == 1 ? kTurns : 1>(totals + r * pitch + column * kTotals, pitch, asked);
         return r + R;
@@ -233,22 +223,19 @@ struct Part {
         const T* rows = reinterpret_cast<const T*>(weight.at(n, first));
         for (int64_t c = 0; c < kPanel; c += C, rows += C * stride, column += C)
             for (int64_t k = 0; k < length; k += kChunk) {
-                const T* next = k + kChunk < length ? rows + k + kChunk : rows + C * stride;
-                for (int64_t r = 0; r < num_rows; next = nullptr)
-                    r = add_few<kDenseRowsAtOnce, C, T>(r, column, k, rows + k, stride,
-                                                        smaller(kChunk, length - k), {next, stride});
+                AskedRows<C, T> asked{k + kChunk < length ? rows + k + kChunk : rows + C * stride, stride};
+                for (int64_t r = 0; r < num_rows; asked.rows = nullptr)
+                    r = add_some<kDenseRowsAtOnce, C>(r, column, k, rows + k, stride,
+                                                      smaller(kChunk, length - k), asked);
             }
     }
 
     // The products with a chunk of a panel, of which C rows stay in the cache while the band passes by
     void add_panel(int64_t column, int64_t k, int64_t length, AskedPanel asked) {
         constexpr int C = kDenseTileOutputs;
-        for (int c = 0; c < kPanel; c += C) {
-            const float* rows = panel + c * kChunk;
-            int64_t r = add_rows<3, C>(0, column + c, k, rows, kChunk, length, asked);
-            r = add_rows<2, C>(r, column + c, k, rows, kChunk, length, asked);
-            add_rows<1, C>(r, column + c, k, rows, kChunk, length, asked);
-        }
+        for (int c = 0; c < kPanel; c += C)
+            for (int64_t r = 0; r < num_rows;)
+                r = add_some<kDenseTileRows, C>(r, column + c, k, panel + c * kChunk, kChunk, length, asked);
     }
 
     // totals[:][column : column + kPanel] += the products with the weight rows from `n` on
@@ -257,7 +244,8 @@ struct Part {
             return with_float(weight.type, [&](auto type) {
                 add_in_place<decltype(type)>(weight, n, column, first, length);
             });
-        const int64_t num_steps = kPanel / kDenseTileOutputs * ((num_rows + 2) / 3) * (kChunk / kSums);
+        const int64_t num_steps =
+            kPanel / kDenseTileOutputs * (num_rows / kDenseTileRows + 1) * (kChunk / kSums);
         for (int64_t k = 0; k < length; k += kChunk) {
             const int64_t at_hand = smaller(kChunk, length - k), next = k + kChunk < length ? k + kChunk : 0;
             weight.read(panel, n, first + k, at_hand);

@@ -15,7 +15,8 @@ constexpr int64_t kGrainElements = 4096;  // that are worth waking a thread for
 constexpr int64_t kPieceElements = 4096;  // of a contiguous tensor, handed to a thread at a time
 
 // Dense products (matmul.cpp)
-constexpr int kDenseTileOutputs = kVectorRegisters / 4;           // those of so many rows of weight
+constexpr int kDenseTileRows = 3;                                 // of x, whose sums with
+constexpr int kDenseTileOutputs = kVectorRegisters / 4;           // so many of weight stay in registers
 constexpr int kDenseRowsInPlace = 4;                              // of weight, which lie apart
 constexpr int kDenseRowsAtOnce = kVectorRegisters == 32 ? 6 : 3;  // of x that meet those
 constexpr int kDenseFewRows = 4 * kDenseRowsAtOnce;               // up to which they are met where they lie
