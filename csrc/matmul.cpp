@@ -1,11 +1,11 @@
-// linear: y[m][n] = sum over k of x[m][k] * weight[n][k] + bias[n], summed in float32;
-// weight dense or in blocks. Each pair (m, n) is summed in the same order, which K alone fixes: each chunk of K
-// in sixteen sums that take turns, of which every fourth is added to one of four totals, chunk after chunk;
-// then these, then the bias. So a row has the same bits alone and among others, whatever the tiles and threads.
+// linear: y[m][n] = sum over k of x[m][k] * weight[n][k] + bias[n], summed in float32; weight dense or in
+// blocks. Each pair (m, n) is summed in the same order, which K alone fixes: each chunk of K in sixteen sums
+// that take turns, of which every fourth is added to one of four totals, chunk after chunk; then these, then
+// the bias. So a row has the same bits alone and among others, whatever the tiles and threads.
 //
-// A part of y is made at a time: a band of rows of x and a strip of outputs, whose totals lie in memory between
-// chunks. x is widened to float32 once for the strip; weights are, 16 rows of a chunk at a time, once for the
-// band. Few rows of x meet dense weights where these lie.
+// A part of y is made at a time: a band of rows of x and a strip of outputs, whose totals lie in memory
+// between chunks. x is widened to float32 once for the strip; weights are, 16 rows of a chunk at a time, once
+// for the band. Few rows of x meet dense weights where these lie.
 // Where there are AMX tiles, bfloat16 goes through them, in an order of their own (amx_linear.h).
 #include <type_traits>
 
@@ -201,7 +201,8 @@ struct Part {
         }
     }
 
-    // Of the rows of x from `r` on with C of weight: as many as leave the rest even, `most` at most. The row after
+    // Of the rows of x from `r` on with C of weight: as many as leave the rest even, `most` at most. Returns
+    // the row after them.
     template <int most, int C, int R = most, class T, class Asked>
     INFINI_INLINE int64_t add_some(int64_t r, int64_t column, int64_t k, const T* weight, int64_t stride,
                                    int64_t length, Asked& asked) {
@@ -214,8 +215,8 @@ struct Part {
         return r + R;
     }
 
-    // The products with the weight rows from `n` on, where they lie. What the same rows have next is asked for,
-    // then what the first chunk of those that follow has.
+    // The products with the weight rows from `n` on, where they lie. What the same rows have next is asked
+    // for, then what the first chunk of those that follow has.
     template <class T>
     void add_in_place(const Weight& weight, int64_t n, int64_t column, int64_t first, int64_t length) {
         constexpr int C = kDenseRowsInPlace;

@@ -36,8 +36,8 @@ __attribute__((always_inline)) static inline void ask_for(const void* p) {
 #endif
 }
 
-// For who reads on from `p`: a line of the run of pages after the one that p is in. They are asked for in turn,
-// since memory gives the lines of several pages faster than those of one.
+// For who reads on from `p`: a line of the run of pages after the one that p is in. They are asked for in
+// turn, since memory gives the lines of several pages faster than those of one.
 __attribute__((always_inline)) static inline void ask_in_turn(const void* p) {
     constexpr uintptr_t kLine = 64, kPage = 4096, kPages = 4, kRun = kPages * kPage;
     const auto at = reinterpret_cast<uintptr_t>(p), line = at % kRun / kLine;
