@@ -1,6 +1,6 @@
-// Blocks of 256 as whole numbers (dots_whole.h), against several rows of x in 16 bits: fields are multiplied by
-// the whole scales of their groups when they are unpacked, and an instruction adds two products of 16 bits to
-// each of 16 sums.
+// Blocks of 256 as whole numbers (dots_whole.h), against several rows of x in 16 bits: fields are multiplied
+// by the whole scales of their groups when they are unpacked, and an instruction adds two products of 16 bits
+// to each of 16 sums.
 #pragma once
 #include "dots_chunk.h"
 #include "dots_whole.h"

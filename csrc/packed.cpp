@@ -4,15 +4,15 @@
 //   y[m][n] = sum over groups g of x_scale[m][g] * (scale[n][g] * dot[m][n][g] + minimum[n][g] * sum[m][g])
 // The activations of a group of 32 are rounded to x_scale * q (rounding.h); sum is the sum of its q, and dot
 // the integer dot product of q with the weight's fields (dots.h, amx_packed.h). Blocks of 256, whose groups
-// are scaled by whole numbers, are summed as such where it pays: all of a block in tile registers (amx_whole.h),
-// 64 values with AVX-512 (dots_shorts.h), whose activations share an x_scale (dots_whole.h). Integers are exact
-// in any order and the float32 sum runs over the groups, spans or blocks from first to last, so a row has the
-// same bits alone and among others, whatever the tiles and threads.
+// are scaled by whole numbers, are summed as such where it pays: all of a block in tile registers
+// (amx_whole.h), 64 values with AVX-512 (dots_shorts.h), whose activations share an x_scale (dots_whole.h).
+// Integers are exact in any order and the float32 sum runs over the groups, spans or blocks from first to
+// last, so a row has the same bits alone and among others, whatever the tiles and threads.
 // The words: a panel is 16 rows of weight side by side; a strip, panels of one weight that are multiplied
 // together; a band, rows of x that meet them. A block is what GGUF cuts a row of weight into; a chunk, blocks
 // of a panel, unpacked; a group, weights that share a scale; a span, values of x that do (256, 64, or a
-// group's 32). A plane is one byte of each rounded value; a block of rows, up to 16 of x whose groups lie side by
-// side (Activations); a tile, rows of x whose sums are in registers.
+// group's 32). A plane is one byte of each rounded value; a block of rows, up to 16 of x whose groups lie side
+// by side (Activations); a tile, rows of x whose sums are in registers.
 // count_products: `rounds` of what such products stand on, on every thread (peak.h); returns how many
 //                 products those were.
 #include "dots_chunk.h"

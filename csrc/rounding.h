@@ -1,6 +1,6 @@
-// Activations rounded to integers for packed_linear: those of a span (rounding_of) become x_scale * q. q has 8
-// bits, or 8 and a few more that make a second plane of bytes: q = radix * high + low, the radix 16 (12 bits)
-// to 256 (16 bits). Sums are those of groups of 32, or halves of them.
+// Activations rounded to integers for packed_linear: those of a span (rounding_of) become x_scale * q. q has
+// 8 bits, or 8 and a few more that make a second plane of bytes: q = radix * high + low, the radix 16
+// (12 bits) to 256 (16 bits). Sums are those of groups of 32, or halves of them.
 //
 // Rows come in blocks: the spans of a block one after another, each with all rows of the block. Where rows
 // are multiplied by twos (kPairsRows), 8 bytes of a block's one row are followed by those of the other. Where

@@ -17,7 +17,7 @@ import infinicore
 from infinicore import ops
 from infinicore.graph import Graph
 from infinicore.nn import functional as F
-from infinicore.ops.native import count_products
+from infinicore.ops.native import count_products, read_all
 from infinicore.quantization import BlockType, quantize
 from infinilm import LLM, SamplingParams
 from infinilm.config import LlamaConfig
@@ -190,3 +190,9 @@ def test_products_are_counted_by_rounds_and_threads(level: str, keep_threads: No
     assert count_products(7) == 21 * one
     with pytest.raises(ValueError, match="expected 0 to 2\\^30 rounds"):
         count_products(-1)
+
+
+@pytest.mark.parametrize("length", [0, 7, 8, 200_003])
+def test_every_word_is_read_whichever_are_asked_for_early(length: int) -> None:
+    words = torch.arange(length) * 3
+    assert {read_all(words, ahead) for ahead in (None, 0, 512, 8192)} == {int(words.sum())}
