@@ -117,8 +117,9 @@ class Infinilm:
             self.streams.step()
 
     def decode(self) -> None:
-        for _ in range(self.task.num_tokens):
-            self.streams.step()
+        from infinilm.bench import decode
+
+        decode(self.streams.runner, self.streams.streams, self.task.num_tokens)
 
     def serve(self) -> Times:
         from infinilm.bench import Requests, answer_all

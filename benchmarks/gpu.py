@@ -28,12 +28,13 @@ from benchmarks.report import OURS, table
 from infinicore import nn
 from infinicore.quantization import QuantizedTensor
 from infinilm.batch import Stream
+from infinilm.bench import decode
 from infinilm.cache import BlockShape, PagedCache
 from infinilm.config import EngineConfig, LlamaConfig
 from infinilm.models.llama import LlamaForCausalLM
 from infinilm.models.weights import Placement
 from infinilm.recording import RECORDED_AT
-from infinilm.runner import Pending, Runner
+from infinilm.runner import Runner
 from infinilm.sampling import SamplingParams
 from infinilm.work import Work
 
@@ -164,27 +165,6 @@ def decode_seconds(model: LlamaForCausalLM, batch: int, context: int) -> float:
         decode(runner, streams, NUM_STEPS)
         rounds.append((time.perf_counter() - start) / NUM_STEPS)
     return min(rounds)
-
-
-def decode(runner: Runner, streams: Sequence[Stream], count: int) -> None:
-    """Steps as the engine takes them: the next is launched before the last is read."""
-    last: Pending | None = None
-    for _ in range(count):
-        launched = runner.launch([Work(stream, 1) for stream in streams])
-        for row, stream in enumerate(streams):
-            stream.num_computed += 1
-            stream.num_unread, stream.unread_row = stream.num_unread + 1, row
-        if last is not None:
-            take(last)
-        last = launched
-    if last is not None:
-        take(last)
-
-
-def take(pending: Pending) -> None:
-    for item, drawn in zip(pending.work, pending.read(), strict=True):
-        item.stream.token_ids.append(drawn.token_ids[0])
-        item.stream.num_unread -= 1
 
 
 def prompt_seconds(model: LlamaForCausalLM, length: int) -> float:

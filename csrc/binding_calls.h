@@ -3,6 +3,7 @@
 #pragma once
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -134,6 +135,9 @@ Call bind_op(KernelOf<Args> kernel, nb::handle out, P... given) {
     return call;
 }
 
+// What was found wrong, thrown for Python; empty where nothing was
+using Complaint = std::function<void()>;
+
 // Calls replayed in order by one call from Python. What the recording made stays where it was, whether or not
 // its tensor lives: of it there is the address alone. All other tensors may be moved or resized, so they are
 // kept and looked at again before each replay, each once: threads wait meanwhile.
@@ -152,15 +156,30 @@ public:
     }
 
     void replay() {
-        for (size_t i = 0; i < outside_.size(); ++i) {
-            if (i + kAhead < outside_.size()) ask_for(outside_[i + kAhead].owner.ptr());
-            follow(outside_[i]);
-        }
+        look([] {});
         for (size_t at = 0; at < steps_.size();) {
             const int64_t status = run_for_a_while(at);
             if (status != kOk) return steps_[at]->report(status);
             if (PyErr_CheckSignals() != 0) throw nb::python_error();  // an interrupt
         }
+    }
+
+    // Where the tensors are now that were there before the recording; before any of them is followed to a new
+    // place, before_moving is called.
+    template <class F>
+    void look(F&& before_moving) {
+        for (size_t i = 0; i < outside_.size(); ++i) {
+            if (i + kAhead < outside_.size()) ask_for(outside_[i + kAhead].owner.ptr());
+            follow(outside_[i], before_moving);
+        }
+    }
+
+    // All steps, with tensors where they were last seen. It needs no Python.
+    Complaint run_all() const {
+        for (const auto& step : steps_)
+            if (const int64_t status = step->run(); status != kOk)
+                return [&step, status] { step->report(status); };
+        return {};
     }
 
     size_t size() const { return steps_.size(); }
@@ -183,9 +202,11 @@ private:
         return outside_.emplace_back(Outside{owner, layout, {}});
     }
 
-    void follow(Outside& tensor) {
+    template <class F>
+    void follow(Outside& tensor, F&& before_moving) {
         void* data = address(tensor.places.front().index, tensor.owner, tensor.layout);
         if (data == tensor.layout.data) return;
+        before_moving();
         tensor.layout.data = data;
         for (const auto& [step, index] : tensor.places) steps_[step]->move(index, data);
     }

@@ -12,7 +12,7 @@
 #include <malloc.h>
 #endif
 
-#include "binding_calls.h"
+#include "binding_queue.h"
 #include "pool.h"
 
 using namespace infini;
@@ -185,6 +185,16 @@ NB_MODULE(_native, m) {
         .def("end", [](const Graph& graph) { graph.recording().slabs->end(graph.recording().id); })
         .def("replay", &Graph::replay)
         .def("__len__", &Graph::size);
+    nb::class_<Job>(m, "Job")
+        .def(nb::init<>())
+        .def("copy", &Job::copy)
+        .def("take", &Job::take)
+        .def("replay", &Job::replay);
+    nb::class_<Queue>(m, "Queue")
+        .def(nb::init<>())
+        .def("begin", &Queue::begin)
+        .def("wait", &Queue::wait)
+        .def("settle", &Queue::settle);
     nb::class_<Weight>(m, "Weight")
         .def("__init__",
              [](Weight* self, nb::object blocks, int type, int64_t num_rows, int activation_bits) {

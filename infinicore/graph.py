@@ -87,6 +87,10 @@ class Graph(Generic[Result]):
             self._graph.replay()
         return self.result
 
+    def add_to(self, job: _native.Job) -> None:
+        """Let a job replay it, behind its caller: until that is done nobody else may use the arena."""
+        job.replay(self._graph)  # type: ignore[arg-type]
+
     def __len__(self) -> int:
         """How many native calls it has; a CUDA graph tells nothing of its kernels."""
         return 0 if isinstance(self._graph, torch.cuda.CUDAGraph) else len(self._graph)

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 
 import infinicore
-from infinicore.graph import Graph
 from infinilm.batch import Stream
 from infinilm.engine.engine import Engine
 from infinilm.llm import LLM
 from infinilm.load import spread_of
 from infinilm.models.llama import LlamaForCausalLM
-from infinilm.runner import Runner
+from infinilm.runner import Pending, Runner
 from infinilm.sampling import SamplingParams
 from infinilm.startup import load_model
+from infinilm.work import Work
 
 BANDWIDTH_BYTES = 512 << 20  # far beyond any cache
 
@@ -109,13 +109,11 @@ def measure_rounds(model: LlamaForCausalLM, workload: Workload) -> dict[str, Mea
     prompts = random_prompts(model.config.vocab_size, workload.input_len, workload.batch_size, seed=1)
     lockstep = Lockstep(model, prompts, workload.output_len)
     rounds = [run_once(lockstep, workload) for _ in range(workload.rounds + 1)][1:]
-    gaps = [run.gap for run in rounds if run.gap is not None]
     num_prompt = workload.batch_size * workload.input_len
     num_decoded = workload.batch_size * (workload.output_len - 1)
     return {
-        "prefill_tokens_per_second": Measured(tuple(num_prompt / run.prefill for run in rounds)),
-        "decode_tokens_per_second": Measured(tuple(num_decoded / run.decode for run in rounds)),
-        **({"python_microseconds_per_step": Measured(tuple(1e6 * gap for gap in gaps))} if gaps else {}),
+        "prefill_tokens_per_second": Measured(tuple(num_prompt / prefill for prefill, _ in rounds)),
+        "decode_tokens_per_second": Measured(tuple(num_decoded / rest for _, rest in rounds)),
     }
 
 
@@ -146,55 +144,38 @@ class Lockstep:
             stream.num_computed = 0
 
 
-class TimedGraph:
-    """A graph that notes the time between its replays: Python, and the choice of tokens."""
-
-    def __init__(self, graph: Graph[Any]) -> None:
-        self.graph = graph
-        self.gaps: list[float] = []
-        self.replay_end: float | None = None
-
-    @property
-    def result(self) -> Any:
-        return self.graph.result
-
-    def replay(self) -> None:
-        if self.replay_end is not None:
-            self.gaps.append(time.perf_counter() - self.replay_end)
-        self.graph.replay()
-        self.replay_end = time.perf_counter()
-
-
-def timed_graph(runner: Runner, num_streams: int) -> TimedGraph | None:
-    """In the place of the recording of a step, if there is one; a GPU's replays are not awaited"""
-    recording = runner.recordings.get((num_streams, num_streams))
-    if recording is None or runner.device.type != "cpu":
-        return None
-    plain = recording.graph.graph if isinstance(recording.graph, TimedGraph) else recording.graph
-    timed = TimedGraph(plain)
-    recording.graph = timed  # type: ignore[assignment]
-    return timed
+def decode(runner: Runner, streams: Sequence[Stream], count: int) -> None:
+    """So many tokens of each. As in the engine a step is launched before the last is read, if it may be."""
+    last: Pending | None = None
+    for _ in range(count):
+        launched = runner.launch([Work(stream, 1) for stream in streams])
+        for row, stream in enumerate(streams):
+            stream.num_computed += 1
+            stream.num_unread, stream.unread_row = stream.num_unread + 1, row
+        if last is not None:
+            take(last)
+        last = launched
+        if not launched.may_be_followed:
+            take(last)
+            last = None
+    if last is not None:
+        take(last)
 
 
-@dataclass(frozen=True)
-class Round:
-    """Seconds up to the first tokens, for the rest, and between two replays, if steps were replayed."""
-
-    prefill: float
-    decode: float
-    gap: float | None
+def take(pending: Pending) -> None:
+    for item, drawn in zip(pending.work, pending.read(), strict=True):
+        item.stream.token_ids.append(drawn.token_ids[0])
+        item.stream.num_unread -= 1
 
 
-def run_once(lockstep: Lockstep, workload: Workload) -> Round:
+def run_once(lockstep: Lockstep, workload: Workload) -> tuple[float, float]:
+    """Seconds up to the first tokens, and for the rest"""
     lockstep.begin()
-    graph = timed_graph(lockstep.runner, workload.batch_size)
     start = time.perf_counter()
     lockstep.step()
     first = time.perf_counter()
-    for _ in range(workload.output_len - 1):
-        lockstep.step()
-    decode = time.perf_counter() - first
-    return Round(first - start, decode, statistics.median(graph.gaps) if graph and graph.gaps else None)
+    decode(lockstep.runner, lockstep.streams, workload.output_len - 1)
+    return first - start, time.perf_counter() - first
 
 
 # ---- throughput: many requests through the engine ----------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,12 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from infinicore import _native
 from infinicore.graph import Arena, CudaArena, Graph, RecordError
 from infinilm.adapters import AdaptedModel
 from infinilm.batch import Batch
 from infinilm.cache import PagedCache
 from infinilm.draw import Row, Settings, sampled
-from infinilm.latest import Latest
+from infinilm.latest import Latest, Readback, Waited
 from infinilm.parcels import Kinds, Parcel, num_bytes, tensors_of
 from infinilm.tables import Tables
 from infinilm.work import Work, num_tokens_of
@@ -32,6 +34,9 @@ CAPTURED = (1, 2, 4, *range(8, 64, 8), *range(64, MAX_CAPTURED + 1, 16))
 # The same of a step that has tokens of prompts, more than there are rows: beyond these a GPU outlasts Python.
 PROMPTED = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 PROMPTED_ROWS = (1, 8, 16, 32, 64, 128, MAX_CAPTURED)
+# Seconds of a step on a CPU that another one may follow before it is read. That other is for nothing where
+# a stream has ended; and what Python takes in between is a tenth of a brief step, but nothing of a long one.
+BRIEF = 0.02
 # By its lengths attention is cut into calls. Those of later steps are not known: a recorded one is one call.
 UNKNOWN_LENGTHS = [1]
 
@@ -49,6 +54,18 @@ class Inputs(NamedTuple):
     logit_rows: Any
 
 
+class Filled:
+    """What one step is told, and on a CPU where what it draws is put if that is read later"""
+
+    def __init__(self, num_tokens: int, num_rows: int, is_sent: bool) -> None:
+        self.parcel = Parcel(parcel_kinds(num_tokens, num_rows), is_sent)
+        self.inputs, settings = inputs_and_settings(self.parcel.arrays)
+        self.settings = Settings(settings)
+        self.has_unknown = False  # tokens, which the step before is to draw
+        self.drawn = Parcel([("q", num_rows)], is_sent=False)
+        self.job: _native.Job | None = None
+
+
 def parcel_kinds(num_tokens: int, num_rows: int) -> Kinds:
     """The arrays of Inputs, then those of Settings"""
     return *[("q", num_tokens)] * 7, ("q", num_rows), *Settings.kinds(num_rows)
@@ -64,7 +81,7 @@ class Recording:
 
     Where there are fewer, the last one is computed again: it changes nothing of what it finds in its slot.
 
-    On a GPU two parcels are filled in turn: of one the copy may still be under way.
+    Two parcels are filled in turn: of one the step may still be under way.
     """
 
     graph: Graph[tuple[Tensor, Tensor]]
@@ -74,12 +91,12 @@ class Recording:
     ) -> None:
         kinds = parcel_kinds(num_tokens, num_rows)
         self._latest = latest
-        self._parcels = [Parcel(kinds, latest.is_sent) for _ in range(1 + latest.is_sent)]
-        filled = [inputs_and_settings(parcel.arrays) for parcel in self._parcels]
-        self._filled = [(inputs, Settings(settings)) for inputs, settings in filled]
-        self._sent = self._parcels[0].memory  # what the step reads: the same memory on a CPU
+        self._filled = [Filled(num_tokens, num_rows, latest.is_sent) for _ in range(2)]
+        # What the step reads
         if latest.is_sent:
             self._sent = latest.memory[8 * latest.num_rows :][: num_bytes(kinds)]
+        else:
+            self._sent = torch.zeros(num_bytes(kinds), dtype=torch.uint8, device="cpu")
         self._read, self._settings = inputs_and_settings(tensors_of(self._sent, kinds))
         self.batch = Batch(
             self._read.token_ids,
@@ -96,22 +113,24 @@ class Recording:
         self.tokens = self._drawn.memory.view(torch.int64)
         if latest.is_sent:
             self.tokens = latest.on_device[:num_rows]
+        self._waited: Waited | None = None  # for the step that is under way on a CPU
+        self._seconds = 0.0  # of a step
         self.rope: Any = None
 
     @property
     def inputs(self) -> Inputs:
         """What was filled in last"""
-        return self._filled[0][0]
+        return self._filled[0].inputs
 
     def fill(
         self, work: Sequence[Work], rows: Sequence[Row], tables: Tables, adapted: AdaptedModel | None
     ) -> None:
-        self._parcels.reverse()  # of the one that was filled last the copy may be under way
         self._filled.reverse()
-        inputs, settings = self._filled[0]
+        filled = self._filled[0]
+        inputs, filled.has_unknown = filled.inputs, False
         at = num_wanted = 0
         for item in work:
-            self._fill_tokens(inputs, at, item, tables.row_of(item))
+            self._fill_tokens(filled, at, item, tables.row_of(item))
             at += item.num_tokens
             if self.batch.logit_rows is not None:
                 for row in range(at - item.num_drawn, at):
@@ -121,28 +140,41 @@ class Recording:
             values[at:] = array("q", [values[at - 1]]) * (len(values) - at)
         if adapted is not None:
             fill_adapters(inputs.adapters, work, adapted)
-        settings.fill(rows)
+        filled.settings.fill(rows)
 
-    def _fill_tokens(self, inputs: Inputs, at: int, item: Work, row: int) -> None:
+    def _fill_tokens(self, filled: Filled, at: int, item: Work, row: int) -> None:
         """What the step is told of the tokens of one stream, whose blocks are in this row of the tables. The
         runner's `flattened` tells as much, but takes twice as long, and this is done for every token."""
-        stream, latest = item.stream, self._latest
+        stream, inputs = item.stream, filled.inputs
         for slot, token_id in enumerate(stream.pending(item.num_tokens), item.start):
-            source = latest.num_rows + at
+            source = self._latest.num_rows + at
             if token_id < 0:
-                source, token_id = -1 - token_id, latest.here(-1 - token_id)
+                source, token_id, filled.has_unknown = -1 - token_id, 0, True
             inputs.token_ids[at], inputs.sources[at] = token_id, source
             inputs.streams[at], inputs.slots[at] = row, slot
             inputs.spans[at] = stream.span(slot)
             at += 1
 
-    def run(self, model: Any, cache: PagedCache, rope: Any, arena: Arena | CudaArena) -> None:
-        if self._latest.is_sent:
-            self._sent.copy_(self._parcels[0].memory, non_blocking=True)
-        if rope is self.rope:
-            self.graph.replay()
+    def run(
+        self, model: Any, cache: PagedCache, rope: Any, arena: Arena | CudaArena, is_followed: bool
+    ) -> None:
+        """Compute what was filled in, on a CPU behind the caller if it is brief and another step follows."""
+        filled = self._filled[0]
+        self._waited = None
+        if is_followed and filled.job is not None and rope is self.rope and self._seconds < BRIEF:
+            self._waited = Waited(self._latest.queue, filled.job, filled.drawn.arrays[0])
             return
+        self._latest.settle()
+        self._sent.copy_(filled.parcel.memory, non_blocking=True)
+        start = time.perf_counter()
+        if rope is self.rope:
+            self._resolve_here()
+            self.graph.replay()
+        else:
+            self._record(model, cache, rope, arena)
+        self._seconds = time.perf_counter() - start
 
+    def _record(self, model: Any, cache: PagedCache, rope: Any, arena: Arena | CudaArena) -> None:
         def step() -> tuple[Tensor, Tensor]:
             states, logits = model.step(self._batch(), cache, rope)
             if self.num_rows:
@@ -150,6 +182,7 @@ class Recording:
             return states, logits
 
         self._resolve()
+        self._resolve_here()
         before = self._latest.copy()
         try:
             self.graph = Graph.record(step, arena)
@@ -157,6 +190,19 @@ class Recording:
             self._latest.restore(before)
             raise
         self.rope = rope
+        if not self._latest.is_sent and self.num_rows <= self._latest.num_rows:
+            for filled in self._filled:
+                filled.job = self._job(filled)
+
+    def _job(self, filled: Filled) -> _native.Job:
+        """A whole step, for the queue"""
+        job, latest = _native.Job(), self._latest.on_device
+        job.copy(self._sent, filled.parcel.memory)
+        job.take(self._read.token_ids, latest, self._read.sources)
+        self.graph.add_to(job)
+        job.copy(latest[: self.num_rows], self.tokens)
+        job.copy(filled.drawn.memory.view(torch.int64), self.tokens)
+        return job
 
     def _batch(self) -> Batch:
         if not self._latest.is_sent:
@@ -169,21 +215,31 @@ class Recording:
         return self._latest.memory[:end].view(torch.int64)
 
     def _resolve(self) -> None:
-        """Be told the tokens that are not known: a step runs several times until it is recorded, and writes
-        over the latest ones each time."""
+        """Be told the tokens that are not known: a step runs several times until a GPU has recorded it, and
+        writes over the latest ones each time."""
         if self._latest.is_sent:
             token_ids, sources = self._read.token_ids, self._read.sources
             token_ids.copy_(self._reachable()[sources])
             first = self._latest.num_rows
             torch.arange(first, first + len(sources), out=sources, device=sources.device)
 
+    def _resolve_here(self) -> None:
+        """The same on a CPU, where a replay reads token_ids alone"""
+        if self._filled[0].has_unknown and not self._latest.is_sent:
+            token_ids, sources = self._read.token_ids, self._read.sources
+            is_unknown = sources < self._latest.num_rows
+            token_ids.copy_(self._latest.known(torch.where(is_unknown, -1 - sources, token_ids)))
+
     def outcome(self, num_rows: int) -> tuple[Tensor, Tensor]:
         """The states and logits of so many rows, of those that it has"""
         states, logits = self.graph.result
         return (states, logits) if num_rows == self.num_rows else (states[:num_rows], logits[:num_rows])
 
-    def drawn(self, num_rows: int) -> Tensor | list[int]:
-        return self.tokens[:num_rows] if self._latest.is_sent else self._drawn.arrays[0].tolist()
+    def drawn(self, num_rows: int) -> list[int] | Readback | Waited:
+        """The tokens of the step that was run last"""
+        if self._latest.is_sent:
+            return self._latest.note(self.tokens[:num_rows])
+        return self._waited or self._drawn.arrays[0].tolist()
 
 
 def fill_adapters(places: Any, work: Sequence[Work], adapted: AdaptedModel) -> None:

@@ -22,7 +22,7 @@ from infinilm.adapters import AdaptedModel
 from infinilm.batch import Batch, Pausing
 from infinilm.cache import PagedCache
 from infinilm.draw import Row, draw
-from infinilm.latest import Latest, Readback
+from infinilm.latest import Latest, Readback, Waited
 from infinilm.parcels import num_bytes
 from infinilm.recording import (
     MAX_CAPTURED,
@@ -47,7 +47,7 @@ class Pending:
     work: Sequence[Work]
     rows: Sequence[Row]
     outcome: tuple[Tensor, Tensor]  # states and logits
-    tokens: list[int] | Readback | None  # None where they are still to be drawn
+    tokens: list[int] | Readback | Waited | None  # None where they are still to be drawn
     start: float  # of time.perf_counter(), when it was launched
     is_settled: bool  # it took what such steps will take from now on
     is_plain: bool  # nothing but tokens is wanted
@@ -55,7 +55,7 @@ class Pending:
 
     def read(self) -> list[Drawn]:
         """What came of it"""
-        tokens = self.tokens.read() if isinstance(self.tokens, Readback) else self.tokens
+        tokens = self.tokens.read() if isinstance(self.tokens, Readback | Waited) else self.tokens
         if tokens is not None and self.is_plain:
             return tokens_alone(self.work, tokens)
         return collected(self.work, *self.outcome, self.rows, tokens)
@@ -66,8 +66,9 @@ class Runner:
 
     A recording reads token ids, places and block tables from fixed buffers, so it is good for any streams.
 
-    On a GPU a step can be launched before the tokens of the one before have been read (`is_ahead`): those
-    stay there as well, in `latest`, and a token that is not known here is read from its row of that.
+    A step can be launched before the tokens of the one before have been read (`is_ahead`): those stay in
+    `latest`, and a token that is not known here is read from its row of that. On a CPU brief steps that are
+    replayed go on behind the caller so; all else waits for them, and is done when `launch` returns.
     """
 
     @torch.inference_mode(mode=False)  # its buffers are written to outside of that mode too
@@ -80,7 +81,8 @@ class Runner:
         self.cache = cache
         self.device = model.device
         self.tables = Tables(max_streams, -(-max_length // cache.shape.size), self.device)
-        self.is_ahead = is_cuda = self.device.type == "cuda"
+        is_cuda = self.device.type == "cuda"
+        self.is_ahead = is_cuda or self.device.type == "cpu"
         self._arena = CudaArena(self.device) if is_cuda else Arena()
         self._waiting = Arena()  # which no replay writes over: what a passage has made waits there for it
         most_bytes = num_bytes(parcel_kinds(PROMPTED[-1], MAX_CAPTURED))
@@ -89,6 +91,7 @@ class Runner:
 
     def begin_anew(self) -> None:
         """Know nothing of the steps there were: the model may have other layers or weights since."""
+        self.settle()
         self._adapted: AdaptedModel | None = None
         self.recordings: dict[tuple[int, int], Recording] = {}
         self._num_seen: Counter[tuple[int, int]] = Counter()  # steps that would be of one recording
@@ -99,6 +102,10 @@ class Runner:
         self._is_observed = False
         self.look_for_hooks()
 
+    def settle(self) -> None:
+        """Wait for what still runs on a CPU, before others use its blocks, tables or weights."""
+        self._latest.settle()
+
     def look_for_hooks(self) -> None:
         """From here on every step runs op by op where a hook is to see it, which a replay would pass over."""
         was_observed, self._is_observed = self._is_observed, any(map(is_observed, self._modules))
@@ -107,33 +114,40 @@ class Runner:
 
     def run(self, work: Sequence[Work]) -> list[Drawn]:
         """Compute the tokens of all work; each stream has the blocks for them."""
-        return self.launch(work).read()
+        return self._launch(work, is_followed=False).read()
 
     @torch.inference_mode()
     def begin(self, work: Sequence[Work]) -> Passage:
         """The same work, to be computed layer by layer; others may run in between."""
+        self.settle()
         self.tables.show(work)
         adapted = self._adapted_for(work)
         steps = (adapted or self.model).step_by_layers(*self._inputs(work, adapted))
         return Passage(work, steps, self._waiting)
 
     def launch(self, work: Sequence[Work]) -> Pending:
-        """Begin to compute the tokens of all work, which on a CPU ends it as well."""
+        """Begin to compute the tokens of all work; other work may then be launched before this is read."""
+        return self._launch(work, self.is_ahead)
+
+    def _launch(self, work: Sequence[Work], is_followed: bool) -> Pending:
         start = time.perf_counter()
+        if not self.tables.know(work):
+            self.settle()
         self.tables.show(work)
         rows = drawn_rows(work)
         may_repeat = may_come_again(work, len(rows), self.device, self.step_tokens)
         is_common = may_repeat and not self._is_observed
-        recording, is_settled = self._replayed(work, rows) if is_common else (None, True)
-        outcome = self._outcome(work) if recording is None else recording.outcome(len(rows))
         is_plain = all(item.is_plain for item in work)
-        is_followed = self.is_ahead and is_plain
-        tokens: list[int] | Readback | None = None
+        is_followed &= is_plain
+        recording, is_settled = self._replayed(work, rows, is_followed) if is_common else (None, True)
+        outcome = self._outcome(work) if recording is None else recording.outcome(len(rows))
+        tokens: list[int] | Readback | Waited | None = None
         if recording is not None:
-            tokens = self._latest.note(recording.drawn(len(rows)))
-        elif is_followed and rows:
+            tokens = recording.drawn(len(rows))
+        elif is_followed and rows and self._latest.is_sent:
             tokens = self._latest.note(draw(outcome[1], rows))
-        return Pending(work, rows, outcome, tokens, start, is_settled, is_plain, is_followed)
+        is_under_way = isinstance(tokens, Waited) or self._latest.is_sent
+        return Pending(work, rows, outcome, tokens, start, is_settled, is_plain, is_followed and is_under_way)
 
     def _adapted_for(self, work: Sequence[Work]) -> AdaptedModel | None:
         """The model with the adapters of all streams among them; None where no stream has one"""
@@ -148,6 +162,7 @@ class Runner:
     @torch.inference_mode()
     def _outcome(self, work: Sequence[Work]) -> tuple[Tensor, Tensor]:
         """States [R, E] and logits [R, V]"""
+        self.settle()
         adapted = self._adapted_for(work)
         inputs = self._inputs(work, adapted)
         with results_in(self._waiting if isinstance(self._arena, CudaArena) else self._arena):
@@ -175,8 +190,10 @@ class Runner:
         rope = self.model.model.rope_reaching(max(slots) + 1)
         return rope.placed(tensor(slots), tensor(spans))  # type: ignore[no-any-return]
 
-    def _replayed(self, work: Sequence[Work], rows: Sequence[Row]) -> tuple[Recording | None, bool]:
-        """A recording that has run this work, or None where there is none; and whether that took what such
+    def _replayed(
+        self, work: Sequence[Work], rows: Sequence[Row], is_followed: bool
+    ) -> tuple[Recording | None, bool]:
+        """A recording that runs this work, or None where there is none; and whether that takes what such
         work will take from now on"""
         size = recorded_size(num_tokens_of(work), len(rows), self.device)
         if size[0] >= self.refused_from:
@@ -191,7 +208,7 @@ class Runner:
         if (rope := self._fixed_rope(recording)) is None:
             return None, True
         try:
-            recording.run(adapted or self.model, self.cache, rope, self._arena)
+            recording.run(adapted or self.model, self.cache, rope, self._arena, is_followed)
         except RecordError as error:
             self.obstacle, self.refused_from = str(error).partition("\n")[0], size[0]
             return None, is_known

@@ -40,6 +40,10 @@ class Tables:
         """The tables of some work alone"""
         return torch.from_numpy(self._numbers[list(map(self.row_of, work)), :num_blocks])
 
+    def know(self, work: Sequence[Placed]) -> bool:
+        """Whether all of it has its row: to give it one changes what a step on a CPU may be reading."""
+        return all(id(item.block_ids) in self._rows for item in work)
+
     def show(self, work: Sequence[Placed]) -> None:
         for item in work:
             if id(item.block_ids) not in self._rows:

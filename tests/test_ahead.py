@@ -1,10 +1,11 @@
 """An engine that launches a step before it has read the last one says what one says that does not.
 
-On a GPU that is how it runs; here the same code does so on a CPU.
+On a GPU that is how it runs; on a CPU while steps are brief and come again.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -40,7 +41,8 @@ GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=12)
 
 @pytest.fixture(autouse=True)
 def record_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "RECORDED_AT", 2)
+    monkeypatch.setattr(runner, "RECORDED_AT", 1)
+    monkeypatch.setattr(recording, "BRIEF", math.inf)  # on a machine that has much else to do
 
 
 class Launches:
@@ -82,8 +84,9 @@ def plain_job(rng: random.Random, max_prompt: int, max_tokens: int, arrive_withi
 
 @pytest.mark.parametrize("seed, max_num_batched_tokens", list(enumerate([1, 5, 16, 33, 512])))
 @pytest.mark.parametrize("enable_prefix_caching", [True, False], ids=["cached", "uncached"])
+@pytest.mark.parametrize("reads_beside", [True, False], ids=["beside", "together"])
 def test_a_mix_of_plain_requests_says_what_each_says_alone(
-    seed: int, max_num_batched_tokens: int, enable_prefix_caching: bool, tiny: Tiny
+    seed: int, max_num_batched_tokens: int, enable_prefix_caching: bool, reads_beside: bool, tiny: Tiny
 ) -> None:
     rng = random.Random(seed)
     jobs = [plain_job(rng, min(8 * max_num_batched_tokens, 200), 20, 15) for _ in range(16)]
@@ -93,10 +96,11 @@ def test_a_mix_of_plain_requests_says_what_each_says_alone(
         max_num_batched_tokens=max_num_batched_tokens,
         enable_prefix_caching=enable_prefix_caching,
     )
+    engine.scheduler.reads_beside = reads_beside
     launches = Launches(engine)
     requests = run(engine, jobs, 3, rng)
     check_idle(engine)
-    assert launches.num_unknown > 20
+    assert reads_beside or launches.num_unknown > 5
     assert any(request.metrics.num_preemptions for request in requests)
     check_outputs(tiny, jobs, requests)
 
@@ -105,20 +109,21 @@ def test_a_mix_of_plain_requests_says_what_each_says_alone(
 def test_requests_of_all_kinds_among_plain_ones_say_what_they_say_alone(seed: int, tiny: Tiny) -> None:
     """Some want logprobs, penalties, a least length: those go a step at a time, and all with them."""
     rng = random.Random(100 + seed)
-    jobs = [plain_job(rng, 100, 30, 20) for _ in range(12)] + random_jobs(rng, 6, 100, 6, arrive_within=25)
+    jobs = [plain_job(rng, 100, 60, 20) for _ in range(12)] + random_jobs(rng, 6, 100, 6, arrive_within=25)
     engine = tiny.engine(num_blocks=30, is_ahead=True, max_num_batched_tokens=48)
     launches = Launches(engine)
     requests = run(engine, jobs, 4, rng)
     check_idle(engine)
-    assert launches.num_unknown > 20
+    assert launches.num_unknown > 5
     check_outputs(tiny, jobs, requests)
 
 
-def test_all_but_the_first_step_of_an_answer_are_launched_ahead(tiny: Tiny) -> None:
+def test_all_but_the_first_steps_of_an_answer_are_launched_ahead(tiny: Tiny) -> None:
+    """The prompt's, the one that is recorded, and the first that goes on behind"""
     engine = tiny.engine(is_ahead=True)
     launches = Launches(engine)
     generated(engine, prompt(20), max_tokens=30)
-    assert launches.num_ahead == 29
+    assert launches.num_ahead == 27
 
 
 def test_a_step_that_somebody_wants_more_of_is_read_before_the_next(tiny: Tiny) -> None:
@@ -194,6 +199,7 @@ def test_nan_fails_its_own_request_alone_and_its_blocks_are_not_found(tiny: Tiny
     for request in (good, bad):
         engine.enqueue(request)
     moved = [engine.step() for _ in range(4)]
+    engine.runner.settle()
     for keys, values in engine.cache.layers:
         keys[bad.completions[0].block_ids] = values[bad.completions[0].block_ids] = torch.nan
     moved.clear()

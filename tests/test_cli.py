@@ -265,7 +265,6 @@ def test_bench_latency_prints_every_quantity_with_its_spread(here: Here, tiny_fo
     for name in (
         "prefill_tokens_per_second",
         "decode_tokens_per_second",
-        "python_microseconds_per_step",
         "load_seconds",
         "peak_memory_bytes",
         "read_bandwidth_bytes_per_second",

@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import Tensor
+from warm import RunPython
 
-from infinicore import nn, ops
+from infinicore import _native, nn, ops
 from infinicore.graph import Arena, Graph, RecordError, results_in
 from infinicore.nn import functional as F
 from infinicore.nn.fused import gated_linear
@@ -351,6 +352,112 @@ def test_an_arena_serves_one_thread_at_a_time() -> None:
 
         Graph.record(step, arena)
         pool.submit(Graph.record, lambda: ops.silu(x), arena).result()
+
+
+def test_jobs_are_done_behind_their_caller_in_their_order() -> None:
+    """Each step reads what the one before has found: the tokens it drew, of which nobody here knows yet."""
+    table = torch.randn(10, 8)
+    given, read, found = torch.zeros(3, 2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), []
+    index = torch.tensor([0, 7])
+    graph = Graph.record(lambda: F.silu(F.embedding(read, table)))
+    queue, drawn, told = _native.Queue(), torch.tensor([4, 3]), torch.zeros(3, 2, 8)
+    for step, numbers in enumerate([[0, 9], [0, 8], [0, 7]]):
+        given[step] = torch.tensor(numbers)
+        job = _native.Job()
+        job.copy(read, given[step])
+        job.take(read, drawn, index)  # the first number is the latest token, the second stays
+        graph.add_to(job)
+        job.copy(told[step], graph.result)
+        job.copy(drawn, given[step].flip(0).contiguous())
+        found.append(queue.begin(job))
+    queue.wait(found[-1])
+    queue.wait(found[0])  # known already
+    assert torch.equal(told, F.silu(table[torch.tensor([[4, 9], [9, 8], [8, 7]])]))
+
+
+def test_a_token_that_is_none_is_taken_as_the_first_and_a_place_beyond_the_table_changes_nothing() -> None:
+    to, table = torch.tensor([5, 6, 7, 8]), torch.tensor([-1, 3])
+    job, queue = _native.Job(), _native.Queue()
+    job.take(to, table, torch.tensor([0, 1, 2, -1]))
+    queue.begin(job)
+    queue.settle()
+    assert to.tolist() == [0, 3, 7, 8]
+
+
+def test_who_waits_for_a_job_hears_what_was_wrong_in_it_and_nobody_else_does() -> None:
+    table, ids = torch.randn(10, 8), torch.tensor([1, 2])
+    graph, queue, job = Graph.record(lambda: F.embedding(ids, table)), _native.Queue(), _native.Job()
+    graph.add_to(job)
+    ids[1] = 10
+    number = queue.begin(job)
+    with pytest.raises(IndexError, match=r"10.*\[0, 10\)"):
+        queue.wait(number)
+    queue.begin(job)
+    queue.settle()
+    ids[1] = 9
+    queue.wait(queue.begin(job))
+    assert torch.equal(graph.result, table[[1, 9]])
+
+
+def test_a_tensor_that_moves_is_followed_when_no_job_reads_it_any_more() -> None:
+    x = torch.randn(256, 1024)
+    graph, queue, job = Graph.record(lambda: F.silu(x)), _native.Queue(), _native.Job()
+    told = torch.empty_like(x)
+    graph.add_to(job)
+    job.copy(told, graph.result)
+    before, after = x.clone(), torch.randn(256, 1024)
+    first = queue.begin(job)
+    x.set_(after)
+    second = queue.begin(job)  # waits for the first
+    assert torch.equal(told, F.silu(before)) or torch.equal(told, F.silu(after))
+    queue.wait(first), queue.wait(second)
+    assert torch.equal(told, F.silu(after))
+
+
+def test_a_job_takes_contiguous_tensors_of_one_kind() -> None:
+    job, numbers = _native.Job(), torch.zeros(4, 4, dtype=torch.int64)
+    for to, source in ((numbers, numbers.float()), (numbers, numbers[0]), (numbers.T, numbers)):
+        with pytest.raises(ValueError):
+            job.copy(to, source)
+    with pytest.raises(ValueError, match="int64"):
+        job.take(numbers[0], numbers[1], numbers[2].int())
+    with pytest.raises(TypeError):
+        job.copy(numbers, [1, 2])  # type: ignore[arg-type]
+
+
+FORKS = """
+import os, torch
+from infinicore import _native, ops
+from infinicore.graph import Graph
+
+def wait_for_one():
+    queue.wait(queue.begin(job))
+    assert torch.equal(graph.result, ops.silu(x))
+
+x = torch.randn(4, 8)
+graph, queue, job = Graph.record(lambda: ops.silu(x)), _native.Queue(), _native.Job()
+graph.add_to(job)
+wait_for_one()
+under_way = queue.begin(job)
+child = os.fork()
+queue.wait(under_way)  # a child has nobody who would do it, and does not wait
+x.normal_()
+wait_for_one()
+if child == 0:
+    del queue
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+for _ in range(1000):
+    queue.begin(job)  # under way when the process ends
+print("done")
+"""
+
+
+def test_a_fork_has_a_queue_of_its_own_and_a_process_ends_though_jobs_are_under_way(
+    run_python: RunPython,
+) -> None:
+    result = run_python(FORKS)
+    assert (result.returncode, result.stdout) == (0, "done\n"), result.stderr
 
 
 def test_an_embedding_that_could_learn_is_recorded_with_its_padding_row() -> None:

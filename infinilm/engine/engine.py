@@ -165,10 +165,12 @@ class Engine:
 
     def save_prefixes(self, path: str | Path) -> int:
         """Write what the cache knows to a file, for another process with this model; the number of blocks"""
+        self.runner.settle()
         return prefixes.save(path, self.model, self.cache, self.blocks)
 
     def load_prefixes(self, path: str | Path) -> int:
         """Take over saved prefixes, as far as there is room; ValueError if they are of another model."""
+        self.runner.settle()
         return prefixes.load(path, self.model, self.cache, self.blocks)
 
     def reset_prefix_cache(self) -> bool:
@@ -216,10 +218,12 @@ class Engine:
         work: Sequence[Work] = []
         drawn: list[Drawn] = []
         if (launched := self._launched or self._launch()) is not None:
-            self._launched = self._launch() if launched.may_be_followed else None
+            may_be_followed = launched.may_be_followed and not self.scheduler.beside
+            self._launched = self._launch() if may_be_followed else None
             work, drawn = launched.work, self._finish(launched)
-        if self.scheduler.beside and (read := self._read_beside(self.scheduler.beside, work)) is not None:
-            work, drawn = [*work, *self.scheduler.beside], [*drawn, *read]
+        beside = self.scheduler.beside if self._launched is None else []
+        if beside and (read := self._read_beside(beside, work)) is not None:
+            work, drawn = [*work, *beside], [*drawn, *read]
             self.scheduler.beside = []
         if work:
             self.step_sizes.add(num_tokens_of(work))
