@@ -148,7 +148,7 @@ class Recording:
         stream, inputs = item.stream, filled.inputs
         for slot, token_id in enumerate(stream.pending(item.num_tokens), item.start):
             source = self._latest.num_rows + at
-            if token_id < 0:
+            if token_id < 0 and stream.num_unread:
                 source, token_id, filled.has_unknown = -1 - token_id, 0, True
             inputs.token_ids[at], inputs.sources[at] = token_id, source
             inputs.streams[at], inputs.slots[at] = row, slot

@@ -182,7 +182,7 @@ class Runner:
             places = torch.tensor([adapted.place_of(item.stream) for item in work], device="cpu")
             batch = replace(batch, adapters=places[batch.streams])
         batch = batch.to(self.device)
-        if self.is_ahead and min(token_ids) < 0:
+        if any(item.stream.num_unread for item in work):
             batch = replace(batch, token_ids=self._latest.known(batch.token_ids))
         return batch, self.cache, rope
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 from engines import (
+    DEVICE,
     VOCAB_SIZE,
     Job,
     Tiny,
@@ -96,7 +97,7 @@ def test_a_mix_of_plain_requests_says_what_each_says_alone(
         max_num_batched_tokens=max_num_batched_tokens,
         enable_prefix_caching=enable_prefix_caching,
     )
-    engine.scheduler.reads_beside = reads_beside
+    engine.scheduler.reads_beside = reads_beside and DEVICE == "cpu"
     launches = Launches(engine)
     requests = run(engine, jobs, 3, rng)
     check_idle(engine)
@@ -119,11 +120,11 @@ def test_requests_of_all_kinds_among_plain_ones_say_what_they_say_alone(seed: in
 
 
 def test_all_but_the_first_steps_of_an_answer_are_launched_ahead(tiny: Tiny) -> None:
-    """The prompt's, the one that is recorded, and the first that goes on behind"""
+    """On a CPU the prompt's, the one that is recorded, and the first that goes on behind"""
     engine = tiny.engine(is_ahead=True)
     launches = Launches(engine)
     generated(engine, prompt(20), max_tokens=30)
-    assert launches.num_ahead == 27
+    assert launches.num_ahead == (27 if DEVICE == "cpu" else 29)
 
 
 def test_a_step_that_somebody_wants_more_of_is_read_before_the_next(tiny: Tiny) -> None:

@@ -367,6 +367,7 @@ class Engine:
             self.requests.pop(request.request_id, None)
         if not self.requests:
             self._launched = None  # nobody wants what will come of it
+            self.runner.settle()  # the caller may change the model
 
 
 def check_length(config: EngineConfig, llama: LlamaConfig) -> None:
