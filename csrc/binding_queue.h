@@ -131,6 +131,11 @@ private:
         bool is_stopping = false;
         std::thread thread;
 
+        bool has_done(uint64_t number, std::chrono::milliseconds patience) {
+            std::unique_lock lock(mutex);
+            return changed.wait_for(lock, patience, [&] { return num_done >= number; });
+        }
+
         void work() {
             std::unique_lock lock(mutex);
             for (;;) {
@@ -162,17 +167,14 @@ private:
         return *state_;
     }
 
-    // Waits for a job and all before it and lets go of them; what it has to say
+    // Waits for a job and those before it, and lets go of them; what it has to say. Who need not wait keeps the
+    // GIL.
     Complaint finished(uint64_t number) {
         State& state = own_state();
-        const auto is_done = [&] { return state.num_done >= number; };
-        for (;;) {
-            {
-                const nb::gil_scoped_release release;
-                std::unique_lock lock(state.mutex);
-                if (state.changed.wait_for(lock, std::chrono::milliseconds(20), is_done)) break;
-            }
-            if (PyErr_CheckSignals() != 0) throw nb::python_error();  // an interrupt
+        bool is_done = state.has_done(number, std::chrono::milliseconds(0));
+        while (!is_done) {
+            is_done = without_gil([&] { return state.has_done(number, std::chrono::milliseconds(20)); });
+            if (!is_done && PyErr_CheckSignals() != 0) throw nb::python_error();  // an interrupt
         }
         return let_go(state, number);
     }
