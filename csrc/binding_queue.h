@@ -167,8 +167,8 @@ private:
         return *state_;
     }
 
-    // Waits for a job and those before it, and lets go of them; what it has to say. Who need not wait keeps the
-    // GIL.
+    // Waits for a job and those before it, and lets go of them; what it has to say. Who need not wait keeps
+    // the GIL.
     Complaint finished(uint64_t number) {
         State& state = own_state();
         bool is_done = state.has_done(number, std::chrono::milliseconds(0));

@@ -3,8 +3,8 @@
 //   y[m][n] += scale[n] * x_scale[m] * (sum over groups g of whole[n][g] * dot[m][n][g]) for each span, then
 //   y[m][n] += minimum[n][g] * x_scale[m] * sum[m][g] for each group g.
 // Here few rows of x meet fields straight from memory; amx_whole.h and dots_shorts.h have many rows, which
-// come to the same bits. Spans of 64 are one sum of 32 bits, in any order; of 256 planes of x are joined after
-// their sums, which are below 2^28.
+// come to the same bits. Spans of 64 are one sum of 32 bits, in any order; of 256 planes of x are joined
+// after their sums, which are below 2^28.
 #pragma once
 #include "dots_direct.h"
 

@@ -11,8 +11,8 @@
 // The words: a panel is 16 rows of weight side by side; a strip, panels of one weight that are multiplied
 // together; a band, rows of x that meet them. A block is what GGUF cuts a row of weight into; a chunk, blocks
 // of a panel, unpacked; a group, weights that share a scale; a span, values of x that do (256, 64, or a
-// group's 32). A plane is one byte of each rounded value; a block of rows, up to 16 of x whose groups lie side
-// by side (Activations); a tile, rows of x whose sums are in registers.
+// group's 32). A plane is one byte of each rounded value; a block of rows, up to 16 of x whose groups lie
+// side by side (Activations); a tile, rows of x whose sums are in registers.
 // count_products: `rounds` of what such products stand on, on every thread (peak.h); returns how many
 //                 products those were.
 #include "dots_chunk.h"

@@ -1,7 +1,7 @@
-// route: ids[r] are the k experts of a row that are worth most, in falling order, the first of equals first, NaN
-//        above all. An expert is worth its logit; where there is a bias or there are groups its score, softmax
-//        or sigmoid of the logits, plus the bias, and only the groups count whose two best add up to most.
-//        shares[r] are the scores of the chosen; where they are normalised, divided by their sum.
+// route: ids[r] are the k experts of a row that are worth most, in falling order, the first of equals
+//        first, NaN above all. An expert is worth its logit; where there is a bias or there are groups its
+//        score, softmax or sigmoid of the logits, plus the bias, and only the groups count whose two best add
+//        up to most. shares[r] are the scores of the chosen; where they are normalised, divided by their sum.
 #include <algorithm>
 
 #include "experts.h"
