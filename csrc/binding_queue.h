@@ -108,6 +108,7 @@ public:
 
     // Throws what was found wrong in this job
     void wait(uint64_t number) {
+        require(number <= own_state().num_given, "wait: no job of this number has begun");
         if (const Complaint complaint = finished(number)) complaint();
     }
 

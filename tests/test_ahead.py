@@ -127,6 +127,20 @@ def test_all_but_the_first_steps_of_an_answer_are_launched_ahead(tiny: Tiny) -> 
     assert launches.num_ahead == (27 if DEVICE == "cpu" else 29)
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU is ahead whatever a step takes")
+def test_a_cpu_is_ahead_of_its_own_accord_but_of_no_step_that_takes_long(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, num_ahead = tiny.engine().config, []
+    for seconds in (math.inf, 0.0):
+        monkeypatch.setattr(recording, "BRIEF", seconds)
+        engine = Engine(tiny.model, tiny.tokenizer, config)
+        launches = Launches(engine)
+        generated(engine, prompt(20), max_tokens=30)
+        num_ahead.append(launches.num_ahead)
+    assert num_ahead == [27, 0]
+
+
 def test_a_step_that_somebody_wants_more_of_is_read_before_the_next(tiny: Tiny) -> None:
     for more in ({"logprobs": 1}, {"presence_penalty": 0.5}, {"bad_words": ["x"]}, {"prompt_logprobs": 0}):
         engine = tiny.engine(is_ahead=True)

@@ -397,6 +397,8 @@ def test_who_waits_for_a_job_hears_what_was_wrong_in_it_and_nobody_else_does() -
     ids[1] = 9
     queue.wait(queue.begin(job))
     assert torch.equal(graph.result, table[[1, 9]])
+    with pytest.raises(ValueError, match="no job of this number"):
+        queue.wait(4)
 
 
 def test_a_tensor_that_moves_is_followed_when_no_job_reads_it_any_more() -> None:
