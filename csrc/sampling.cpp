@@ -1,23 +1,50 @@
 // random_sample: with w[i] = exp((logits[i] - max) / temperature), put the tokens in falling order of logits
 // (equal ones: lower id first), keep the first topk (0: all), of these the fewest whose weight reaches
 // topp of theirs, and take the first kept token at which the running weight passes random_val of the kept
-// weight. temperature 0 takes the first token of the order. O(vocabulary): only the buckets that are walked
-// get sorted.
+// weight. temperature 0 takes the first token of the order. O(vocabulary): only the buckets in which a set or
+// the walk ends get sorted. Threads share out the pieces of a row, whose bounds its length alone fixes.
 // sample: the same for each row, once weights below min_p are 0. A row from which nothing can be drawn gets
 // -1.
 // logprobs: logits[i] - max - log(sum(exp(logits - max))) of the given token, with its rank, and of the
 // num_top largest logits, with their ids.
 // adjust_logits: each row after the penalties of the tokens before it, -inf where a token is not allowed.
-// A row is read by one thread, in an order that its length alone fixes.
+// There a row is read by one thread, in an order that its length alone fixes.
 #include "sampling.h"
+
+#include <utility>
+
 #include "rows.h"
 
 namespace infini::INFINI_LEVEL {
 namespace {
 
-// Weights lie in [0, 1]; the exponent and four bits of mantissa of the float split them into ordered buckets.
-constexpr int kBucketShift = 19;
-constexpr int kNumBuckets = (0x3f800000 >> kBucketShift) + 1;
+// Weights lie in [0, 1]. The bits of such floats are ordered as they are; a bucket is an exponent and four bits
+// of mantissa. What is less than a normal number is less than a sum that begins with 1 is changed by, and never
+// drawn.
+constexpr int kExponentShift = 23, kBucketShift = 19;
+constexpr uint32_t kSmallest = 1 << kExponentShift,
+                   kHighest = (127 << kExponentShift) + (1 << kBucketShift);  // above 1
+constexpr int kNumBuckets = (kHighest - kSmallest) >> kBucketShift;
+
+constexpr int bucket(uint32_t bits) { return static_cast<int>((kHighest - 1 - bits) >> kBucketShift); }
+
+// Where the level ends that begins below the ceiling: weights fall to a 16th in it.
+constexpr uint32_t floor_below(uint32_t ceiling) {
+    constexpr uint32_t kLevel = 4 << kExponentShift;
+    return ceiling - kSmallest > kLevel ? ceiling - kLevel : kSmallest;
+}
+
+inline uint32_t bits(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+inline float value(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
 
 inline float number(const float* p) { return *p; }
 template <class T>
@@ -56,87 +83,155 @@ struct FallingOrder {
     }
 };
 
-// In falling order of the logits: where the temperature is high, rounding leaves many weights equal.
+// Vector i / W of a row, with `fill` behind its end
+template <class T>
+INFINI_INLINE inline vf vector_at(const T* row, int64_t i, int64_t n, float fill) {
+    return n - i < W ? load_n(row + i, n - i, fill) : load(row + i);
+}
+
+typedef double vd __attribute__((vector_size(W * 8)));
+
+// The sum of f over a row, of `fill` behind its end
+template <class T, class F>
+double sum_in_doubles(const T* row, int64_t n, float fill, F&& f) {
+    vd sums{};
+    for (int64_t i = 0; i < n; i += W) sums += __builtin_convertvector(f(vector_at(row, i, n, fill)), vd);
+    double total = 0;
+    for (int i = 0; i < W; ++i) total += sums[i];
+    return total;
+}
+
+struct Level {
+    int64_t count = 0;  // of tokens
+    float rest = 0;     // the largest weight below
+};
+
+// The tokens from `begin` to `end` whose weights are of the level below the ceiling
+inline Level find_level(int32_t* found, const float* weights, int64_t begin, int64_t end, uint32_t ceiling) {
+    const vf least = splat(value(floor_below(ceiling))), limit = splat(value(ceiling));
+    Level level;
+    vf rest{};
+    for (int64_t i = begin; i < end; i += W) {
+        const vf v = vector_at(weights, i, end, 0.0f);
+        const vi is_below = v < least;
+        rest = max(rest, select(is_below, v, vf{}));
+        for (uint32_t left = bits_of(~is_below & (v < limit)); left; left &= left - 1)
+            found[level.count++] = static_cast<int32_t>(i + __builtin_ctz(left));
+    }
+    level.rest = max(rest);
+    return level;
+}
+
+struct Taken {
+    int64_t count;
+    double weight;
+};
+
+// The tokens of a row in falling order of the logits, for where the temperature is high, rounding leaves many
+// weights equal. They are found a level at a time, and a bucket is sorted only where not all of it is taken:
+// mostly few are wanted of very many.
 template <class T>
 struct FallingWeights {
     const float* weights;
     const T* logits;
-    int32_t* order;
-    int64_t num_sorted = 0;
-    int next_bucket = 0;
-    int64_t bucket_end[kNumBuckets];
+    const int64_t n;
+    int32_t *found, *order;       // each has room for all tokens
+    uint32_t ceiling = kHighest;  // of the next level; kSmallest: there is none
+    int num_buckets = 0;          // of the levels above
+    int64_t ends[kNumBuckets];
+    double sums[kNumBuckets];
+    bool is_sorted[kNumBuckets];
 
-    FallingWeights(const float* weights, const T* logits, int32_t* order, int64_t n)
-        : weights(weights), logits(logits), order(order) {
-        int64_t fill[kNumBuckets] = {};
-        for (int64_t i = 0; i < n; ++i) ++fill[bucket(weights[i])];
-        for (int64_t b = 0, total = 0; b < kNumBuckets; ++b) {
-            const int64_t count = fill[b];
-            fill[b] = total;
-            bucket_end[b] = total += count;
+    FallingWeights(const float* weights, const T* logits, int64_t n, int32_t* found, int32_t* order)
+        : weights(weights), logits(logits), n(n), found(found), order(order) {}
+
+    int64_t begin(int b) const { return b ? ends[b - 1] : 0; }
+
+    bool has_bucket(int b) {
+        while (b >= num_buckets && ceiling > kSmallest) add_level(find_level(found, weights, 0, n, ceiling));
+        return b < num_buckets;
+    }
+
+    // The next one, which lies in `found`
+    void add_level(Level level) {
+        const int first = std::exchange(num_buckets, bucket(floor_below(ceiling)) + 1);
+        const uint32_t rest = bits(level.rest);
+        ceiling = rest >= kSmallest ? ((rest >> kBucketShift) + 1) << kBucketShift : kSmallest;
+        int64_t end = begin(first), places[kNumBuckets];
+        for (int b = first; b < num_buckets; ++b) places[b] = 0, sums[b] = 0, is_sorted[b] = false;
+        for (int64_t i = 0; i < level.count; ++i) {
+            const float weight = weights[found[i]];
+            ++places[bucket(bits(weight))];
+            sums[bucket(bits(weight))] += weight;
         }
-        for (int64_t i = 0; i < n; ++i) order[fill[bucket(weights[i])]++] = static_cast<int32_t>(i);
+        for (int b = first; b < num_buckets; ++b) {
+            const int64_t size = std::exchange(places[b], end);
+            ends[b] = end += size;
+        }
+        for (int64_t i = 0; i < level.count; ++i) order[places[bucket(bits(weights[found[i]]))]++] = found[i];
     }
 
-    static int bucket(float weight) {
-        uint32_t bits;
-        memcpy(&bits, &weight, sizeof bits);
-        return kNumBuckets - 1 - static_cast<int>(bits >> kBucketShift);
-    }
-
-    // The last bucket has weights of 0, and less than a sum that begins with 1 is changed by: they are never
-    // drawn, and after min_p or at a low temperature most tokens lie there, so it is not sorted.
-    int64_t num_drawable() const { return bucket_end[kNumBuckets - 2]; }
-
-    int64_t token(int64_t rank) {
-        while (rank >= num_sorted) sort_next_bucket();
-        return order[rank];
-    }
-
-    double weight(int64_t rank) { return weights[token(rank)]; }
-
-    void sort_next_bucket() {
+    void sort(int b) {
+        if (std::exchange(is_sorted[b], true)) return;
         const FallingOrder<T> falling{logits};
-        int32_t* items = order + num_sorted;
-        const int64_t n = bucket_end[next_bucket] - num_sorted;
-        falling.make_heap(items, n);
-        falling.sort_heap(items, n);
-        num_sorted = bucket_end[next_bucket++];
+        falling.make_heap(order + begin(b), ends[b] - begin(b));
+        falling.sort_heap(order + begin(b), ends[b] - begin(b));
+    }
+
+    // The first ones, until their weight is enough or there are `most`
+    template <class IsEnough>
+    Taken take(int64_t most, IsEnough&& is_enough) {
+        Taken taken{0, 0};
+        for (int b = 0; taken.count < most && has_bucket(b); ++b) {
+            if (ends[b] <= most && !is_enough(taken.weight + sums[b])) {
+                taken = {ends[b], taken.weight + sums[b]};
+                continue;
+            }
+            sort(b);
+            while (taken.count < smaller(ends[b], most)) {
+                taken.weight += weights[order[taken.count++]];
+                if (is_enough(taken.weight)) return taken;
+            }
+        }
+        return taken;
+    }
+
+    int64_t last_of(Taken taken) {
+        int b = 0;
+        while (ends[b] < taken.count) ++b;
+        sort(b);
+        return order[taken.count - 1];
     }
 };
 
 constexpr float kLargest = 0x1.fffffep127f;
-constexpr int64_t kBlock = 16 * W;  // of logits, which are skipped together
 
-// Whether a block of logits holds one that is above `top`, or none that a logit may be
+// The largest of a row, and whether all are less than infinity
 template <class T>
-bool is_worth_a_look(const T* logits, int64_t n, float top) {
-    vf largest = splat(-__builtin_inff());
-    vi is_good = vi{} - 1;
-    for (int64_t i = 0; i < n; i += W) {
-        const vf v = n - i < W ? load_n(logits + i, n - i, -__builtin_inff()) : load(logits + i);
-        largest = max(largest, v);
-        is_good &= v <= splat(kLargest);
-    }
-    bool are_all_good = true;
-    for (int i = 0; i < W; ++i) are_all_good &= is_good[i] != 0;
-    return !are_all_good || max(largest) > top;
+bool are_good(const T* logits, int64_t n, float* largest) {
+    constexpr int kAtOnce = 4;  // which hide the latency of a maximum
+    vf tops[kAtOnce];
+    vi is_good[kAtOnce];
+    for (int j = 0; j < kAtOnce; ++j) tops[j] = splat(-__builtin_inff()), is_good[j] = vi{} - 1;
+    const auto look = [&](int j, vf v) INFINI_INLINE {
+        tops[j] = max(tops[j], v);
+        is_good[j] &= v <= splat(kLargest);
+    };
+    int64_t i = 0;
+    for (; i + kAtOnce * W <= n; i += kAtOnce * W)
+        for (int j = 0; j < kAtOnce; ++j) look(j, load(logits + i + j * W));
+    for (; i < n; i += W) look(0, vector_at(logits, i, n, -__builtin_inff()));
+    *largest = max(max(max(tops[0], tops[1]), max(tops[2], tops[3])));
+    return bits_of(is_good[0] & is_good[1] & is_good[2] & is_good[3]) == bits_of(vi{} - 1);
 }
 
-// The first bad logit (NaN or +inf), n when every logit is -inf, else kOk; *best is the first largest
-template <class T>
-int64_t find_best(const T* logits, int64_t n, int64_t* best, float* top) {
-    *top = -__builtin_inff();
-    for (int64_t begin = 0; begin < n; begin += kBlock) {
-        const int64_t end = begin + kBlock < n ? begin + kBlock : n;
-        if (!is_worth_a_look(logits + begin, end - begin, *top)) continue;
-        for (int64_t i = begin; i < end; ++i) {
-            const float v = number(logits + i);
-            if (!(v <= kLargest)) return i;
-            if (v > *top) *top = v, *best = i;
-        }
-    }
-    return *top == -__builtin_inff() ? n : kOk;
+// The first place of a row where is_there(vector) has a lane, or n
+template <class T, class F>
+int64_t first_where(const T* logits, int64_t n, F&& is_there) {
+    for (int64_t i = 0; i < n; i += W)
+        if (const uint32_t lanes = bits_of(is_there(vector_at(logits, i, n, -__builtin_inff()))))
+            return i + __builtin_ctz(lanes);
+    return n;
 }
 
 // How a token is drawn from a row
@@ -151,95 +246,149 @@ struct Draw {
     bool is_greedy() const { return temperature < 0x1p-126 || topk == 1 || random_val == 0; }
 };
 
+// Of tokens that weigh `sum`
 template <class T>
-void fill_weights(float* weights, const T* logits, int64_t n, float top, const Draw& how) {
-    const vf divisor = splat(static_cast<float>(how.temperature));
-    const vf least = splat(how.min_p < 1 ? how.min_p : 1);  // the largest logit is always kept
-    map(
-        [&](vf v) {
-            const vf weight = exp((v - top) / divisor);
-            return select(weight < least, vf{}, weight);
-        },
-        n, weights, logits);
+int64_t draw_of(FallingWeights<T>& falling, double sum, const Draw& how) {
+    Taken kept{falling.n, sum};
+    if (how.topk > 0 && how.topk < kept.count) kept = falling.take(how.topk, [](double) { return false; });
+    if (how.topp < 1)
+        kept = falling.take(kept.count, [wanted = how.topp * kept.weight](double w) { return w >= wanted; });
+    // Rounding may leave what all weigh short of the target.
+    return falling.last_of(
+        falling.take(kept.count, [target = how.random_val * kept.weight](double w) { return w > target; }));
 }
 
-template <class T>
-int64_t draw(FallingWeights<T>& falling, int64_t n, const Draw& how) {
-    const bool is_cut = how.topk > 0 && how.topk < n;
-    int64_t num_kept = is_cut ? smaller(how.topk, falling.num_drawable()) : falling.num_drawable();
-    double kept = 0;
-    if (is_cut)
-        for (int64_t i = 0; i < num_kept; ++i) kept += falling.weight(i);
-    else
-        for (int64_t i = 0; i < n; ++i) kept += falling.weights[i];
-    if (how.topp < 1) {
-        const double wanted = how.topp * kept;
-        int64_t i = 0;
-        for (kept = 0; i < num_kept && (i == 0 || kept < wanted); ++i) kept += falling.weight(i);
-        num_kept = i;
-    }
-    const double target = how.random_val * kept;
-    double passed = 0;
-    int64_t last = 0;  // rounding may leave the running weight short of its target
-    for (int64_t i = 0; i < num_kept; ++i) {
-        last = i;
-        if ((passed += falling.weight(i)) > target) break;
-    }
-    return falling.token(last);
-}
+constexpr int64_t kPiece = 4096;  // logits of a row, so that threads share out a lone one
 
-// As find_best, with the token that is drawn
-template <class T>
-int64_t draw_token(const T* logits, int64_t n, const Draw& how, int64_t* token) {
+struct Piece {
     float top;
-    if (const int64_t status = find_best(logits, n, token, &top); status != kOk) return status;
-    if (how.is_greedy()) return kOk;
-    auto* weights = static_cast<float*>(scratch(Scratch::own, n * (sizeof(float) + sizeof(int32_t))));
-    fill_weights(weights, logits, n, top, how);
-    FallingWeights falling(weights, logits, reinterpret_cast<int32_t*>(weights + n), n);
-    *token = draw(falling, n, how);
-    return kOk;
-}
+    bool is_good;
+    double sum;
+    Level level;  // the highest, whose tokens lie where the piece begins
+};
+
+// A row that a token is drawn from: its pieces are looked at, then, where it is not greedy, they are weighed.
+template <class T>
+struct DrawnRow {
+    const T* logits;
+    const int64_t n;
+    const Draw how;
+    float* weights;
+    int32_t* found;
+    Piece* pieces;
+
+    int64_t num_pieces() const { return (n + kPiece - 1) / kPiece; }
+    int64_t size(int64_t i) const { return smaller(kPiece, n - i * kPiece); }
+
+    void look(int64_t i) const { pieces[i].is_good = are_good(logits + i * kPiece, size(i), &pieces[i].top); }
+
+    float top() const {
+        float top = -__builtin_inff();
+        for (int64_t i = 0; i < num_pieces(); ++i) top = pieces[i].top > top ? pieces[i].top : top;
+        return top;
+    }
+
+    bool is_weighed() const { return how.is_sound() && !how.is_greedy(); }
+
+    void weigh(int64_t i) const {
+        const double inverse = 1 / how.temperature;  // a normal number, so that -inf stays what it is
+        const vf top = splat(this->top()),
+                 scale = splat(static_cast<float>(inverse > 0x1p-126 ? inverse : 0x1p-126));
+        const vf least = splat(how.min_p < 1 ? how.min_p : 1);  // the largest logit is always kept
+        const auto weight_of = [&](vf v) {
+            const vf weight = exp((v - top) * scale);
+            return select(weight < least, vf{}, weight);
+        };
+        const int64_t begin = i * kPiece;
+        map(weight_of, size(i), weights + begin, logits + begin);
+        pieces[i].sum = sum_in_doubles(weights + begin, size(i), 0, [](vf weight) { return weight; });
+        pieces[i].level = find_level(found + begin, weights, begin, begin + size(i), kHighest);
+    }
+
+    // The first bad logit (NaN or +inf), n when every logit is -inf, else kOk; *best is the first largest
+    int64_t find_best(int64_t* best) const {
+        const auto first = [&](int64_t i, auto&& is_there) {
+            return i * kPiece + first_where(logits + i * kPiece, size(i), is_there);
+        };
+        const vf highest = splat(top());
+        for (int64_t i = 0; i < num_pieces(); ++i)
+            if (!pieces[i].is_good) return first(i, [](vf v) { return ~(v <= splat(kLargest)); });
+        if (highest[0] == -__builtin_inff()) return n;
+        int64_t i = 0;
+        while (pieces[i].top != highest[0]) ++i;
+        *best = first(i, [&](vf v) { return v == highest; });
+        return kOk;
+    }
+
+    // As find_best, with the token that is drawn
+    int64_t draw(int64_t* token) const {
+        const int64_t status = find_best(token);
+        if (status != kOk || !is_weighed()) return status;
+        auto* order = static_cast<int32_t*>(scratch(Scratch::own, n * sizeof(int32_t)));
+        double sum = 0;
+        Level level;
+        for (int64_t i = 0; i < num_pieces(); ++i) {
+            const auto [count, rest] = pieces[i].level;
+            memmove(found + level.count, found + i * kPiece, count * sizeof(int32_t));
+            level = {level.count + count, level.rest > rest ? level.rest : rest};
+            sum += pieces[i].sum;
+        }
+        FallingWeights<T> falling(weights, logits, n, found, order);
+        falling.add_level(level);
+        *token = draw_of(falling, sum, how);
+        return kOk;
+    }
+};
 
 template <class T>
-void sample_rows(const Sample& a) {
-    const Rows logits{a.logits}, settings{a.settings};
-    const auto* uniforms = static_cast<const double*>(a.uniforms.data);
-    const auto* top_k = static_cast<const int64_t*>(a.top_k.data);
-    auto* y = static_cast<int64_t*>(a.y.data);
-    for_rows(a.logits, [&](int64_t begin, int64_t end) {
-        for (int64_t r = begin; r < end; ++r) {
-            const float* s = settings.at<float>(r);
-            const Draw how{uniforms[r], s[1], s[0], s[2], top_k[r]};
-            int64_t token;
-            const bool is_drawn =
-                how.is_sound() && draw_token(logits.at<T>(r), logits.length(), how, &token) == kOk;
-            y[r] = is_drawn ? token : -1;
-        }
-    });
+struct Asked {
+    const T* logits;
+    Draw how;
+};
+
+// told(row, status, token) of rows of n logits each, where asked(row) has the logits of one and how it is drawn
+template <class T, class Asked, class Told>
+void draw_rows(int64_t num_rows, int64_t n, Asked&& asked, Told&& told) {
+    const int64_t num_pieces = (n + kPiece - 1) / kPiece, most = smaller(num_rows, num_threads());
+    const int64_t bytes = num_pieces * (sizeof(Piece) + kPiece * (sizeof(float) + sizeof(int32_t)));
+    auto* room = static_cast<uint8_t*>(scratch(Scratch::shared, most * bytes));
+    for (int64_t first = 0; first < num_rows; first += most) {
+        const int64_t count = smaller(most, num_rows - first);
+        const auto row = [&](int64_t r) {
+            auto* pieces = reinterpret_cast<Piece*>(room + r * bytes);
+            auto* weights = reinterpret_cast<float*>(pieces + num_pieces);
+            const auto [logits, how] = asked(first + r);
+            return DrawnRow<T>{logits, n, how, weights, reinterpret_cast<int32_t*>(weights + n), pieces};
+        };
+        const auto each_piece = [&](auto&& body) {
+            parallel_for(count * num_pieces, 1, [&](int64_t begin, int64_t end) {
+                for (int64_t i = begin; i < end; ++i) body(row(i / num_pieces), i % num_pieces);
+            });
+        };
+        each_piece([](const DrawnRow<T>& row, int64_t i) { row.look(i); });
+        bool are_weighed = false;
+        for (int64_t r = 0; r < count; ++r) are_weighed |= row(r).is_weighed();
+        if (are_weighed)
+            each_piece([](const DrawnRow<T>& row, int64_t i) {
+                if (row.is_weighed()) row.weigh(i);
+            });
+        parallel_for(count, 1, [&](int64_t begin, int64_t end) {
+            for (int64_t r = begin; r < end; ++r) {
+                int64_t token = -1;
+                const int64_t status = row(r).draw(&token);
+                told(first + r, status, token);
+            }
+        });
+    }
 }
 
 // ---- logprobs ---------------------------------------------------------------------------------------------
-
-typedef double vd __attribute__((vector_size(W * 8)));
-
-template <class T>
-double sum_of_weights(const T* logits, int64_t n, float top) {
-    vd sums{};
-    for (int64_t i = 0; i < n; i += W) {
-        const vf v = n - i < W ? load_n(logits + i, n - i, -__builtin_inff()) : load(logits + i);
-        sums += __builtin_convertvector(exp(v - top), vd);
-    }
-    double total = 0;
-    for (int i = 0; i < W; ++i) total += sums[i];
-    return total;
-}
 
 template <class T>
 int64_t count_larger(const T* logits, int64_t n, float value) {
     vi counts{};
     for (int64_t i = 0; i < n; i += W) {
-        const vf v = n - i < W ? load_n(logits + i, n - i, -__builtin_inff()) : load(logits + i);
+        const vf v = vector_at(logits, i, n, -__builtin_inff());
         counts -= v > splat(value);  // where it holds, a lane is -1
     }
     int64_t total = 0;
@@ -253,12 +402,12 @@ void find_largest(int32_t* found, int64_t count, const T* logits, int64_t n) {
     const FallingOrder<T> falling{logits};
     for (int64_t i = 0; i < count; ++i) found[i] = static_cast<int32_t>(i);
     falling.make_heap(found, count);
-    for (int64_t begin = count; count && begin < n; begin += kBlock) {
-        const int64_t end = begin + kBlock < n ? begin + kBlock : n;
-        if (!is_worth_a_look(logits + begin, end - begin, number(logits + found[0]))) continue;
-        for (int64_t i = begin; i < end; ++i) {
-            if (!falling.goes_before(static_cast<int32_t>(i), found[0])) continue;
-            found[0] = static_cast<int32_t>(i);
+    for (int64_t i = count; count && i < n; i += W) {
+        const vf v = vector_at(logits, i, n, -__builtin_inff());
+        for (uint32_t left = bits_of(v > splat(number(logits + found[0]))); left; left &= left - 1) {
+            const auto token = static_cast<int32_t>(i + __builtin_ctz(left));
+            if (!falling.goes_before(token, found[0])) continue;  // no more
+            found[0] = token;
             falling.sift_down(found, 0, count);
         }
     }
@@ -269,10 +418,10 @@ void find_largest(int32_t* found, int64_t count, const T* logits, int64_t n) {
 template <class T>
 void logprobs_row(int64_t* ids, float* values, const T* logits, int64_t n, int64_t token, int64_t num_top) {
     for (int64_t i = 0; i <= num_top; ++i) ids[i] = -1, values[i] = __builtin_nanf("");
-    int64_t best;
     float top;
-    if (find_best(logits, n, &best, &top) != kOk) return;
-    const double log_sum = log(sum_of_weights(logits, n, top));
+    if (!are_good(logits, n, &top) || top == -__builtin_inff()) return;
+    const double log_sum =
+        log(sum_in_doubles(logits, n, -__builtin_inff(), [&](vf v) { return exp(v - top); }));
     const auto logprob = [&](int64_t id) {
         return static_cast<float>(static_cast<double>(number(logits + id)) - top - log_sum);
     };
@@ -353,11 +502,14 @@ void adjust_rows(const AdjustLogits& a) {
 }  // namespace
 
 int64_t random_sample(const RandomSample& a) {
-    const Draw how{a.random_val, a.topp, a.temperature, 0, a.topk};
     int64_t status = kOk, token = 0;
     with_type(a.logits.dtype, [&](auto type) {
-        status =
-            draw_token(static_cast<const decltype(type)*>(a.logits.data), a.logits.shape[0], how, &token);
+        using T = decltype(type);
+        const Draw how{a.random_val, a.topp, a.temperature, 0, a.topk};
+        draw_rows<T>(
+            1, a.logits.shape[0],
+            [&](int64_t) { return Asked<T>{static_cast<const T*>(a.logits.data), how}; },
+            [&](int64_t, int64_t found, int64_t drawn) { status = found, token = drawn; });
     });
     if (status != kOk) return status;
     if (a.y.dtype == DType::i64)
@@ -368,7 +520,20 @@ int64_t random_sample(const RandomSample& a) {
 }
 
 int64_t sample(const Sample& a) {
-    with_type(a.logits.dtype, [&](auto type) { sample_rows<decltype(type)>(a); });
+    const Rows logits{a.logits}, settings{a.settings};
+    const auto* uniforms = static_cast<const double*>(a.uniforms.data);
+    const auto* top_k = static_cast<const int64_t*>(a.top_k.data);
+    auto* y = static_cast<int64_t*>(a.y.data);
+    with_type(a.logits.dtype, [&](auto type) {
+        using T = decltype(type);
+        const auto asked = [&](int64_t r) {
+            const float* s = settings.at<float>(r);
+            return Asked<T>{logits.at<T>(r), {uniforms[r], s[1], s[0], s[2], top_k[r]}};
+        };
+        draw_rows<T>(logits.count(), logits.length(), asked, [&](int64_t r, int64_t status, int64_t token) {
+            y[r] = status == kOk && asked(r).how.is_sound() ? token : -1;
+        });
+    });
     return kOk;
 }
 

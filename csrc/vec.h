@@ -250,6 +250,21 @@ inline void map(F f, int64_t n, T* y, const X*... x) {
     if (i < n) store_n(y + i, f(load_n(x + i, n - i)...), n - i);
 }
 
+// A bit for each lane of a mask, whose lanes are 0 or -1
+inline uint32_t bits_of(vi mask) {
+#if defined(INFINI_AVX512)
+    return _mm512_movepi32_mask((__m512i)mask);
+#elif defined(INFINI_AVX2)
+    return static_cast<uint32_t>(_mm256_movemask_ps((__m256)mask));
+#elif defined(INFINI_NEON)
+    return vaddvq_u32((vu)mask & vu{1, 2, 4, 8});
+#else
+    uint32_t bits = 0;
+    for (int i = 0; i < W; ++i) bits |= (mask[i] & 1u) << i;
+    return bits;
+#endif
+}
+
 // ---- reductions: the order is fixed by n alone ------------------------------------------------------------
 
 inline float sum(vf v) {

@@ -70,6 +70,17 @@ def test_a_row_is_drawn_as_random_sample_draws_it(level: str) -> None:
     assert ops.sample(logits, uniforms, settings, top_k).tolist() == wanted
 
 
+@pytest.mark.parametrize("scale", [0.02, 2.0, 12.0, 300.0], ids=["flat", "usual", "steep", "with gaps"])
+def test_rows_of_many_pieces_are_drawn_as_the_reference_draws_them(scale: float, level: str) -> None:
+    cuts = [(1.0, 0.0, 0), (0.95, 0.0, 0), (1.0, 0.0, 40), (0.5, 0.001, 3000), (0.3, 0.0, 2)]
+    logits = seeded(len(cuts), VOCABULARY, scale=scale)
+    settings = torch.tensor([[1.3, top_p, min_p] for top_p, min_p, _ in cuts])
+    top_k = torch.tensor([top_k for *_, top_k in cuts])
+    for uniform in (0.02, 0.4, 0.77, 0.9999):
+        given = logits, torch.full((len(cuts),), uniform, dtype=torch.float64), settings, top_k
+        assert torch.equal(ops.sample(*given), ops.sample.reference(*given))
+
+
 def test_a_row_without_probabilities_gets_no_token_and_leaves_its_neighbours_alone(level: str) -> None:
     logits = seeded(9, 1003)
     uniforms = torch.linspace(0.05, 0.95, 9, dtype=torch.float64)
