@@ -1,4 +1,4 @@
-// The arguments of attention.cpp's ops
+// The arguments of attention.cpp's and store_heads.cpp's ops
 #pragma once
 #include "tensor.h"
 
@@ -23,6 +23,13 @@ struct Attention {
 struct StoreKv {
     Tensor keys, values, k, v, tables, streams, slots;
     static constexpr Roles kRoles{.outputs = 2, .tensors = 7, .is_in_place = true};
+};
+
+// y is of the queries. Without queries and angles k is stored as it is.
+struct StoreHeads {
+    Tensor y, q, k, v, positions, sin, cos, keys, values, tables, streams, slots;
+    bool interleaved;
+    static constexpr Roles kRoles{.outputs = 1, .tensors = 12, .overwritten = 1 << 1};
 };
 
 struct Range { int64_t begin, end; };

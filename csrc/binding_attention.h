@@ -1,6 +1,6 @@
 // The arguments of attention and sampling, checked
 #pragma once
-#include "binding_arguments.h"
+#include "binding_elementwise.h"
 
 namespace infini {
 namespace {
@@ -70,17 +70,43 @@ void read_arguments(Reading<Attention>& r, nb::handle q, nb::handle keys, nb::ha
     r.promise_like(q, a.q);
 }
 
-void read_arguments(Reading<StoreKv>& r, nb::handle keys, nb::handle values, nb::handle k, nb::handle v,
-                    nb::handle tables, nb::handle streams, nb::handle slots) {
-    StoreKv& a = r.args;
+// Keys and values for the pools of store_kv or store_heads, and where they go
+template <class Args>
+void take_stored(Reading<Args>& r, const std::string& name, nb::handle keys, nb::handle values, nb::handle k,
+                 nb::handle v, nb::handle tables, nb::handle streams, nb::handle slots) {
+    Args& a = r.args;
     r.take(a.keys, keys), r.take(a.values, values), r.take(a.k, k), r.take(a.v, v);
     r.take(a.tables, tables), r.take(a.streams, streams), r.take(a.slots, slots);
-    check_heads(a.k, "store_kv: k must be [tokens, kv heads, dim] of floats with contiguous rows");
-    check_heads(a.v, "store_kv: v must be [tokens, kv heads, dim] of floats with contiguous rows");
+    for (const auto& [t, which] : {std::pair{&a.k, "k"}, {&a.v, "v"}})
+        check_heads(*t,
+                    (name + ": " + which + " must be [tokens, kv heads, dim] of floats with contiguous rows")
+                        .c_str());
     check_pools(a.keys, a.values, a.k.shape[2]);
-    require(a.k.dtype == a.v.dtype && same_shape(a.k, a.v) && a.keys.shape[1] == a.k.shape[1],
-            "store_kv: k and v must have the heads of the pools");
+    if (a.k.dtype != a.v.dtype || !same_shape(a.k, a.v) || a.keys.shape[1] != a.k.shape[1])
+        refuse(name + ": k and v must have the heads of the pools");
     check_places(a.tables, a.streams, a.slots, a.k.shape[0]);
+}
+
+void read_arguments(Reading<StoreKv>& r, nb::handle keys, nb::handle values, nb::handle k, nb::handle v,
+                    nb::handle tables, nb::handle streams, nb::handle slots) {
+    take_stored(r, "store_kv", keys, values, k, v, tables, streams, slots);
+}
+
+void read_arguments(Reading<StoreHeads>& r, nb::handle q, nb::handle k, nb::handle v, nb::handle positions,
+                    nb::handle sin, nb::handle cos, bool interleaved, nb::handle keys, nb::handle values,
+                    nb::handle tables, nb::handle streams, nb::handle slots) {
+    StoreHeads& a = r.args;
+    r.take(a.q, q), r.take(a.positions, positions), r.take(a.sin, sin), r.take(a.cos, cos);
+    take_stored(r, "store_heads", keys, values, k, v, tables, streams, slots);
+    check_heads(a.q, "store_heads: q must be [tokens, heads, dim] of floats with contiguous rows");
+    require(a.q.dtype == a.k.dtype && a.q.shape[0] == a.k.shape[0] && a.q.shape[2] == a.k.shape[2],
+            "store_heads: q must have the tokens of k and its head size");
+    check_angles(a.q, a.sin, a.cos);
+    check_positions(a.positions, 1, a.q.shape[0]);
+    require(a.positions.ndim == 1 && a.k.shape[1] > 0 && a.k.shape[2] <= kMaxHeadDim,
+            "store_heads: positions must be [tokens], and a head at most 256 wide");
+    a.interleaved = interleaved;
+    r.promise_like(q, a.q);
 }
 
 void read_arguments(Reading<RandomSample>& r, nb::handle logits, double random_val, double topp, int64_t topk,

@@ -101,18 +101,23 @@ void check_positions(const Tensor& p, int64_t batch, int64_t seq) {
     require(fits, "rope: positions must be [seq] or [batch, seq]");
 }
 
+// Of heads x
+void check_angles(const Tensor& x, const Tensor& sin, const Tensor& cos) {
+    require(x.dtype == sin.dtype && x.dtype == cos.dtype, "rope: x, sin and cos need one dtype");
+    require(sin.ndim == 2 && same_shape(sin, cos) && is_contiguous(sin) && is_contiguous(cos),
+            "rope: sin and cos must be contiguous [length, d/2] tables of one shape");
+    require(x.shape[x.ndim - 1] == 2 * sin.shape[1],
+            "rope: the head size must be twice the width of the tables");
+}
+
 void read_arguments(Reading<Rope>& r, nb::handle x, nb::handle positions, nb::handle sin, nb::handle cos,
                     bool interleaved) {
     Rope& a = r.args;
     r.take(a.x, x), r.take(a.positions, positions), r.take(a.sin, sin), r.take(a.cos, cos);
     require(a.x.ndim == 3 || a.x.ndim == 4, "rope: x must be [seq, heads, d] or [batch, seq, heads, d]");
     require(is_float(a.x.dtype) || a.x.dtype == DType::f64, "rope: x needs a floating dtype");
-    require(a.x.dtype == a.sin.dtype && a.x.dtype == a.cos.dtype, "rope: x, sin and cos need one dtype");
     require(has_rows(a.x), "rope: the last dimension of x must be contiguous");
-    require(a.sin.ndim == 2 && same_shape(a.sin, a.cos) && is_contiguous(a.sin) && is_contiguous(a.cos),
-            "rope: sin and cos must be contiguous [length, d/2] tables of one shape");
-    require(a.x.shape[a.x.ndim - 1] == 2 * a.sin.shape[1],
-            "rope: the head size must be twice the width of the tables");
+    check_angles(a.x, a.sin, a.cos);
     check_positions(a.positions, a.x.ndim == 4 ? a.x.shape[0] : 1, a.x.shape[a.x.ndim - 3]);
     a.interleaved = interleaved;
     r.promise_like(x, a.x);

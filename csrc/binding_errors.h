@@ -46,6 +46,11 @@ void report_place(const Args& a, int64_t window, int64_t at) {
 void report(const Experts& a, int64_t at) { report_index("experts: id", a.ids, at, a.num_experts); }
 void report(const Attention& a, int64_t at) { report_place(a, a.window, at); }
 void report(const StoreKv& a, int64_t at) { report_place(a, 1, at); }
+void report(const StoreHeads& a, int64_t at) {
+    const int64_t num_tokens = a.k.shape[0];
+    if (at < num_tokens) report_place(a, 1, at);
+    report_index("rope: position", a.positions, at - num_tokens, a.sin.shape[0]);
+}
 void report(const QuantizedEmbedding& a, int64_t at) { report_index("embedding: id", a.ids, at, a.num_rows); }
 void report(const PackedEmbedding& a, int64_t at) { report_index("embedding: id", a.ids, at, a.num_rows); }
 void report(const RandomSample& a, int64_t at) {

@@ -35,6 +35,7 @@
     X(adjust_logits, AdjustLogits)             \
     X(attention, Attention)                    \
     X(store_kv, StoreKv)                       \
+    X(store_heads, StoreHeads)                 \
     X(linear, Linear)                          \
     X(add_lora, AddLora)                       \
     X(quantized_linear, QuantizedLinear)       \

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -343,6 +344,96 @@ def test_of_two_tokens_at_one_slot_the_later_stays(level: str, keep_threads: Non
         place = torch.zeros(2, dtype=torch.int64)
         ops.store_kv(keys, values, k, k, tables, place, place, out=(keys, values))
         assert torch.equal(values[0, :, 0], k[1]) and torch.equal(unfold_keys(keys)[0, :, 0], k[1])
+
+
+def heads_to_store(
+    places: list[Place], size: int, dtype: torch.dtype, pool: torch.dtype, is_interleaved: bool
+) -> tuple[Any, ...]:
+    """Arguments of store_heads: six heads of queries, three of keys; a token of each place"""
+    generator = torch.Generator().manual_seed(size)
+    rows = torch.randn(len(places), 12, size, generator=generator)
+    rows[0, ::5, 1], rows[0, 11, 2] = torch.tensor([torch.nan, torch.inf, -torch.inf]), torch.inf
+    heads = rows.to(dtype).split((6, 3, 3), 1)
+    angles = torch.randn(60, size // 2, generator=generator)
+    pools = paged(*torch.zeros(2, 5, 3, 64, size), block_size=32, dtype=pool)
+    streams, slots = torch.tensor(places).t().contiguous()
+    turned = slots % 50, angles.sin().to(dtype), angles.cos().to(dtype), is_interleaved
+    return *heads, *turned, *pools, streams, slots
+
+
+def stored_one_after_the_other(args: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """The queries and the pools, where the parts of store_heads are ops by themselves"""
+    q, k, v, positions, sin, cos, is_interleaved, keys, values, *where = args
+    turned = positions, sin, cos, is_interleaved
+    pools = keys.clone(), values.clone()
+    ops.store_kv(*pools, ops.rope(k, *turned), v, *where, out=pools)
+    return ops.rope(q, *turned), *pools
+
+
+STORED = {
+    "one": [(2, 5)],
+    "streams": [(s, 13 * s + 3) for s in range(5)],
+    "prompt": [(1, slot) for slot in range(7, 55)],
+    "mixed": [*((0, slot) for slot in range(20, 40)), (3, 0), (4, 63), *((2, slot) for slot in range(9))],
+    "again": [(1, 4), (3, 9), (1, 5), (1, 4), (3, 9), (3, 9)],
+}
+
+
+@pytest.mark.parametrize("pool", [*DTYPES[:3], torch.uint8], ids=str)
+@pytest.mark.parametrize("places", STORED)
+def test_heads_are_rotated_and_stored_with_the_bits_of_their_parts(
+    places: str, pool: torch.dtype, level: str, keep_threads: None
+) -> None:
+    for size in (64,) if pool == torch.uint8 else (10, 64, 256):
+        for is_interleaved in (False, True):
+            rows = torch.float32 if pool == torch.uint8 else pool
+            args = heads_to_store(STORED[places], size, rows, pool, is_interleaved)
+            infinicore.set_num_threads(1)
+            wanted = stored_one_after_the_other(args)
+            for num_threads in (1, 2, 5):
+                infinicore.set_num_threads(num_threads)
+                again = heads_to_store(STORED[places], size, rows, pool, is_interleaved)
+                assert ops.store_heads.pick(*again).name == "native"
+                found = ops.store_heads(*again), again[7], again[8]
+                assert all(map(same_bits, found, wanted))
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def test_heads_that_have_no_place_or_no_angle_are_refused_before_any_is_stored(level: str) -> None:
+    args = heads_to_store(STORED["streams"], 64, torch.float32, torch.float16, False)
+    for at, bad, message in (
+        (3, 60, r"rope: position 60 \(element 4\) is outside \[0, 60\)"),
+        (10, 5, "token 4 is at slot 55 of stream 5, but there are block tables of 5 streams"),
+        (11, 64, "token 4 is at slot 64 of stream 4, but there are block tables of 5 streams"),
+    ):
+        given = list(args)
+        given[at] = args[at].clone()
+        given[at][4] = bad
+        with pytest.raises(IndexError, match=message):
+            ops.store_heads(*given)
+        assert not args[7].any() and not args[8].any()
+
+
+def test_heads_that_do_not_fit_each_other_are_not_stored_natively() -> None:
+    args = heads_to_store(STORED["streams"], 64, torch.float32, torch.float16, False)
+    assert ops.store_heads.pick(*args).name == "native"
+    for at, other in (
+        (0, args[0].half()),
+        (0, args[0][:4]),
+        (0, args[0][..., :32]),
+        (1, args[1][:, :2]),
+        (2, args[2].half()),
+        (3, args[3][:4]),
+        (3, args[3].repeat(1, 1)),
+        (4, args[4][:, :30]),
+        (5, args[5].half()),
+        (7, args[7][:, :2]),
+        (10, args[10][:4]),
+    ):
+        assert not _native.accepts_store_heads(None, *args[:at], other, *args[at + 1 :])
 
 
 def refused_pools() -> list[tuple[Tensor, Tensor, Tensor]]:

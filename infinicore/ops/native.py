@@ -19,6 +19,7 @@ from infinicore.control_groups import cpu_quotas
 from infinicore.ops import (  # noqa: F401  which fill OPS
     attention_reference,
     experts_reference,
+    fused_reference,
     lora_reference,
     quantized_reference,
     reference,
