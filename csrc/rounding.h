@@ -326,7 +326,8 @@ inline void round_parts(const Activations& to, RowAt&& row_at, int64_t begin, in
 }
 
 inline void round_rows(const Activations& to, const Tensor& x) {
-    const int64_t grain = kRoundedGrainElements / to.part_elements() + 1;
+    const int64_t worth = to.num_rows == 1 ? kRoundedLoneElements : kRoundedGrainElements,
+                  grain = worth / to.part_elements() + 1;
     const auto row_at = [&](int64_t row) { return Rows{x}.at<const float>(row); };
     parallel_for(to.num_parts(), grain,
                  [&](int64_t begin, int64_t end) { round_parts(to, row_at, begin, end); });

@@ -33,7 +33,7 @@ template <class Body>
 inline void for_rows(const Tensor& t, Body&& body) {
     const Rows rows{t};
     if (rows.length() == 0) return;
-    parallel_for(rows.count(), (kGrainElements + rows.length() - 1) / rows.length(), body);
+    parallel_for(rows.count(), (kRowsElements + rows.length() - 1) / rows.length(), body);
 }
 
 // Calls body with a value of the tensor's element type

@@ -12,6 +12,7 @@ constexpr int kVectorRegisters = 16;
 
 // Every op
 constexpr int64_t kGrainElements = 4096;  // that are worth waking a thread for
+constexpr int64_t kRowsElements = 1024;   // the same of rows, which other threads may have written
 constexpr int64_t kPieceElements = 4096;  // of a contiguous tensor, handed to a thread at a time
 
 // Dense products (matmul.cpp)
@@ -56,9 +57,10 @@ constexpr bool kPairsRows = true;  // of x, two of which meet two of weight in o
 #else
 constexpr bool kPairsRows = false;
 #endif
-constexpr int kRowBlock = W == 4 ? 2 : 16;       // of x at most, whose spans lie side by side
-constexpr int64_t kRoundedGrainElements = 1536;  // of x, worth a thread to round them
-constexpr int kRoundedRun = 16;                  // spans of a row of x, before those of the next row
+constexpr int kRowBlock = W == 4 ? 2 : 16;      // of x at most, whose spans lie side by side
+constexpr int64_t kRoundedGrainElements = 256;  // of x, worth a thread to round them
+constexpr int64_t kRoundedLoneElements = 1536;  // the same of a lone row
+constexpr int kRoundedRun = 16;                 // spans of a row of x, before those of the next row
 #if defined(__AMX_INT8__)
 constexpr int kPackedPanels = 2;     // of weight, which a block of x meets while it is near
 constexpr int kPackedNearRows = 64;  // up to which they meet fewer panels
