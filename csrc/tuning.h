@@ -93,6 +93,6 @@ constexpr int kAttentionNarrowQueries =
 constexpr int64_t kAttentionRunTokens = 64;       // of a prompt, which read keys and values together
 constexpr int kAttentionLoneRows = 4;             // that are summed in vectors where more are in tiles
 constexpr int64_t kAttentionMaxSplitTokens = 16;  // which share out the keys of long streams
-constexpr int64_t kStoredGrainElements = 512;     // worth a thread: each key is in lines of its own
+constexpr int64_t kStoredGrainElements = 128;     // worth a thread: each key is in lines of its own
 
 }  // namespace infini::INFINI_LEVEL
