@@ -70,26 +70,24 @@ void read_arguments(Reading<Attention>& r, nb::handle q, nb::handle keys, nb::ha
     r.promise_like(q, a.q);
 }
 
-// Keys and values for the pools of store_kv or store_heads, and where they go
+// Keys and values for pools, and where they go
 template <class Args>
-void take_stored(Reading<Args>& r, const std::string& name, nb::handle keys, nb::handle values, nb::handle k,
-                 nb::handle v, nb::handle tables, nb::handle streams, nb::handle slots) {
+void take_stored(Reading<Args>& r, nb::handle keys, nb::handle values, nb::handle k, nb::handle v,
+                 nb::handle tables, nb::handle streams, nb::handle slots) {
     Args& a = r.args;
     r.take(a.keys, keys), r.take(a.values, values), r.take(a.k, k), r.take(a.v, v);
     r.take(a.tables, tables), r.take(a.streams, streams), r.take(a.slots, slots);
-    for (const auto& [t, which] : {std::pair{&a.k, "k"}, {&a.v, "v"}})
-        check_heads(*t,
-                    (name + ": " + which + " must be [tokens, kv heads, dim] of floats with contiguous rows")
-                        .c_str());
+    check_heads(a.k, "k must be [tokens, kv heads, dim] of floats with contiguous rows");
+    check_heads(a.v, "v must be [tokens, kv heads, dim] of floats with contiguous rows");
     check_pools(a.keys, a.values, a.k.shape[2]);
-    if (a.k.dtype != a.v.dtype || !same_shape(a.k, a.v) || a.keys.shape[1] != a.k.shape[1])
-        refuse(name + ": k and v must have the heads of the pools");
+    require(a.k.dtype == a.v.dtype && same_shape(a.k, a.v) && a.keys.shape[1] == a.k.shape[1],
+            "k and v must have the heads of the pools");
     check_places(a.tables, a.streams, a.slots, a.k.shape[0]);
 }
 
 void read_arguments(Reading<StoreKv>& r, nb::handle keys, nb::handle values, nb::handle k, nb::handle v,
                     nb::handle tables, nb::handle streams, nb::handle slots) {
-    take_stored(r, "store_kv", keys, values, k, v, tables, streams, slots);
+    take_stored(r, keys, values, k, v, tables, streams, slots);
 }
 
 void read_arguments(Reading<StoreHeads>& r, nb::handle q, nb::handle k, nb::handle v, nb::handle positions,
@@ -97,7 +95,7 @@ void read_arguments(Reading<StoreHeads>& r, nb::handle q, nb::handle k, nb::hand
                     nb::handle tables, nb::handle streams, nb::handle slots) {
     StoreHeads& a = r.args;
     r.take(a.q, q), r.take(a.positions, positions), r.take(a.sin, sin), r.take(a.cos, cos);
-    take_stored(r, "store_heads", keys, values, k, v, tables, streams, slots);
+    take_stored(r, keys, values, k, v, tables, streams, slots);
     check_heads(a.q, "store_heads: q must be [tokens, heads, dim] of floats with contiguous rows");
     require(a.q.dtype == a.k.dtype && a.q.shape[0] == a.k.shape[0] && a.q.shape[2] == a.k.shape[2],
             "store_heads: q must have the tokens of k and its head size");

@@ -45,7 +45,8 @@ struct Stretches {
     explicit Stretches(const StoreHeads& a) {
         const int64_t num_tokens = a.k.shape[0], groups = a.keys.shape[2], block_size = a.values.shape[2];
         begins = static_cast<int64_t*>(scratch(Scratch::shared, (2 * num_tokens + 1) * sizeof(int64_t)));
-        int64_t *places = begins + num_tokens + 1, are_apart = true;
+        int64_t* places = begins + num_tokens + 1;
+        bool are_apart = true;
         for (int64_t n = 0; n < num_tokens; ++n) {
             const int64_t stream = index_at(a.streams.data, a.streams.dtype, n),
                           slot = index_at(a.slots.data, a.slots.dtype, n),
