@@ -91,8 +91,8 @@ test-tsan: setup
 	mkdir -p build/tsan && printf 'race:%s\n' _dl_deallocate_tls mi_thread_init >build/tsan/suppressions
 	$(call pytest_with,thread,tsan,OMP_NUM_THREADS=1 TSAN_OPTIONS=suppressions=build/tsan/suppressions \
 	    setarch --addr-no-randomize) tests/test_graph.py \
-	    tests/test_ops.py tests/test_attention.py tests/test_matmul.py tests/test_threads.py \
-	    -k "(graph or thread) and not default_model and not streams"
+	    tests/test_ops.py tests/test_attention.py tests/test_matmul.py tests/test_threads.py tests/test_sampling_ops.py \
+	    -k "(graph or thread or stored) and not default_model and not streams"
 
 lint: setup
 	$(BIN)/ruff check .
