@@ -1,7 +1,7 @@
 // store_heads: q, rotated; the key and value of slot[n] of stream[n] become k[n], rotated too, and v[n]
 // store_kv: k[n] and v[n] as they are
-// Threads share out stretches of tokens: of one stream and of keys that lie side by side, in lines that no other
-// stretch writes. Of two tokens at one slot, the later one stays.
+// Threads share out stretches of tokens: of one stream and of keys that lie side by side, in lines that no
+// other stretch writes. Of two tokens at one slot, the later one stays.
 #include "pools.h"
 #include "rotation.h"
 
