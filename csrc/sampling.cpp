@@ -154,46 +154,63 @@ struct DrawnRow {
 };
 
 template <class T>
-struct Asked {
+struct Given {
     const T* logits;
     Draw how;
 };
 
-// told(row, status, token) of rows of n logits each, where asked(row) has the logits of one and how it is
-// drawn
-template <class T, class Asked, class Told>
-void draw_rows(int64_t num_rows, int64_t n, Asked&& asked, Told&& told) {
-    const int64_t num_pieces = (n + kPiece - 1) / kPiece, most = smaller(num_rows, num_threads());
-    const int64_t bytes = num_pieces * (sizeof(Piece) + kPiece * (sizeof(float) + sizeof(int32_t)));
-    auto* room = static_cast<uint8_t*>(scratch(Scratch::shared, most * bytes));
-    for (int64_t first = 0; first < num_rows; first += most) {
-        const int64_t count = smaller(most, num_rows - first);
-        const auto row = [&](int64_t r) {
-            auto* pieces = reinterpret_cast<Piece*>(room + r * bytes);
-            auto* weights = reinterpret_cast<float*>(pieces + num_pieces);
-            const auto [logits, how] = asked(first + r);
-            return DrawnRow<T>{logits, n, how, weights, reinterpret_cast<int32_t*>(weights + n), pieces};
-        };
-        const auto each_piece = [&](auto&& body) {
-            parallel_for(count * num_pieces, 1, [&](int64_t begin, int64_t end) {
-                for (int64_t i = begin; i < end; ++i) body(row(i / num_pieces), i % num_pieces);
-            });
-        };
-        each_piece([](const DrawnRow<T>& row, int64_t i) { row.look(i); });
-        bool are_weighed = false;
-        for (int64_t r = 0; r < count; ++r) are_weighed |= row(r).is_weighed();
-        if (are_weighed)
-            each_piece([](const DrawnRow<T>& row, int64_t i) {
-                if (row.is_weighed()) row.weigh(i);
-            });
-        parallel_for(count, 1, [&](int64_t begin, int64_t end) {
-            for (int64_t r = begin; r < end; ++r) {
-                int64_t token = -1;
-                const int64_t status = row(r).draw(&token);
-                told(first + r, status, token);
-            }
-        });
+// Room for rows of n logits each
+template <class T>
+struct Rooms {
+    const int64_t n, num_pieces = (n + kPiece - 1) / kPiece;
+    const int64_t row_bytes = num_pieces * (sizeof(Piece) + kPiece * (sizeof(float) + sizeof(int32_t)));
+    uint8_t* const begin;
+
+    Rooms(int64_t n, int64_t num_rows)
+        : n(n), begin(static_cast<uint8_t*>(scratch(Scratch::shared, num_rows * row_bytes))) {}
+
+    DrawnRow<T> row(int64_t i, Given<T> given) const {
+        auto* pieces = reinterpret_cast<Piece*>(begin + i * row_bytes);
+        auto* weights = reinterpret_cast<float*>(pieces + num_pieces);
+        return {given.logits, n, given.how, weights, reinterpret_cast<int32_t*>(weights + n), pieces};
     }
+};
+
+// The token and status of each row, told(i, status, token), as row_at(i) draws it
+template <class RowAt, class Told>
+void draw_together(int64_t num_rows, int64_t num_pieces, RowAt&& row_at, Told&& told) {
+    const auto each_piece = [&](auto&& body) {
+        parallel_for(num_rows * num_pieces, 1, [&](int64_t begin, int64_t end) {
+            for (int64_t i = begin; i < end; ++i) body(row_at(i / num_pieces), i % num_pieces);
+        });
+    };
+    each_piece([](const auto& row, int64_t i) { row.look(i); });
+    bool are_weighed = false;
+    for (int64_t i = 0; i < num_rows; ++i) are_weighed |= row_at(i).is_weighed();
+    if (are_weighed)
+        each_piece([](const auto& row, int64_t i) {
+            if (row.is_weighed()) row.weigh(i);
+        });
+    parallel_for(num_rows, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+            int64_t token = -1;
+            const int64_t status = row_at(i).draw(&token);
+            told(i, status, token);
+        }
+    });
+}
+
+// told(i, status, token) of rows of n logits each, where given(i) has those and how the token is drawn; at
+// most as many rows together as there are threads, since each takes twice the room of its logits
+template <class T, class GivenAt, class Told>
+void draw_rows(int64_t num_rows, int64_t n, GivenAt&& given, Told&& told) {
+    const int64_t most = smaller(num_rows, num_threads());
+    const Rooms<T> rooms(n, most);
+    for (int64_t first = 0; first < num_rows; first += most)
+        draw_together(
+            smaller(most, num_rows - first), rooms.num_pieces,
+            [&](int64_t i) { return rooms.row(i, given(first + i)); },
+            [&](int64_t i, int64_t status, int64_t token) { told(first + i, status, token); });
 }
 
 // ---- logprobs ---------------------------------------------------------------------------------------------
@@ -322,7 +339,7 @@ int64_t random_sample(const RandomSample& a) {
         const Draw how{a.random_val, a.topp, a.temperature, 0, a.topk};
         draw_rows<T>(
             1, a.logits.shape[0],
-            [&](int64_t) { return Asked<T>{static_cast<const T*>(a.logits.data), how}; },
+            [&](int64_t) { return Given<T>{static_cast<const T*>(a.logits.data), how}; },
             [&](int64_t, int64_t found, int64_t drawn) { status = found, token = drawn; });
     });
     if (status != kOk) return status;
@@ -340,12 +357,12 @@ int64_t sample(const Sample& a) {
     auto* y = static_cast<int64_t*>(a.y.data);
     with_type(a.logits.dtype, [&](auto type) {
         using T = decltype(type);
-        const auto asked = [&](int64_t r) {
+        const auto given = [&](int64_t r) {
             const float* s = settings.at<float>(r);
-            return Asked<T>{logits.at<T>(r), {uniforms[r], s[1], s[0], s[2], top_k[r]}};
+            return Given<T>{logits.at<T>(r), {uniforms[r], s[1], s[0], s[2], top_k[r]}};
         };
-        draw_rows<T>(logits.count(), logits.length(), asked, [&](int64_t r, int64_t status, int64_t token) {
-            y[r] = status == kOk && asked(r).how.is_sound() ? token : -1;
+        draw_rows<T>(logits.count(), logits.length(), given, [&](int64_t r, int64_t status, int64_t token) {
+            y[r] = status == kOk && given(r).how.is_sound() ? token : -1;
         });
     });
     return kOk;
