@@ -168,10 +168,10 @@ inline int64_t from_both_ends(int64_t index, int64_t count) {
     return index % 2 ? count - 1 - index / 2 : index / 2;
 }
 
-// Runs are as long as a kernel takes, but each thread shall have two; a piece of work has as many tokens.
+// Runs are as long as a kernel takes, but each thread shall have four; a piece of work has as many tokens.
 template <class Kernel>
 void attend_by_tokens(const Problem& p, int64_t most_splits) {
-    const int64_t fair = larger(16, p.num_tokens * p.num_kv_heads / (2 * num_threads()));
+    const int64_t fair = larger(16, p.num_tokens * p.num_kv_heads / (4 * num_threads()));
     const int64_t most = longest_run(p, smaller(Kernel::most_tokens(p), fair)),
                   num_pieces = (p.num_tokens + most - 1) / most,
                   work = most * most_splits * kSplit * p.dim * p.group;  // of a piece, at most

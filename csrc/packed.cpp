@@ -71,16 +71,26 @@ void multiply_in_tiles(float* total, const uint8_t* packed, int num_panels, cons
 }
 #endif
 
+// Rows of x in a tile register, 1 where vectors multiply
+template <class Block, int P>
+int rows_in_tiles([[maybe_unused]] const Activations& x, [[maybe_unused]] int64_t num_rows) {
+#if defined(INFINI_AMX)
+    constexpr int kFew = kIsWhole<Block, P> ? kPackedFewTileRows : kPackedFewRows;
+    const int rows = 1 << x.log_rows;
+    if (num_rows > kFew && suits_tiles<Block, P>(x) && rows >= kPackedFewestTileRows) return rows;
+#endif
+    return 1;
+}
+
 // total[panel][row][0:16] of num_panels panels that follow one another
 template <class Block, int P>
 void multiply_panels(float* total, const uint8_t* packed, int num_panels, const Activations& x, int64_t row,
                      int64_t num_rows) {
 #if defined(INFINI_AMX)
-    constexpr int kFew = kIsWhole<Block, P> ? kPackedFewTileRows : kPackedFewRows;
-    const int block = num_rows <= kFew || !suits_tiles<Block, P>(x) ? 1 : 1 << x.log_rows;
-    if (block == kRowBlock)
+    const int in_tiles = rows_in_tiles<Block, P>(x, num_rows);
+    if (in_tiles == kRowBlock)
         return multiply_in_tiles<Block, P, kRowBlock>(total, packed, num_panels, x, row, num_rows);
-    if (block == kPackedFewestTileRows)
+    if (in_tiles == kPackedFewestTileRows)
         return multiply_in_tiles<Block, P, kPackedFewestTileRows>(total, packed, num_panels, x, row,
                                                                   num_rows);
 #endif
@@ -102,14 +112,21 @@ struct Strip {
     int64_t row, column;  // the first row of the weight, and the first column of y
 };
 
+// Rows of a band, where all threads share out a product: so few that two threads have each, for the more
+// threads have read a line, the longer it takes to be written again. Each band unpacks the whole weight.
+inline int64_t shared_band_rows(int64_t num_rows) {
+    const int64_t fair = (2 * num_rows / num_threads() + kRowBlock - 1) / kRowBlock * kRowBlock;
+    return smaller(larger(fair, kPackedFewestBandRows), kPackedBandRows);
+}
+
 struct Problem {
     const PackedLinear& a;
     const Activations& x;
-    const int64_t width;  // panels of a strip
+    const int64_t band_rows, width;  // rows of a band, panels of a strip
     int64_t num_strips[kPackedWeights], all_strips = 0;
 
-    Problem(const PackedLinear& a, const Activations& x)
-        : a(a), x(x), width(x.num_rows <= kPackedFewRows    ? 1
+    Problem(const PackedLinear& a, const Activations& x, int64_t band_rows)
+        : a(a), x(x), band_rows(band_rows), width(x.num_rows <= kPackedFewRows    ? 1
                             : x.num_rows <= kPackedNearRows ? kPackedNearPanels
                                                             : kPackedPanels) {
         for (int i = 0; i < a.count; ++i) num_strips[i] = (num_panels(a.num_rows[i]) + width - 1) / width;
@@ -181,7 +198,7 @@ struct Problem {
     }
 
     void run(const Strip& s, int64_t band) const {
-        const int64_t m = band * kPackedBandRows, num_rows = smaller(kPackedBandRows, x.num_rows - m);
+        const int64_t m = band * band_rows, num_rows = smaller(band_rows, x.num_rows - m);
         constexpr int kTotal = kPackedPanels * kPackedBandRows * kRows;
         alignas(64) float total[2 * kTotal];
         multiply(total, s.weight, s, m, num_rows);
@@ -196,7 +213,7 @@ struct Problem {
             gated([](vf x) { return gelu_tanh(x); });
     }
 
-    int64_t num_bands() const { return (x.num_rows + kPackedBandRows - 1) / kPackedBandRows; }
+    int64_t num_bands() const { return (x.num_rows + band_rows - 1) / band_rows; }
 
     // Pieces of work are the strips of one band of rows after those of another, so that a thread has few
     // bands, which others have written, to read.
@@ -211,7 +228,7 @@ struct Problem {
 }  // namespace
 
 void multiply_outputs(const PackedLinear& a, const Activations& x, int64_t begin, int64_t end) {
-    const Problem problem(a, x);
+    const Problem problem(a, x, kPackedBandRows);
     for (int64_t band = 0; band < problem.num_bands(); ++band)
         for (int64_t row = begin; row < end; row += problem.width * kRows) {
             const int64_t num_panels = smaller(problem.width, Problem::num_panels(end - row));
@@ -219,9 +236,34 @@ void multiply_outputs(const PackedLinear& a, const Activations& x, int64_t begin
         }
 }
 
-int64_t packed_linear(const PackedLinear& a) {
+namespace {
+
+template <class Block, int P>
+void want(Activations& x, int64_t band_rows) {
+    const int64_t last_rows = (x.num_rows - 1) % band_rows + 1;
+    x.has_sums |= rows_in_tiles<Block, P>(x, last_rows) == 1;
+    x.has_totals |= Block::kHasMinimum;
+    x.has_halves |= Block::kHasMinimum && Block::kGroup < kGroup;
+}
+
+// With what the products of these weights take of them
+Activations rounded_for(const PackedLinear& a, int64_t band_rows) {
     Activations x(Rows{a.x}.count(), Rows{a.x}.length(), rounding_of(a.type[0], a.activation_bits, kWholes));
-    const Problem problem(a, x);
+    x.has_sums = x.has_totals = x.has_halves = false;
+    for (int i = 0; i < a.count; ++i)
+        with_block(a.type[i], [&](auto block) {
+            using Block = decltype(block);
+            x.num_planes == 2 ? want<Block, 2>(x, band_rows) : want<Block, 1>(x, band_rows);
+        });
+    return x;
+}
+
+}  // namespace
+
+int64_t packed_linear(const PackedLinear& a) {
+    const int64_t band_rows = shared_band_rows(Rows{a.x}.count());
+    Activations x = rounded_for(a, band_rows);
+    const Problem problem(a, x, band_rows);
     const int64_t row_length = x.num_groups * kGroup, grain = kGrainElements / (kRows * (row_length + 1)) + 1;
     x.put_into(scratch(Scratch::shared, x.num_bytes()));
     round_rows(x, a.x);

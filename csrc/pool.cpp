@@ -64,8 +64,8 @@ struct alignas(64) Place {
     alignas(64) std::atomic<uint64_t> num_done{0};  // units of all regions
 };
 
-// The work of a region is shared out evenly beforehand: a thread takes half of what is left of its own, again
-// and again, and then of what others have left, so that nobody waits long for a core that is slow or busy
+// The work of a region is shared out evenly beforehand: a thread takes a quarter of what is left of its own,
+// again and again, and then of what others have left, so that nobody waits long for a core that is slow or busy
 // with others, and where none is, each writes to nothing but its own place.
 class Pool {
 public:
@@ -133,7 +133,7 @@ private:
                 (open.num_units * (thread + 1) + round_up) / num_threads};
     }
 
-    // Takes half of what is left of a share, of one's own the first and of another's the last, or nothing.
+    // Takes a quarter of what is left of a share, of one's own the first and of another's the last, or nothing.
     // What was last written of it may be of a region before; if it is of a later one, this one is over.
     Share take(Open open, int thread, bool is_own) {
         std::atomic<Share>& share = places_[thread].share;
@@ -141,12 +141,12 @@ private:
             if (found.region > open.region) return {};
             const Share left = found.region == open.region ? found : whole_share(open, thread);
             if (left.is_empty()) return {};
-            const int half = (left.size() + 1) / 2;
+            const int quarter = (left.size() + 3) / 4;
             Share taken = left, rest = left;
             if (is_own)
-                taken.end = rest.begin = left.begin + half;
+                taken.end = rest.begin = left.begin + quarter;
             else
-                taken.begin = rest.end = left.end - half;
+                taken.begin = rest.end = left.end - quarter;
             if (share.compare_exchange_weak(found, rest, std::memory_order_acq_rel,
                                             std::memory_order_relaxed))
                 return taken;

@@ -26,7 +26,6 @@ void with_pool_type(DType dtype, Body&& body) {
         with_type(dtype, body);
 }
 
-inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // A split: where each sixteen of its slots lie
 template <class T>

@@ -25,6 +25,8 @@ struct Activations {
     int log_groups;            // of a span
     int num_planes, log_rows;  // of a block
     int radix;
+    // What products are to find beside the integers: lines that others have read take long to be written.
+    bool has_sums = true, has_totals = true, has_halves = true;
     // [block][span][row][plane][of a span], or [block][span][row][64] of 16 bits, or of two rows
     // [block][span][plane][4][row][8]
     int8_t* q;
@@ -207,7 +209,7 @@ constexpr struct EvenOnesFirst {
 template <int P>
 struct GroupPlace {
     const int log_radix, plane_stride;
-    const bool is_paired, is_joined;
+    const bool is_paired, is_joined, has_sums, has_totals, has_halves;
     const int64_t apart;  // from a row's number to the next row's
     int8_t* q;
     int32_t* sums;
@@ -215,7 +217,8 @@ struct GroupPlace {
 
     GroupPlace(const Activations& to, int64_t group, int64_t row)
         : log_radix(__builtin_ctz(to.radix)), plane_stride(to.plane_stride()), is_paired(to.has_pairs()),
-          is_joined(to.has_shorts()), apart(1 << to.log_rows), q(to.q_at(group, row)),
+          is_joined(to.has_shorts()), has_sums(to.has_sums), has_totals(to.has_totals),
+          has_halves(to.has_halves), apart(1 << to.log_rows), q(to.q_at(group, row)),
           sums(to.sums_at(group, row)), totals(to.total_at(group, row, 0, kGroup)) {}
 
     // The nearest integers to x * inverse, ties to even, as one plane or as radix * high + low. Low bytes run
@@ -234,14 +237,14 @@ struct GroupPlace {
         });
         int32_t found[kSums];
         is_joined ? store_joined(to, planes, found) : store_planes(to, planes, found);
-        put_totals(found, scale);
+        if (has_totals) put_totals(found, scale);
     }
 
     // found[half] is the sum of integers.
     INFINI_INLINE void store_planes(int8_t* to, const Planes<P>& planes, int32_t (&found)[kSums]) {
         int32_t of_plane[2 * kSums];
         planes.store_to(to, plane_stride, is_paired, of_plane);
-        for (int i = 0; i < P * kSums; ++i, sums += apart) *sums = of_plane[i];
+        for (int i = 0; has_sums && i < P * kSums; ++i, sums += apart) *sums = of_plane[i];
         for (int half = 0; half < kSums; ++half)
             found[half] = P == 1 ? of_plane[half] : (of_plane[half] << log_radix) + of_plane[kSums + half];
     }
@@ -265,7 +268,7 @@ struct GroupPlace {
     // Of the whole group, then of either half
     INFINI_INLINE void put_totals(const int32_t (&found)[kSums], float scale) {
         *totals = scale * static_cast<float>(found[0] + found[1]);
-        for (int half = 0; half < kSums; ++half)
+        for (int half = 0; has_halves && half < kSums; ++half)
             totals[(1 + half) * apart] = scale * static_cast<float>(found[half]);
         totals += kTotals * apart;
     }

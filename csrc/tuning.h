@@ -38,7 +38,8 @@ constexpr bool kPagesInTurn = true;  // of weight that few rows are to meet late
 constexpr bool kPagesInTurn = false;
 #endif
 constexpr int kPackedPrefetchBytes = W == 4 ? 512 : 8192;  // of weight
-constexpr int kPackedBandRows = W == 16 ? 256 : 128;       // of x, which share a chunk of weight
+constexpr int kPackedBandRows = W == 16 ? 256 : 128;       // of x at most, which share a chunk of weight
+constexpr int kPackedFewestBandRows = 64;                  // where threads have bands of their own
 template <int P>                                           // of x, whose dots and totals stay in registers
 constexpr int kPackedTileRows = W < 16   ? 2
                                 : P == 2 ? 4
