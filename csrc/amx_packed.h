@@ -79,6 +79,16 @@ INFINI_INLINE inline void multiply_group(const int8_t* w, const int8_t* q) {
     }
 }
 
+// A load waits for the stores before it whose addresses end in the same twelve bits, and these wait for their
+// product. Groups of x and of weight, 1 KB each, lie a whole number of groups behind a page's begin. So do the
+// dots of group g, and never as groups g + 2 and g + 3 do, which are loaded after those are stored.
+constexpr int64_t kGroupBytes = sizeof(int32_t) * kRowBlock * kRows, kPlaces = kPage / kGroupBytes;
+
+inline int64_t first_place(const int8_t* x, const int8_t* w) {
+    const int64_t apart = (x - w) / kGroupBytes % kPlaces;
+    return apart == 1 || apart == 2 || apart == 1 - kPlaces || apart == 2 - kPlaces;
+}
+
 template <int slot, int kPlanes>
 INFINI_INLINE inline void store_group(int32_t (*dots)[kRowBlock][kRows]) {
     if constexpr (slot == 0) {
@@ -97,22 +107,25 @@ void add_block(float* total, const Chunk<kCopies>& chunk, const Activations& x, 
                int64_t num_groups, int64_t row) {
     constexpr int kPlanes = P / kCopies;  // whose dots come apart
     const int64_t at = x.group_at(first, row);
-    alignas(64) int32_t dots[2][2][kRowBlock][kRows];
+    alignas(kPage) int32_t dots[kPlaces][kRowBlock][kRows];
+    const int64_t shift = first_place(x.q + at * P * kGroup, chunk.q);
+    const auto dots_of = [&](int64_t g) INFINI_INLINE { return dots + (g + shift) * kPlanes % kPlaces; };
     vf t[R];
     unrolled<R>([&](auto r) INFINI_INLINE { t[r] = load(total + r * kRows); });
     const auto multiply = [&](auto slot, int64_t g) INFINI_INLINE {
         const int8_t* q = x.q + (at + g * R) * P * kGroup;
         multiply_group<slot, kPlanes, is_unsigned, P * kGroup>(chunk.q + g * kCopies * kGroup * kRows, q);
     };
-    const auto scale = [&](auto slot, int64_t g) INFINI_INLINE {
+    const auto scale = [&](int64_t g) INFINI_INLINE {
+        const auto found = dots_of(g);
         const float* x_scale = x.scale + at + g * R;
         const vf w_scale = load(chunk.scale + g * kRows), minimum = load(chunk.minimum + g * kRows);
         const float* x_total = x.total_at(first + g, row, 0, kGroup);
         unrolled<R>([&](auto r) INFINI_INLINE {
-            const auto dots_of = [&](int plane)
-                                     INFINI_INLINE { return _mm512_load_si512(dots[slot][plane][r]); };
-            const __m512i dot =
-                kPlanes == 2 ? _mm512_add_epi32(times_256(dots_of(0)), dots_of(1)) : dots_of(0);
+            const __m512i high = _mm512_load_si512(found[0][r]),
+                          dot = kPlanes == 2 ? _mm512_add_epi32(times_256(high),
+                                                                _mm512_load_si512(found[kPlanes - 1][r]))
+                                             : high;
             t[r] = fma((vf)_mm512_cvtepi32_ps(dot), w_scale * x_scale[r], t[r]);
             if (kHasMinimum) t[r] = fma(minimum, splat(x_total[r]), t[r]);
         });
@@ -121,17 +134,17 @@ void add_block(float* total, const Chunk<kCopies>& chunk, const Activations& x, 
     constexpr std::integral_constant<int, 1> odd;
     const int64_t last = num_groups - 1;
     // What is made leaves its tile register two groups later, and takes a while to arrive: others are scaled.
-    const auto leave = [&](auto slot) INFINI_INLINE { store_group<slot, kPlanes>(dots[slot]); };
+    const auto leave = [&](auto slot, int64_t g) INFINI_INLINE { store_group<slot, kPlanes>(dots_of(g)); };
     multiply(even, 0);
     if (last > 0) multiply(odd, 1);
-    leave(even);
+    leave(even, 0);
     for (int64_t g = 0; g <= last; g += 2) {
         if (g + 2 <= last) multiply(even, g + 2);
-        scale(even, g);
-        if (g < last) leave(odd);
+        scale(g);
+        if (g < last) leave(odd, g + 1);
         if (g + 3 <= last) multiply(odd, g + 3);
-        if (g < last) scale(odd, g + 1);
-        if (g + 2 <= last) leave(even);
+        if (g < last) scale(g + 1);
+        if (g + 2 <= last) leave(even, g + 2);
     }
     unrolled<R>([&](auto r) INFINI_INLINE { store(total + r * kRows, t[r]); });
 }

@@ -129,8 +129,9 @@ struct Run {
 
 // ---- many tokens ------------------------------------------------------------------------------------------
 
+// `after` is the run that follows.
 template <class Kernel>
-void attend_run(const Run& run) {
+void attend_run(const Run& run, const Run& after) {
     using T = typename Kernel::Element;
     Kernel kernel(run);
     kernel.read_queries();
@@ -139,7 +140,7 @@ void attend_run(const Run& run) {
     Split<T> next = run.split<T>(splits.begin);
     for (int64_t split = splits.begin; split < splits.end; ++split) {
         const Split<T> found = next;
-        if (split + 1 < splits.end) next = run.split<T>(split + 1);
+        next = split + 1 < splits.end ? run.split<T>(split + 1) : after.split<T>(after.splits().begin);
         kernel.attend(kernel.parts(), split, found, &next);
         kernel.fold(kernel.parts(), split);
     }
@@ -175,14 +176,20 @@ void attend_by_tokens(const Problem& p, int64_t most_splits) {
     const int64_t most = longest_run(p, smaller(Kernel::most_tokens(p), fair)),
                   num_pieces = (p.num_tokens + most - 1) / most,
                   work = most * most_splits * kSplit * p.dim * p.group;  // of a piece, at most
-    parallel_for(num_pieces * p.num_kv_heads, kGrainElements / work + 1, [&](int64_t first, int64_t last) {
-        for (int64_t item = first; item < last; ++item) {
-            int64_t n = from_both_ends(item % num_pieces, num_pieces) * most;
-            for (const int64_t end = smaller(n + most, p.num_tokens); n < end;) {
-                const int64_t begin = n;
-                n = end_of_run(p, begin, most);
-                attend_run<Kernel>({p, begin, n, item / num_pieces});
+    const auto first_run = [&](int64_t item) -> Run {
+        const int64_t begin = from_both_ends(item % num_pieces, num_pieces) * most;
+        return {p, begin, end_of_run(p, begin, most), item / num_pieces};
+    };
+    const int64_t count = num_pieces * p.num_kv_heads;
+    parallel_for(count, kGrainElements / work + 1, [&](int64_t item, int64_t last) {
+        for (; item < last; ++item) {
+            Run run = first_run(item);
+            for (const int64_t end = smaller(run.begin + most, p.num_tokens); run.end < end;) {
+                const Run after{p, run.end, end_of_run(p, run.end, most), run.g};
+                attend_run<Kernel>(run, after);
+                run.begin = after.begin, run.end = after.end;
             }
+            attend_run<Kernel>(run, item + 1 < count ? first_run(item + 1) : run);
         }
     });
 }
@@ -255,11 +262,26 @@ int64_t attend_items(const Items<Kernel>& items, int64_t index, int64_t last, fl
     for (bool is_last = false; !is_last && index < last; ++index) {
         const auto item = items.at(index);
         const Split<T> found = next;
-        if (index + 1 < last) next = split_at(index + 1);
+        if (index + 1 < items.count) next = split_at(index + 1);
         kernel.attend(parts + item.first_float, item.split, found, &next);
         is_last = item.is_last;
     }
     return index;
+}
+
+// What is known of a run's splits, one after the other
+template <class Kernel>
+void fold_items(const Items<Kernel>& items, int64_t run, float* parts) {
+    const Stretch& s = items.stretches[run / items.p.num_kv_heads];
+    int64_t index = s.first_item + run % items.p.num_kv_heads * s.num_splits();
+    const Run folded = items.at(index).run;
+    Kernel kernel(folded);
+    kernel.start();
+    for (const int64_t end = index + s.num_splits(); index < end; ++index) {
+        const auto item = items.at(index);
+        kernel.fold(parts + item.first_float, item.split);
+    }
+    kernel.finish();
 }
 
 // Every split of a run is found by whichever thread is free; then they are folded together in their order.
@@ -270,17 +292,10 @@ void attend_by_splits(const Problem& p, int64_t most_splits) {
     parallel_for(items.count, 1, [&](int64_t first, int64_t last) {
         for (int64_t index = first; index < last;) index = attend_items(items, index, last, parts);
     });
-    for (int64_t index = 0; index < items.count;) {
-        const Run run = items.at(index).run;
-        Kernel kernel(run);
-        kernel.start();
-        for (bool is_last = false; !is_last; ++index) {
-            const auto item = items.at(index);
-            kernel.fold(parts + item.first_float, item.split);
-            is_last = item.is_last;
-        }
-        kernel.finish();
-    }
+    const int64_t num_runs = items.num_stretches * p.num_kv_heads;
+    parallel_for(num_runs, kGrainElements * num_runs / items.num_floats + 1, [&](int64_t run, int64_t end) {
+        for (; run < end; ++run) fold_items(items, run, parts);
+    });
 }
 
 template <class Kernel>

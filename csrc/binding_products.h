@@ -112,18 +112,36 @@ Gate gate_of(const std::optional<std::string>& activation) {
     return *activation == "silu" ? Gate::silu : Gate::gelu_tanh;
 }
 
-void take_weight(Reading<PackedLinear>& r, int i, nb::object given, nb::object bias) {
+// A packed weight, against the rows of x; returns its activation_bits
+int take_weight(Reading<PackedLinear>& r, int i, const Tensor& x, nb::object given, nb::object bias) {
     PackedLinear& a = r.args;
     const Weight& weight = r.take_weight(a.weight[i], given);
     require(weight.activation_bits != 0, "packed_linear: expected packed weights");
-    const auto rounding = [&](BlockType type) {
-        return rounding_of(type, weight.activation_bits, active_wholes());
-    };
-    require(i == 0 ||
-                (weight.activation_bits == a.activation_bits && rounding(weight.type) == rounding(a.type[0])),
-            "packed_linear: expected weights whose activations are rounded alike");
-    a.type[i] = weight.type, a.num_rows[i] = weight.num_rows, a.activation_bits = weight.activation_bits;
-    check_product(a.x, as_rows(weight, a.weight[i]), weight.type, r.take_if_any(a.bias[i], bias));
+    a.type[i] = weight.type, a.num_rows[i] = weight.num_rows;
+    check_product(x, as_rows(weight, a.weight[i]), weight.type, r.take_if_any(a.bias[i], bias));
+    return weight.activation_bits;
+}
+
+// Those that multiply x, and are given it rounded alike
+void take_first_weights(Reading<PackedLinear>& r, nb::sequence weights, nb::sequence biases) {
+    PackedLinear& a = r.args;
+    for (int i = 0; i < a.num_first(); ++i) {
+        const int bits = take_weight(r, i, a.x, nb::object(weights[i]), nb::object(biases[i]));
+        const auto rounding = [&](BlockType type) { return rounding_of(type, bits, active_wholes()); };
+        require(i == 0 || (bits == a.activation_bits && rounding(a.type[i]) == rounding(a.type[0])),
+                "packed_linear: expected weights whose activations are rounded alike");
+        a.activation_bits = bits;
+    }
+    require(a.gate == Gate::none || (a.count >= 2 && a.num_rows[0] == a.num_rows[1]),
+            "packed_linear: a gated product takes two weights of one size");
+}
+
+// The one that multiplies what a gate gives
+void take_last_weight(Reading<PackedLinear>& r, nb::object weight, nb::object bias) {
+    PackedLinear& a = r.args;
+    a.gated_bits = take_weight(r, 2, with_length(a.x, a.num_rows[0]), weight, bias);
+    require(rounding_of(a.type[2], a.gated_bits, active_wholes()).span <= kMostGatedSpan,
+            "packed_linear: expected a third weight whose activations are rounded in shorter spans");
 }
 
 void read_arguments(Reading<PackedLinear>& r, nb::handle x, nb::sequence weights, nb::sequence biases,
@@ -134,11 +152,11 @@ void read_arguments(Reading<PackedLinear>& r, nb::handle x, nb::sequence weights
     require(count >= 1 && count <= kPackedWeights && nb::len(biases) == count,
             "packed_linear: expected one to three weights, and a bias or None for each");
     a.count = static_cast<int>(count), a.gate = gate_of(activation);
-    for (int i = 0; i < a.count; ++i) take_weight(r, i, nb::object(weights[i]), nb::object(biases[i]));
-    require(!activation || (count == 2 && a.num_rows[0] == a.num_rows[1]),
-            "packed_linear: a gated product takes two weights of one size");
-    int64_t width = 0;
-    for (int i = 0; i < (activation ? 1 : a.count); ++i) width += a.num_rows[i];
+    take_first_weights(r, weights, biases);
+    int64_t width = a.num_rows[0];
+    if (a.has_last())
+        take_last_weight(r, nb::object(weights[2]), nb::object(biases[2])), width = a.num_rows[2];
+    for (int i = 1; a.gate == Gate::none && i < a.count; ++i) width += a.num_rows[i];
     r.promise(DType::f32, with_length(a.x, width));
     if (residual.is_none()) return;
     const Tensor& added = r.take(a.residual, residual);

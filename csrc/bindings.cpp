@@ -221,6 +221,7 @@ NB_MODULE(_native, m) {
     m.def("release_memory", &release_memory);
     m.def("block_sizes", &block_sizes);
     m.attr("PACKED_ROWS") = kPackedRows;
+    m.attr("LONGEST_GATED_SPAN") = kMostGatedSpan;
 
     m.def(
         "record_into", [](const Graph* graph) { t_recording = graph ? graph->recording() : Recording{}; },

@@ -31,7 +31,7 @@ void read_fields(int8_t* q, const uint8_t* packed) {
 
 template <int kCopies = 1>  // of each field
 struct Chunk {
-    alignas(64) int8_t q[kCopies * kPackedChunkElements * kRows];  // [K / 4][16][4]
+    alignas(kCopies == 2 ? kPage : 64) int8_t q[kCopies * kPackedChunkElements * kRows];  // [K / 4][16][4]
     alignas(64) float scale[kPackedChunkElements],
         minimum[kPackedChunkElements];  // [groups][16], groups of 16 or 32
 

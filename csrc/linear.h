@@ -66,6 +66,9 @@ constexpr Rounding rounding_of(BlockType type, int bits, Wholes wholes) {
     return {bits < most ? bits : most, 64};
 }
 
+// What a gate gives is rounded by who made it: some columns, of which no span has more.
+constexpr int kMostGatedSpan = 64;
+
 // Bytes that an activation of 8, 12 or 16 bits takes
 constexpr int num_planes_of(int activation_bits) { return activation_bits > 8 ? 2 : 1; }
 
@@ -77,16 +80,21 @@ struct Linear {
 
 struct QuantizedLinear : Linear {};
 
-// What becomes of the first of two products before it multiplies the second; none: they stay side by side
+// What becomes of the first of two products before it multiplies the second; none: they stay side by side.
+// A third weight multiplies what a gate gives.
 enum class Gate : uint8_t { none, silu, gelu_tanh };
 
 struct PackedLinear {
     Tensor y, x, residual, weight[kPackedWeights], bias[kPackedWeights];  // without data where there is none
     BlockType type[kPackedWeights];
     int64_t num_rows[kPackedWeights];
-    int count, activation_bits;
+    int count, activation_bits;  // of x
+    int gated_bits;              // of what a gate gives, where a third weight multiplies that
     Gate gate;
     static constexpr Roles kRoles{.outputs = 1, .tensors = 3 + 2 * kPackedWeights, .overwritten = 1 << 2};
+
+    int num_first() const { return gate != Gate::none && count > 2 ? 2 : count; }  // that multiply x
+    bool has_last() const { return num_first() < count; }
 };
 
 struct QuantizedEmbedding {

@@ -1,6 +1,6 @@
 // packed_linear: y = x Wᵀ + bias in float32, over weights packed 16 rows side by side (blocks.h); of up to
 //                three weights the columns one after another; + residual; or, of two, gate(first) * second,
-//                the gate being silu or gelu_tanh.
+//                the gate being silu or gelu_tanh, which, rounded as x is, a third then multiplies.
 //   y[m][n] = sum over groups g of x_scale[m][g] * (scale[n][g] * dot[m][n][g] + minimum[n][g] * sum[m][g])
 // The activations of a group of 32 are rounded to x_scale * q (rounding.h); sum is the sum of its q, and dot
 // the integer dot product of q with the weight's fields (dots.h, amx_packed.h). Blocks of 256, whose groups
@@ -119,18 +119,28 @@ inline int64_t shared_band_rows(int64_t num_rows) {
     return smaller(larger(fair, kPackedFewestBandRows), kPackedBandRows);
 }
 
+constexpr int kStripPanels = larger(kPackedPanels, kWholeSpan == kMostGatedSpan ? 4 : 2);
+
 struct Problem {
     const PackedLinear& a;
     const Activations& x;
-    const int64_t band_rows, width;  // rows of a band, panels of a strip
+    const int64_t band_rows;
+    const Activations* gated;  // what a gate gives, rounded; without, y is
+    const int64_t width;       // panels of a strip
     int64_t num_strips[kPackedWeights], all_strips = 0;
 
-    Problem(const PackedLinear& a, const Activations& x, int64_t band_rows)
-        : a(a), x(x), band_rows(band_rows), width(x.num_rows <= kPackedFewRows    ? 1
-                            : x.num_rows <= kPackedNearRows ? kPackedNearPanels
-                                                            : kPackedPanels) {
+    Problem(const PackedLinear& a, const Activations& x, int64_t band_rows,
+            const Activations* gated = nullptr)
+        : a(a), x(x), band_rows(band_rows), gated(gated),
+          width(larger(gated ? gated->span() / kRows : 1, usual_width(x.num_rows))) {
         for (int i = 0; i < a.count; ++i) num_strips[i] = (num_panels(a.num_rows[i]) + width - 1) / width;
         for (int i = 0; i < (a.gate == Gate::none ? a.count : 1); ++i) all_strips += num_strips[i];
+    }
+
+    static int64_t usual_width(int64_t num_rows) {
+        return num_rows <= kPackedFewRows    ? 1
+               : num_rows <= kPackedNearRows ? kPackedNearPanels
+                                             : kPackedPanels;
     }
 
     static int64_t num_panels(int64_t num_rows) { return (num_rows + kRows - 1) / kRows; }
@@ -147,23 +157,44 @@ struct Problem {
 
     // total[panel][row][0:16] of one weight, with its bias
     void multiply(float* total, int weight, const Strip& s, int64_t m, int64_t num_rows) const {
+        const int64_t panel_bytes = a.weight[weight].shape[1];
         const uint8_t* packed =
-            static_cast<const uint8_t*>(a.weight[weight].data) + s.row / kRows * a.weight[weight].shape[1];
+            static_cast<const uint8_t*>(a.weight[weight].data) + s.row / kRows * panel_bytes;
         if (x.num_groups == 0)  // nothing is multiplied
             memset(total, 0, s.num_panels * kPackedBandRows * kRows * sizeof(float));
-        else
-            with_block(a.type[weight], [&](auto block) {
-                using Block = decltype(block);
-                if (x.num_planes == 2)
-                    multiply_panels<Block, 2>(total, packed, s.num_panels, x, m, num_rows);
-                else
-                    multiply_panels<Block, 1>(total, packed, s.num_panels, x, m, num_rows);
-            });
+        for (int i = 0; x.num_groups > 0 && i < s.num_panels; i += kPackedPanels)
+            multiply_some(total + i * kPackedBandRows * kRows, a.type[weight], packed + i * panel_bytes,
+                          static_cast<int>(smaller(kPackedPanels, s.num_panels - i)), m, num_rows);
         if (!a.bias[weight].data) return;
         const float* bias = static_cast<const float*>(a.bias[weight].data) + s.row;
         for (int64_t c = 0; c < smaller(s.num_panels * kRows, a.num_rows[weight] - s.row); ++c)
             for (int64_t r = 0; r < num_rows; ++r)
                 total[(c / kRows * kPackedBandRows + r) * kRows + c % kRows] += bias[c];
+    }
+
+    void multiply_some(float* total, BlockType type, const uint8_t* packed, int count, int64_t m,
+                       int64_t num_rows) const {
+        with_block(type, [&](auto block) {
+            using Block = decltype(block);
+            if (x.num_planes == 2)
+                multiply_panels<Block, 2>(total, packed, count, x, m, num_rows);
+            else
+                multiply_panels<Block, 1>(total, packed, count, x, m, num_rows);
+        });
+    }
+
+    // Spans of value(total) are rounded.
+    template <class Value>
+    void round(const Strip& s, const float* total, int64_t m, int64_t num_rows, Value value) const {
+        const int64_t begin = s.column / gated->span(), end = begin + s.num_panels * kRows / gated->span(),
+                      last = m + num_rows == x.num_rows ? gated->filled_rows() : m + num_rows;
+        float row[kStripPanels * kRows];
+        for (int64_t r = m; r < m + num_rows; ++r, total += kRows) {
+            for (int i = 0; i < s.num_panels; ++i)
+                write_row(row + i * kRows, nullptr, total + i * kPackedBandRows * kRows, value);
+            round_spans(*gated, r, row, begin, end);
+        }
+        for (int64_t r = m + num_rows; r < last; ++r) clear_spans(*gated, r, begin, end);
     }
 
     // y = value(total) + residual, which may be y itself; value(t) is that of a vector of totals
@@ -199,18 +230,19 @@ struct Problem {
 
     void run(const Strip& s, int64_t band) const {
         const int64_t m = band * band_rows, num_rows = smaller(band_rows, x.num_rows - m);
-        constexpr int kTotal = kPackedPanels * kPackedBandRows * kRows;
+        constexpr int kTotal = kStripPanels * kPackedBandRows * kRows;
         alignas(64) float total[2 * kTotal];
         multiply(total, s.weight, s, m, num_rows);
         if (a.gate == Gate::none) return write(s, total, m, num_rows, [](const float* t) { return load(t); });
         multiply(total + kTotal, 1, s, m, num_rows);
-        const auto gated = [&](auto gate) {
-            write(s, total, m, num_rows, [gate](const float* t) { return gate(load(t)) * load(t + kTotal); });
+        const auto finish = [&](auto gate) {
+            const auto value = [gate](const float* t) { return gate(load(t)) * load(t + kTotal); };
+            gated ? round(s, total, m, num_rows, value) : write(s, total, m, num_rows, value);
         };
         if (a.gate == Gate::silu)
-            gated([](vf x) { return x * sigmoid(x); });
+            finish([](vf x) { return x * sigmoid(x); });
         else
-            gated([](vf x) { return gelu_tanh(x); });
+            finish([](vf x) { return gelu_tanh(x); });
     }
 
     int64_t num_bands() const { return (x.num_rows + band_rows - 1) / band_rows; }
@@ -246,11 +278,11 @@ void want(Activations& x, int64_t band_rows) {
     x.has_halves |= Block::kHasMinimum && Block::kGroup < kGroup;
 }
 
-// With what the products of these weights take of them
-Activations rounded_for(const PackedLinear& a, int64_t band_rows) {
-    Activations x(Rows{a.x}.count(), Rows{a.x}.length(), rounding_of(a.type[0], a.activation_bits, kWholes));
+// What the first weights multiply, with what their products take of it
+Activations rounded_for(const PackedLinear& a, int64_t num_rows, int64_t length, int64_t band_rows) {
+    Activations x(num_rows, length, rounding_of(a.type[0], a.activation_bits, kWholes));
     x.has_sums = x.has_totals = x.has_halves = false;
-    for (int i = 0; i < a.count; ++i)
+    for (int i = 0; i < a.num_first(); ++i)
         with_block(a.type[i], [&](auto block) {
             using Block = decltype(block);
             x.num_planes == 2 ? want<Block, 2>(x, band_rows) : want<Block, 1>(x, band_rows);
@@ -258,19 +290,46 @@ Activations rounded_for(const PackedLinear& a, int64_t band_rows) {
     return x;
 }
 
-}  // namespace
-
-int64_t packed_linear(const PackedLinear& a) {
-    const int64_t band_rows = shared_band_rows(Rows{a.x}.count());
-    Activations x = rounded_for(a, band_rows);
-    const Problem problem(a, x, band_rows);
+void share_out(const Problem& problem) {
+    const Activations& x = problem.x;
     const int64_t row_length = x.num_groups * kGroup, grain = kGrainElements / (kRows * (row_length + 1)) + 1;
-    x.put_into(scratch(Scratch::shared, x.num_bytes()));
-    round_rows(x, a.x);
     parallel_for(problem.num_bands() * problem.all_strips, grain, [&](int64_t begin, int64_t end) {
         if (x.num_rows == 1) x.prefetch();
         problem.run_pieces(begin, end);
     });
+}
+
+// The product of what a gate gives with the third weight
+PackedLinear last_of(const PackedLinear& a) {
+    PackedLinear last = a;
+    last.weight[0] = a.weight[2], last.bias[0] = a.bias[2];
+    last.type[0] = a.type[2], last.num_rows[0] = a.num_rows[2];
+    last.count = 1, last.activation_bits = a.gated_bits, last.gate = Gate::none;
+    return last;
+}
+
+// Of two products a gate gives what the third weight multiplies.
+void multiply_gated(const PackedLinear& a, int64_t num_rows, int64_t band_rows) {
+    const PackedLinear last = last_of(a);
+    Activations x = rounded_for(a, num_rows, Rows{a.x}.length(), band_rows),
+                gated = rounded_for(last, num_rows, a.num_rows[0], band_rows);
+    const int64_t at = (x.num_bytes() + kPage - 1) / kPage * kPage;
+    char* room = static_cast<char*>(scratch(Scratch::shared, at + gated.num_bytes()));
+    x.put_into(room), gated.put_into(room + at);
+    round_rows(x, a.x);
+    share_out({a, x, band_rows, &gated});
+    share_out({last, gated, band_rows});
+}
+
+}  // namespace
+
+int64_t packed_linear(const PackedLinear& a) {
+    const int64_t num_rows = Rows{a.x}.count(), band_rows = shared_band_rows(num_rows);
+    if (a.has_last()) return multiply_gated(a, num_rows, band_rows), kOk;
+    Activations x = rounded_for(a, num_rows, Rows{a.x}.length(), band_rows);
+    x.put_into(scratch(Scratch::shared, x.num_bytes()));
+    round_rows(x, a.x);
+    share_out({a, x, band_rows});
     return kOk;
 }
 

@@ -232,7 +232,7 @@ public:
     }
 
 private:
-    static constexpr std::align_val_t kAlignment{64};
+    static constexpr std::align_val_t kAlignment{kPage};
     void* data_ = nullptr;
     int64_t size_ = 0;
 };

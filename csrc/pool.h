@@ -31,7 +31,9 @@ static inline void parallel_for(int64_t count, int64_t grain, Body&& body) {
         const_cast<void*>(static_cast<const void*>(&body)));
 }
 
-// Memory of the calling thread, aligned to a cache line, which stays and grows to the largest size asked for.
+constexpr int64_t kPage = 4096;
+
+// Memory of the calling thread, aligned to a page, which stays and grows to the largest size asked for.
 // There are two: one for what an op's caller makes for all threads of a region, one for what each thread has
 // for itself in it.
 enum class Scratch { shared, own };

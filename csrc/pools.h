@@ -26,7 +26,6 @@ void with_pool_type(DType dtype, Body&& body) {
         with_type(dtype, body);
 }
 
-
 // A split: where each sixteen of its slots lie
 template <class T>
 struct Split {

@@ -41,9 +41,10 @@ struct Activations {
         while (1 << log_rows < kRowBlock && 1 << log_rows < num_rows) ++log_rows;
     }
 
+    int64_t filled_rows() const { return (((num_rows - 1) >> log_rows) + 1) << log_rows; }
     int span() const { return kGroup << log_groups; }
     int64_t num_spans() const { return num_groups >> log_groups; }
-    int64_t num_parts() const { return (((num_rows - 1) >> log_rows) + 1) * num_spans(); }
+    int64_t num_parts() const { return (filled_rows() >> log_rows) * num_spans(); }
     int64_t part_elements() const { return static_cast<int64_t>(span()) << log_rows; }
 
     // Spans of all rows, those that fill up the last block among them, and groups
@@ -274,8 +275,8 @@ struct GroupPlace {
     }
 };
 
-// A run of a row's spans, whose divisions overlap. Infinity less itself is NaN: what is not finite makes
-// every product of its row NaN.
+// A run of a row's spans, the first of them at x, whose divisions overlap. Infinity less itself is NaN: what
+// is not finite makes every product of its row NaN.
 template <int P>
 void round_spans(const Activations& to, int64_t row, const float* x, int64_t begin, int64_t end) {
     const float most = static_cast<float>(127 * to.radix);
@@ -285,15 +286,14 @@ void round_spans(const Activations& to, int64_t row, const float* x, int64_t beg
     float inverse[kRoundedRun];
     float* scale = to.scale + at;
     for (int64_t s = begin; s < end; ++s, scale += place.apart) {
-        const float largest = largest_magnitude(x + s * span, span);
+        const float largest = largest_magnitude(x + (s - begin) * span, span);
         inverse[s - begin] = largest >= 0x1p-100f ? most / largest : 0.0f;
         *scale = largest / most + (largest - largest);
     }
     scale = to.scale + at;
-    for (int64_t s = begin; s < end; ++s, scale += place.apart, place.q += place.apart * P * span)
+    for (int64_t s = begin; s < end; ++s, x += span, scale += place.apart, place.q += place.apart * P * span)
         for (int i = 0; i < span; i += kGroup)
-            place.round(place.q + (place.is_joined ? 2 * i : i), x + s * span + i, inverse[s - begin],
-                        *scale);
+            place.round(place.q + (place.is_joined ? 2 * i : i), x + i, inverse[s - begin], *scale);
 }
 
 inline void round_spans(const Activations& to, int64_t row, const float* x, int64_t begin, int64_t end) {
@@ -321,7 +321,7 @@ inline void round_parts(const Activations& to, RowAt&& row_at, int64_t begin, in
                       last = smaller(smaller(to.num_spans(), first + end - at), first + kRoundedRun);
         for (int64_t row = block << to.log_rows; row < (block + 1) << to.log_rows; ++row)
             if (row < to.num_rows)
-                round_spans(to, row, row_at(row), first, last);
+                round_spans(to, row, row_at(row) + first * to.span(), first, last);
             else
                 clear_spans(to, row, first, last);
         at += last - first;

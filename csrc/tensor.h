@@ -45,8 +45,8 @@ __attribute__((always_inline)) static inline void ask_in_turn(const void* p) {
     ask_for(reinterpret_cast<const void*>(next + line % kPages * kPage + line / kPages * kLine));
 }
 
-static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+static constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+static constexpr int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 static inline int64_t item_size(DType dtype) {
     constexpr int64_t sizes[] = {4, 8, 2, 2, 1, 2, 4, 8, 1, 2, 4, 8};

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 PACKED_ROWS: int
+LONGEST_GATED_SPAN: int
 
 class Call:
     def __call__(self, *tensors: Tensor | None) -> None: ...

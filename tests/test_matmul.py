@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import infinicore
 from infinicore import _native, ops
 from infinicore.nn import functional as F
-from infinicore.nn.fused import gated_linear, linear_add, linear_group
+from infinicore.nn.fused import can_follow_gate, gated_linear, gated_linear_onto, linear_add, linear_group
 from infinicore.ops.samples import random_blocks
 from infinicore.quantization import BlockType, PackedTensor, QuantizedTensor, quantize
 
@@ -270,7 +270,7 @@ def test_an_output_has_the_same_bits_among_any_others(kind: str, level: str) -> 
 
 @KINDS
 def test_threads_do_not_change_a_bit(kind: str, level: str, keep_threads: None) -> None:
-    weight, xs = weight_of(kind, 200), [rows(count, 768) for count in (1, 6, 20)]
+    weight, xs = weight_of(kind, 200), [rows(count, 768) for count in (1, 6, 20, 133)]
     infinicore.set_num_threads(1)
     alone = [F.linear(x, weight) for x in xs]
     for count in (2, 3, 8, 16):
@@ -296,6 +296,27 @@ def test_products_that_share_their_input_have_the_bits_of_each_alone(
         for activation, gate in (("silu", F.swiglu), ("gelu_tanh", F.geglu)):
             gated = gated_linear(x, packed[0], packed[1], up_bias=biases[1], activation=activation)
             torch.testing.assert_close(gated, gate(alone[0], alone[1]), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("last", ["int8 Q4_0", "int12 Q4_1", "int16 Q8_0", "int16 Q5_K", "int8 Q6_K"])
+@pytest.mark.parametrize("kind", ["int8 Q8_0", "int12 Q4_0", "int16 Q4_K"])
+def test_what_a_gate_gives_is_multiplied_with_the_bits_of_two_ops(
+    kind: str, last: str, level: str, keep_threads: None
+) -> None:
+    gate, up = weight_of(kind, 768), weight_of(kind, 768)
+    down, bias = weight_of(last, 37), rows(1, 37)[0]
+    weights, biases = (gate, up, down), (rows(1, 768)[0], None, bias)
+    if not can_follow_gate(weights):
+        assert down.rounding[1] == 256  # which tile registers take whole
+        return
+    for num_rows in (1, 2, 5, 9, 17, 140):
+        x, residual = rows(num_rows, 768), rows(num_rows, 37)
+        for activation, added in (("silu", residual), ("gelu_tanh", None)):
+            gated = gated_linear(x, gate, up, *biases[:2], activation=activation)
+            wanted = ops.packed_linear(gated, (down,), (bias,), added)
+            for count in (1, 3, 16):
+                infinicore.set_num_threads(count)
+                assert torch.equal(gated_linear_onto(x, weights, biases, added, activation), wanted)
 
 
 @pytest.mark.parametrize("weight", [BIG, BIG.pack()], ids=["blocks", "packed"])
@@ -461,6 +482,7 @@ PAIR = {"weights": (packed(), packed()), "biases": (None, None)}
         {"residual": torch.ones(3, 4)},
         {"residual": Y.double()},
         {"activation": "silu"},
+        {"weights": (packed(),) * 3, "biases": (None,) * 3, "activation": "silu"},
         PAIR | {"activation": "relu"},
         PAIR | {"activation": "gelu_tanh", "weights": (packed(), packed(num_rows=4))},
         PAIR,

@@ -7,12 +7,12 @@ one after the other, dense ones or tiles, are multiplied as one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
-from infinicore import ops
+from infinicore import _native, ops
 from infinicore.checks import check_tensor
 from infinicore.nn import functional as F
 from infinicore.nn.checks import check_like, check_linear
@@ -84,6 +84,33 @@ def gated_linear(  # noqa: PLR0913  two products, what comes before and after th
     check_linear(input, gate, gate_bias)
     check_linear(input, up, up_bias)
     return ops.packed_linear(input, (gate, up), (gate_bias, up_bias), None, activation)
+
+
+def gated_linear_onto(  # noqa: PLR0913  three products, what comes between and after them
+    input: Tensor,
+    weights: Sequence[PackedTensor],
+    biases: Sequence[Tensor | None],
+    residual: Tensor | None,
+    activation: str,
+) -> Tensor:
+    """gated_linear of two packed weights times a third, plus the residual if there is one, in one pass"""
+    gate_of(activation)
+    for weight, bias in zip(weights[:2], biases[:2], strict=True):
+        check_linear(input, weight, bias)
+    if residual is not None:
+        check_like("linear", input, "residual", residual, (*input.shape[:-1], weights[2].shape[0]))
+    return ops.packed_linear(input, tuple(weights), tuple(biases), residual, activation)
+
+
+def can_follow_gate(weights: Sequence[Tensor | QuantizedTensor]) -> TypeGuard[Sequence[PackedTensor]]:
+    """Whether the third is packed and takes what a gate of the first two gives as that is made"""
+    gate, up, last = weights
+    return (
+        isinstance(last, PackedTensor)
+        and last.rounding[1] <= _native.LONGEST_GATED_SPAN
+        and can_share_input((gate, up))
+        and gate.shape[0] == up.shape[0] == last.shape[1]
+    )
 
 
 def scale_of(norm: RMSNorm | None, input: Tensor) -> tuple[Tensor | None, float]:

@@ -15,7 +15,16 @@ from infinicore.checks import check_flag, check_place, integer, positive
 from infinicore.distributed import Communicator
 from infinicore.nn import functional as F
 from infinicore.nn.checks import check_like, check_linear
-from infinicore.nn.fused import gate_of, gated_linear, joined, linear_add, linear_group, scale_of
+from infinicore.nn.fused import (
+    can_follow_gate,
+    gate_of,
+    gated_linear,
+    gated_linear_onto,
+    joined,
+    linear_add,
+    linear_group,
+    scale_of,
+)
 from infinicore.nn.module import Parameter, is_observed
 from infinicore.nn.norm import RMSNorm
 from infinicore.nn.weight import WeightLayer
@@ -182,6 +191,26 @@ def project_gated(
         x = x if norm is None else norm(x)
         return gate_of(activation)(gate(x), up(x))
     return gated_linear(x, gate.weight, up.weight, gate.bias, up.bias, norm, activation)
+
+
+def project_through(  # noqa: PLR0913  three layers, what comes before and after them
+    x: Tensor,
+    gate: BaseLinear,
+    up: BaseLinear,
+    down: BaseLinear,
+    norm: RMSNorm | None,
+    residual: Tensor | None,
+    activation: str = "silu",
+) -> Tensor:
+    """down(activation(gate(x)) * up(x)), of norm(x) if there is one, plus a residual if there is one.
+
+    In one pass where their weights are packed.
+    """
+    layers = gate, up, down
+    if all(map(is_product, layers)) and can_follow_gate(weights := [layer.weight for layer in layers]):
+        biases = [layer.bias for layer in layers]
+        return gated_linear_onto(x if norm is None else norm(x), weights, biases, residual, activation)
+    return project_onto(project_gated(x, gate, up, norm, activation), down, residual)
 
 
 def project_heads(x: Tensor, layers: Sequence[BaseLinear], norm: RMSNorm | None, where: Where) -> Tensor:

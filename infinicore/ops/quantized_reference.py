@@ -85,6 +85,11 @@ def packed_linear_samples(dtype: torch.dtype) -> Samples:
     pair, biases = (first, random_blocks(BlockType.Q4_0, 40, 2).pack()), (None, random(40, dtype=dtype))
     for activation in GATES:
         yield x, pair, biases, None, activation
+    for bits, type, num_rows in ((12, BlockType.Q4_0, 1), (16, BlockType.Q8_0, 17), (8, BlockType.Q5_1, 5)):
+        last = random_blocks(type, 24, 3).pack(bits)
+        three = (*(random_blocks(BlockType.Q4_1, 96, 2).pack() for _ in range(2)), last)
+        x, residual = random(num_rows, 64, dtype=dtype), random(num_rows, 24, dtype=dtype)
+        yield x, three, (None, random(96, dtype=dtype), random(24, dtype=dtype)), residual, "silu"
     longer = tuple(random_blocks(type, 16, 2).pack(16) for type in (BlockType.Q2_K, BlockType.Q3_K))
     yield random(3, 512, dtype=dtype), longer, (None, random(16, dtype=dtype)), None, None
 
@@ -101,18 +106,24 @@ def packed_linear(
     """x @ weight.T + bias for each of up to three weights, side by side, with x rounded to 8, 12 or 16 bits.
 
     32 values are rounded at a time, or 256 where tile registers take blocks whole.
-    With an activation, "silu" or "gelu_tanh", activation(first) * second of two; then the residual is added.
+    With an activation, "silu" or "gelu_tanh", activation(first) * second of two, which a third weight then
+    multiplies, if there is one; last the residual is added.
     """
-    products = [
-        torch.nn.functional.linear(rounded_for(weight, x), weight.dequantize(x.dtype), bias)
-        for weight, bias in zip(weights, biases, strict=True)
-    ]
+    num_first = len(weights) if activation is None else 2
+    pairs = list(zip(weights, biases, strict=True))
+    products = [rounded_product(x, *pair) for pair in pairs[:num_first]]
     if activation is None:
         y = torch.cat(products, -1)
     else:
         gate, options = GATES[activation]
         y = gate.reference(*products, *options)
+        for pair in pairs[2:]:
+            y = rounded_product(y, *pair)
     return y if residual is None else residual + y
+
+
+def rounded_product(x: Tensor, weight: PackedTensor, bias: Tensor | None) -> Tensor:
+    return torch.nn.functional.linear(rounded_for(weight, x), weight.dequantize(x.dtype), bias)
 
 
 def product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:

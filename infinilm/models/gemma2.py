@@ -12,7 +12,6 @@ from torch import Tensor
 
 from infinicore import nn, ops
 from infinicore.nn import functional as F
-from infinicore.nn.linear import project_gated
 from infinilm.config import DTYPES, LlamaConfig
 from infinilm.models import llama
 from infinilm.models.gguf import GGUF
@@ -82,9 +81,7 @@ class Gemma2Attention(llama.LlamaAttention):
 
 class Gemma2MLP(llama.LlamaMLP):
     act_fn = staticmethod(partial(F.gelu, approximate="tanh"))
-
-    def gated(self, x: Tensor, norm: nn.RMSNorm | None) -> Tensor:
-        return project_gated(x, self.gate_proj, self.up_proj, norm, activation="gelu_tanh")
+    activation = "gelu_tanh"
 
 
 class Gemma2DecoderLayer(llama.LlamaDecoderLayer):

@@ -23,9 +23,9 @@ from infinicore.nn.linear import (
     adds_residual,
     lay_together,
     project,
-    project_gated,
     project_heads,
     project_onto,
+    project_through,
 )
 from infinicore.ops.fused_reference import Where
 from infinilm import elsewhere
@@ -99,7 +99,8 @@ def grouped_query_attention(querys: Tensor, keys: Tensor, values: Tensor, scalin
 class LlamaMLP(nn.Module):
     """down(act_fn(gate x) * up x)"""
 
-    act_fn = staticmethod(F.silu)  # to be read: `gated` has it in one op with the product
+    act_fn = staticmethod(F.silu)  # to be read: one op has it with the products
+    activation = "silu"
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -110,10 +111,8 @@ class LlamaMLP(nn.Module):
 
     def forward(self, x: Tensor, norm: nn.RMSNorm | None = None, residual: Tensor | None = None) -> Tensor:
         """[*, E] -> [*, E]: mlp(x), or of norm(x), with a residual added"""
-        return project_onto(self.gated(x, norm), self.down_proj, residual)
-
-    def gated(self, x: Tensor, norm: nn.RMSNorm | None) -> Tensor:
-        return project_gated(x, self.gate_proj, self.up_proj, norm)
+        layers = self.gate_proj, self.up_proj, self.down_proj
+        return project_through(x, *layers, norm, residual, self.activation)
 
     def lay_out(self) -> None:
         lay_together(self.gate_proj, self.up_proj)
