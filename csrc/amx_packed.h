@@ -80,8 +80,9 @@ INFINI_INLINE inline void multiply_group(const int8_t* w, const int8_t* q) {
 }
 
 // A load waits for the stores before it whose addresses end in the same twelve bits, and these wait for their
-// product. Groups of x and of weight, 1 KB each, lie a whole number of groups behind a page's begin. So do the
-// dots of group g, and never as groups g + 2 and g + 3 do, which are loaded after those are stored.
+// product. Groups of x and of weight, 1 KB each, lie a whole number of groups behind a page's begin. So do
+// the dots of group g, and never as weights of g + 2 and g + 3 do, which are loaded after those are stored;
+// nor as those groups of x, but where x lies two groups off, which leaves one of them.
 constexpr int64_t kGroupBytes = sizeof(int32_t) * kRowBlock * kRows, kPlaces = kPage / kGroupBytes;
 
 inline int64_t first_place(const int8_t* x, const int8_t* w) {

@@ -66,7 +66,7 @@ constexpr Rounding rounding_of(BlockType type, int bits, Wholes wholes) {
     return {bits < most ? bits : most, 64};
 }
 
-// What a gate gives is rounded by who made it: some columns, of which no span has more.
+// What a gate gives is rounded by the thread that made it, whole spans at a time: none may be longer.
 constexpr int kMostGatedSpan = 64;
 
 // Bytes that an activation of 8, 12 or 16 bits takes

@@ -119,6 +119,7 @@ inline int64_t shared_band_rows(int64_t num_rows) {
     return smaller(larger(fair, kPackedFewestBandRows), kPackedBandRows);
 }
 
+// Panels of a strip at most, where a gate's make whole spans of what the next product takes
 constexpr int kStripPanels = larger(kPackedPanels, kWholeSpan == kMostGatedSpan ? 4 : 2);
 
 struct Problem {

@@ -65,8 +65,8 @@ struct alignas(64) Place {
 };
 
 // The work of a region is shared out evenly beforehand: a thread takes a quarter of what is left of its own,
-// again and again, and then of what others have left, so that nobody waits long for a core that is slow or busy
-// with others, and where none is, each writes to nothing but its own place.
+// again and again, and then of what others have left, so that nobody waits long for a core that is slow or
+// busy with others, and where none is, each writes to nothing but its own place.
 class Pool {
 public:
     explicit Pool(int num_threads) { resize(num_threads); }
@@ -133,8 +133,9 @@ private:
                 (open.num_units * (thread + 1) + round_up) / num_threads};
     }
 
-    // Takes a quarter of what is left of a share, of one's own the first and of another's the last, or nothing.
-    // What was last written of it may be of a region before; if it is of a later one, this one is over.
+    // Takes a quarter of what is left of a share, of one's own the first and of another's the last, or
+    // nothing. What was last written of it may be of a region before; if it is of a later one, this one is
+    // over.
     Share take(Open open, int thread, bool is_own) {
         std::atomic<Share>& share = places_[thread].share;
         for (Share found = share.load(std::memory_order_relaxed);;) {
