@@ -36,6 +36,7 @@ from infinilm.models.stored import Stored
 from infinilm.models.weights import stored_weights
 
 BUILT_IN = "135M Q4_1"
+PARTIAL = "partial"  # results of some models, or of a run that is under way
 NUM_DECODED = 32
 SHORT_PROMPT = 16
 MIN_ROUNDS = 2
@@ -275,12 +276,14 @@ def run_all(plans: dict[str, Plan], effort: Effort, stem: str) -> None:
     for name in EVERY:
         if not is_installed(name):
             print(f"{name} is left out: `make bench` or `pip install '.[bench]'` brings it")
+    first_token, has_amx = first_token_seconds(effort), infinicore._native.isa() == "amx"
+    checked: list[report.Check] = []
     for name, plan in plans.items():
         result, notes = run_model(name, path_of(name), plan, effort)
         models.append(result)
         facts |= notes
-    has_amx = infinicore._native.isa() == "amx"
-    checked = list(report.checks(models, first_token_seconds(effort), has_amx))
+        checked = list(report.checks(models, first_token, has_amx))
+        write_results(models, checked, facts, folder(effort.num_threads) / PARTIAL)
     print("", *checked, sep="\n")
     write_results(models, checked, facts, folder(effort.num_threads) / stem)
 
@@ -310,7 +313,7 @@ def main() -> None:
     effort = Effort(options.rounds, options.threads)
     if options.quick:
         effort = Effort(MIN_ROUNDS, options.threads, accuracy.FEW_TOKENS)
-    run_all(plans, effort, "side_by_side" if plans == PLANS else "partial")
+    run_all(plans, effort, "side_by_side" if plans == PLANS else PARTIAL)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,9 @@ constexpr int kTogether = 4;  // tiles of sums in registers
 
 // ---- tiles ------------------------------------------------------------------------------------------------
 
-#define INFINI_STORE_ROWS(tile, p, bytes) \
-    asm volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(p), "r"(bytes) : "memory")
-#define INFINI_CLEAR(tile) asm volatile("tilezero %%tmm" #tile::: "memory")
-#define INFINI_ADD(a, b, sums) INFINI_ADD_PRODUCT("tdpbf16ps", b, a, sums)
-
 // After half a microsecond without products the tiles' multiplier sleeps, and takes as long again to wake: in
 // what takes longer, it is given one that nobody needs.
-INFINI_INLINE inline void stay_awake() { INFINI_ADD(4, 6, 3); }
+INFINI_INLINE inline void stay_awake() { add_product<3, 4, 6, Terms::pairs>(); }
 
 // ---- words of two values ----------------------------------------------------------------------------------
 
@@ -102,34 +97,22 @@ struct Sums {
 
 template <int N>
 INFINI_INLINE inline void clear_sums() {
-    INFINI_CLEAR(0);
-    if constexpr (N > 1) INFINI_CLEAR(1);
-    if constexpr (N > 2) INFINI_CLEAR(2);
-    if constexpr (N > 3) INFINI_CLEAR(3);
+    unrolled<N>([](auto i) INFINI_INLINE { clear_tile<i>(); });
 }
 
 template <int N>
 INFINI_INLINE inline void store_sums(Sums to) {
-    INFINI_STORE_ROWS(0, to.data, to.row_bytes);
-    if constexpr (N > 1) INFINI_STORE_ROWS(1, to.data + kSide, to.row_bytes);
-    if constexpr (N > 2) INFINI_STORE_ROWS(2, to.data + 2 * kSide, to.row_bytes);
-    if constexpr (N > 3) INFINI_STORE_ROWS(3, to.data + 3 * kSide, to.row_bytes);
+    unrolled<N>([&](auto i) INFINI_INLINE { store_tile<i>(to.data + i * kSide, to.row_bytes); });
 }
-
-#define INFINI_ADD_TILE(b, sums, p)              \
-    do {                                         \
-        INFINI_LOAD_ROWS(b, p, words.row_bytes); \
-        INFINI_ADD(4, b, sums);                  \
-    } while (false)
 
 // N tiles of sums, with a tile a and N tiles of words from p on to the right
 template <int N>
 INFINI_INLINE inline void add_tiles(const uint32_t* a, const Words& words, const uint32_t* p) {
-    INFINI_LOAD_ROWS(4, a, 64L);
-    INFINI_ADD_TILE(6, 0, p);
-    if constexpr (N > 1) INFINI_ADD_TILE(7, 1, p + words.right);
-    if constexpr (N > 2) INFINI_ADD_TILE(6, 2, p + 2 * words.right);
-    if constexpr (N > 3) INFINI_ADD_TILE(7, 3, p + 3 * words.right);
+    load_tile<4>(a);
+    unrolled<N>([&](auto i) INFINI_INLINE {
+        load_tile<6 + i % 2>(p + i * words.right, words.row_bytes);
+        add_product<i, 4, 6 + i % 2, Terms::pairs>();
+    });
 }
 
 // N tiles of sums: of `depth` tiles a with as many rows of tiles of words

@@ -165,35 +165,22 @@ INFINI_INLINE inline void transpose_half(__m512i* v) {
     });
 }
 
-#define INFINI_ADD(total, w)                                                                      \
-    do {                                                                                          \
-        INFINI_LOAD(6, w);                                                                        \
-        asm volatile("tdpbf16ps %%tmm6, %%tmm4, %%tmm" #total::: "memory");                       \
-        if constexpr (P == 2) asm volatile("tdpbf16ps %%tmm6, %%tmm5, %%tmm" #total::: "memory"); \
-    } while (false)
-
 // total[tile][row][0:16] += the products of a block of x, [pair][plane][row][line], with `count` tiles of
 // weight, [pair][tile][line][row]
-template <int P>
-void add_pairs(float* total, const uint16_t* x, const uint16_t* w, int count) {
-    INFINI_LOAD(0, total);
-    if (count > 1) INFINI_LOAD(1, total + kTotalSize);
-    if (count > 2) INFINI_LOAD(2, total + 2 * kTotalSize);
-    if (count > 3) INFINI_LOAD(3, total + 3 * kTotalSize);
+template <int P, int count>
+void add_pairs(float* total, const uint16_t* x, const uint16_t* w) {
+    unrolled<count>([&](auto i) INFINI_INLINE { load_tile<i>(total + i * kTotalSize); });
     for (int pair = 0; pair < kPairs; ++pair, x += P * kTileSize, w += kTogether * kTileSize) {
-        INFINI_LOAD(4, x);
-        if constexpr (P == 2) INFINI_LOAD(5, x + kTileSize);
-        INFINI_ADD(0, w);
-        if (count > 1) INFINI_ADD(1, w + kTileSize);
-        if (count > 2) INFINI_ADD(2, w + 2 * kTileSize);
-        if (count > 3) INFINI_ADD(3, w + 3 * kTileSize);
+        load_tile<4>(x);
+        if constexpr (P == 2) load_tile<5>(x + kTileSize);
+        unrolled<count>([&](auto i) INFINI_INLINE {
+            load_tile<6>(w + i * kTileSize);
+            add_product<i, 4, 6, Terms::pairs>();
+            if constexpr (P == 2) add_product<i, 5, 6, Terms::pairs>();
+        });
     }
-    INFINI_STORE(0, total);
-    if (count > 1) INFINI_STORE(1, total + kTotalSize);
-    if (count > 2) INFINI_STORE(2, total + 2 * kTotalSize);
-    if (count > 3) INFINI_STORE(3, total + 3 * kTotalSize);
+    unrolled<count>([&](auto i) INFINI_INLINE { store_tile<i>(total + i * kTotalSize); });
 }
-#undef INFINI_ADD
 
 // A band of rows of x and a strip of outputs
 template <class T>
@@ -264,11 +251,14 @@ struct TilePart {
     void add(int64_t column, int64_t k, int64_t num_lines) {
         const int tiles = static_cast<int>(smaller(kTogether, (count - column + kSide - 1) / kSide));
         float* to = total + column / kColumns * num_blocks * kTogether * kTotalSize;
+        const auto add = tiles == 1   ? add_pairs<P, 1>
+                         : tiles == 2 ? add_pairs<P, 2>
+                         : tiles == 3 ? add_pairs<P, 3>
+                                      : add_pairs<P, 4>;
         for (int pair = 0; pair < kSide; pair += kPairs) {
             read(n + column, tiles, k, num_lines, pair);
             for (int64_t block = 0; block < num_blocks; ++block)
-                add_pairs<P>(to + block * kTogether * kTotalSize, x + (block * kSide + pair) * P * kTileSize,
-                             w, tiles);
+                add(to + block * kTogether * kTotalSize, x + (block * kSide + pair) * P * kTileSize, w);
         }
     }
 

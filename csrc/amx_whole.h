@@ -78,45 +78,30 @@ template <class Block, int P, int which>
 INFINI_INLINE inline void multiply_64(const ScaledChunk<Block>& chunk, const int8_t* q) {
     constexpr int64_t stride = P * kBlock;
     constexpr int kAt = 64 * which * kRows;
-    INFINI_LOAD_ROWS(4, q + 64 * which, stride);
-    if constexpr (P == 2) INFINI_LOAD_ROWS(5, q + kBlock + 64 * which, stride);
+    constexpr Terms kLow = kWeightPlanes<Block> == 2 ? Terms::unsigned_bytes : Terms::bytes,
+                    kHigh = kHasSplitScale<Block> ? Terms::unsigned_bytes : Terms::bytes;
+    load_tile<4>(q + 64 * which, stride);
+    if constexpr (P == 2) load_tile<5>(q + kBlock + 64 * which, stride);
     if constexpr (kWeightPlanes<Block> == 2 || which % 2 == 0) {
-        INFINI_LOAD(6, chunk.w[0] + kAt);
-        if constexpr (kHasSplitScale<Block>) {
-            INFINI_ADD_PRODUCT("tdpbsud", 6, 4, 0);
-            if constexpr (P == 2) INFINI_ADD_PRODUCT("tdpbsud", 6, 5, 1);
-        } else {
-            INFINI_ADD_PRODUCT("tdpbssd", 6, 4, 0);
-            if constexpr (P == 2) INFINI_ADD_PRODUCT("tdpbssd", 6, 5, 1);
-        }
+        load_tile<6>(chunk.w[0] + kAt);
+        add_product<0, 4, 6, kHigh>();
+        if constexpr (P == 2) add_product<1, 5, 6, kHigh>();
     }
-    if constexpr (kWeightPlanes<Block> == 2) {
-        INFINI_LOAD(7, chunk.w[1] + kAt);
-        INFINI_ADD_PRODUCT("tdpbsud", 7, 4, 2);
-        if constexpr (P == 2) INFINI_ADD_PRODUCT("tdpbsud", 7, 5, 3);
-    } else if constexpr (which % 2 == 1) {
-        INFINI_LOAD(7, chunk.w[0] + kAt);
-        INFINI_ADD_PRODUCT("tdpbssd", 7, 4, 2);
-        if constexpr (P == 2) INFINI_ADD_PRODUCT("tdpbssd", 7, 5, 3);
+    if constexpr (kWeightPlanes<Block> == 2 || which % 2 == 1) {
+        load_tile<7>(chunk.w[kWeightPlanes<Block> - 1] + kAt);
+        add_product<2, 4, 7, kLow>();
+        if constexpr (P == 2) add_product<3, 5, 7, kLow>();
     }
 }
 
 // All of a block, with a call of meanwhile(i) after each 64
 template <class Block, int P, class F>
 INFINI_INLINE inline void multiply_block(const ScaledChunk<Block>& chunk, const int8_t* q, F&& meanwhile) {
-    asm volatile("tilezero %%tmm0\n tilezero %%tmm1\n tilezero %%tmm2\n tilezero %%tmm3" ::);
+    unrolled<4>([](auto i) INFINI_INLINE { clear_tile<i>(); });
     unrolled<kBlock / 64>([&](auto i) INFINI_INLINE {
         multiply_64<Block, P, i>(chunk, q);
         meanwhile(i);
     });
-}
-
-template <int P>
-INFINI_INLINE inline void store_sums(WholeSums& sums) {
-    INFINI_STORE(0, sums[0][0]);
-    if constexpr (P == 2) INFINI_STORE(1, sums[0][1]);
-    INFINI_STORE(2, sums[1][0]);
-    if constexpr (P == 2) INFINI_STORE(3, sums[1][1]);
 }
 
 // The planes of weight as one
@@ -153,9 +138,9 @@ INFINI_INLINE inline void add_sums(float* total, const WholeSums& sums, int from
     unrolled<R>([&](auto r) INFINI_INLINE { store(total + r * kRows, t[r]); });
 }
 
-// total[panel][row][0:16], panels of `band` rows. While tiles multiply, what they made before is scaled.
+// total[panel][row][0:16]. While tiles multiply, what they made before is scaled.
 template <class Block, int P, int R>
-void add_whole_blocks(float* total, int64_t band, const uint8_t* packed, int num_panels, const Activations& x,
+void add_whole_blocks(float* total, const uint8_t* packed, int num_panels, const Activations& x,
                       int64_t first_row, int64_t num_rows) {
     ScaledChunk<Block> chunks[kPackedPanels];
     alignas(64) WholeSums sums;
@@ -166,15 +151,18 @@ void add_whole_blocks(float* total, int64_t band, const uint8_t* packed, int num
         for (int i = 0; i < num_panels; ++i) chunks[i].read(packed + i * panel_bytes);
         const auto add = [&](int64_t at, int quarter) INFINI_INLINE {
             const int64_t from = quarter * (R / 4), r = at / num_panels * R + from, i = at % num_panels;
-            add_sums<Block, P, R / 4>(total + (i * band + r) * kRows, sums, from, chunks[i], x, first,
-                                      first_row + r);
+            add_sums<Block, P, R / 4>(total + (i * kPackedBandRows + r) * kRows, sums, from, chunks[i], x,
+                                      first, first_row + r);
         };
         for (int64_t at = 0; at < count; ++at) {
             multiply_block<Block, P>(chunks[at % num_panels], x.q_at(first, first_row + at / num_panels * R),
                                      [&](int quarter) INFINI_INLINE {
                                          if (at > 0) add(at - 1, quarter);
                                      });
-            store_sums<P>(sums);
+            unrolled<2>([&](auto i) INFINI_INLINE {
+                store_tile<2 * i>(sums[i][0]);
+                if constexpr (P == 2) store_tile<2 * i + 1>(sums[i][1]);
+            });
         }
         for (int quarter = 0; quarter < 4; ++quarter) add(count - 1, quarter);
     }

@@ -65,9 +65,9 @@ void multiply_in_tiles(float* total, const uint8_t* packed, int num_panels, cons
                        int64_t num_rows) {
     for (int i = 0; i < num_panels; ++i) clear(total + i * kPackedBandRows * kRows, num_rows);
     if constexpr (kIsWhole<Block, P>)
-        add_whole_blocks<Block, P, R>(total, kPackedBandRows, packed, num_panels, x, row, num_rows);
+        add_whole_blocks<Block, P, R>(total, packed, num_panels, x, row, num_rows);
     else
-        add_blocks<Block, P, R>(total, kPackedBandRows, packed, num_panels, x, row, num_rows);
+        add_blocks<Block, P, R>(total, packed, num_panels, x, row, num_rows);
 }
 #endif
 

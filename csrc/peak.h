@@ -13,10 +13,7 @@ void multiply_at_hand(int64_t rounds) {
     alignas(64) int8_t ones[16 * 64];
     memset(ones, 1, sizeof ones);
     configure_tiles(TileConfig(16, 64));
-    INFINI_LOAD(4, ones);
-    INFINI_LOAD(5, ones);
-    INFINI_LOAD(6, ones);
-    INFINI_LOAD(7, ones);
+    unrolled<4>([&](auto i) INFINI_INLINE { load_tile<4 + i>(ones); });
     for (int64_t i = 0; i < rounds; ++i)
         asm volatile(
             "tdpbssd %%tmm6, %%tmm4, %%tmm0\n tdpbssd %%tmm6, %%tmm5, %%tmm1\n"
