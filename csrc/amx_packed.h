@@ -253,17 +253,21 @@ bool suits_tiles(const Activations& x) {
     return P == 1 || x.radix == 256 || kIsFourBits<Block> || kIsWhole<Block, P>;
 }
 
-// total[panel][row][0:16] += the products with a chunk of up to two panels
+// Whether so many rows pass by weights: it takes a while to begin.
+template <int kPlanes, int R>
+constexpr bool is_passed(int64_t num_rows) {
+    return R == kRowBlock && num_rows >= kPassedRows<kPlanes>;
+}
+
+// total[panel][row][0:16] += the products with a chunk of one panel, or of two that rows pass by
 template <bool kHasMinimum, bool is_unsigned, int P, int R, int kCopies>
 void add_chunks(float* total, const Chunk<kCopies>* chunks, int num_panels, const Activations& x,
                 int64_t first, int64_t num_groups, int64_t first_row, int64_t num_rows) {
-    static_assert(kPackedPanels == 2 && kPackedNearRows >= kRowBlock);
-    if (R < kRowBlock || num_rows <= kPackedNearRows) {
+    static_assert(kPackedPanels == 2);
+    if (!is_passed<P / kCopies, R>(num_rows)) {
         for (int64_t r = 0; r < num_rows; r += R)
-            for (int i = 0; i < num_panels; ++i)
-                Tiles<kHasMinimum, is_unsigned, P, R, kCopies>::add_block(
-                    total + (i * kPackedBandRows + r) * kRows, chunks[i], x, first, num_groups,
-                    first_row + r);
+            Tiles<kHasMinimum, is_unsigned, P, R, kCopies>::add_block(total + r * kRows, *chunks, x, first,
+                                                                      num_groups, first_row + r);
         return;
     }
     for (int64_t r = 0; r < num_rows; r += kPassRows) {
@@ -273,41 +277,41 @@ void add_chunks(float* total, const Chunk<kCopies>* chunks, int num_panels, cons
     }
 }
 
-// total[panel][row][0:16]
+// total[panel][row][0:16] of `together` panels at a time. Few rows meet one: what was read of it is near.
 template <class Block, int P, int R, int kCopies>
-void add_blocks(float* total, const uint8_t* packed, int num_panels, const Activations& x, int64_t first_row,
+void add_panels(float* total, const uint8_t* packed, int num_panels, const Activations& x, int64_t first_row,
                 int64_t num_rows) {
     constexpr bool is_unsigned = kCopies == 2 && Block::kOffset == 0;
+    const bool are_passed = is_passed<P / kCopies, R>(num_rows);
+    const int together = are_passed ? num_panels : 1;
     Chunk<kCopies> chunks[kPackedPanels];
     const int64_t row_length = x.num_groups * kGroup,
                   panel_bytes = row_length / Block::kElements * Block::kBytes * kRows;
-    configure_tiles(TileConfig(R, kCopies * kGroup, num_rows <= kPackedNearRows ? 4 : 2));
-    for_chunks<Block>(row_length, packed, [&](const uint8_t* p, int64_t k, int64_t length) {
-        for (int i = 0; i < num_panels; ++i)
-            if constexpr (kCopies == 2)
-                chunks[i].template read<Block, read_pairs<Block>>(p + i * panel_bytes, length);
-            else
-                chunks[i].template read<Block, read_fields<Block, -Block::kOffset>>(p + i * panel_bytes,
-                                                                                    length);
-        add_chunks<Block::kHasMinimum, is_unsigned, P, R>(total, chunks, num_panels, x, k / kGroup,
-                                                          length / kGroup, first_row, num_rows);
-    });
+    configure_tiles(TileConfig(R, kCopies * kGroup, are_passed ? 2 : 4));
+    for (int panel = 0; panel < num_panels; panel += together)
+        for_chunks<Block>(
+            row_length, packed + panel * panel_bytes, [&](const uint8_t* p, int64_t k, int64_t length) {
+                for (int i = 0; i < together; ++i)
+                    if constexpr (kCopies == 2)
+                        chunks[i].template read<Block, read_pairs<Block>>(p + i * panel_bytes, length);
+                    else
+                        chunks[i].template read<Block, read_fields<Block, -Block::kOffset>>(
+                            p + i * panel_bytes, length);
+                add_chunks<Block::kHasMinimum, is_unsigned, P, R>(total + panel * kPackedBandRows * kRows,
+                                                                  chunks, together, x, k / kGroup,
+                                                                  length / kGroup, first_row, num_rows);
+            });
     release_tiles();
 }
 
-// Of many rows each block meets several panels while it is near. Few rows meet one: what was read of it is.
 template <class Block, int P, int R>
 void add_blocks(float* total, const uint8_t* packed, int num_panels, const Activations& x, int64_t first_row,
                 int64_t num_rows) {
     constexpr int kCopies = kIsFourBits<Block> && P == 2 ? 2 : 1;
-    const int together = num_rows <= kPackedNearRows ? 1 : num_panels;
-    const int64_t panel_bytes = x.num_groups * kGroup / Block::kElements * Block::kBytes * kRows;
-    for (int i = 0; i < num_panels;
-         i += together, total += together * kPackedBandRows * kRows, packed += together * panel_bytes)
-        if (kCopies == 2 && x.radix == 16)
-            add_blocks<Block, P, R, kCopies>(total, packed, together, x, first_row, num_rows);
-        else
-            add_blocks<Block, P, R, 1>(total, packed, together, x, first_row, num_rows);
+    if (kCopies == 2 && x.radix == 16)
+        add_panels<Block, P, R, kCopies>(total, packed, num_panels, x, first_row, num_rows);
+    else
+        add_panels<Block, P, R, 1>(total, packed, num_panels, x, first_row, num_rows);
 }
 
 }  // namespace

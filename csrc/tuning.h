@@ -63,8 +63,10 @@ constexpr int64_t kRoundedGrainElements = 256;  // of x, worth a thread to round
 constexpr int64_t kRoundedLoneElements = 1536;  // the same of a lone row
 constexpr int kRoundedRun = 16;                 // spans of a row of x, before those of the next row
 #if defined(__AMX_INT8__)
-constexpr int kPackedPanels = 2;     // of weight, which a block of x meets while it is near
-constexpr int kPackedNearRows = 64;  // up to which they meet fewer panels
+constexpr int kPackedPanels = 2;                     // of weight, which a block of x meets while it is near
+constexpr int kPackedNearRows = 48;                  // up to which they meet fewer panels
+template <int kPlanes>                               // of x that have dots of their own
+constexpr int kPassedRows = kPlanes == 2 ? 64 : 96;  // from which weights stay in tiles
 constexpr int kPackedNearPanels = 1;
 constexpr int kPackedFewestTileRows = 8;  // of a block of x that is worth a tile
 constexpr int kPackedFewRows = 7;         // up to which weights are met straight from memory
