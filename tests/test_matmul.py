@@ -249,6 +249,21 @@ def test_a_row_has_the_same_bits_alone_and_among_others(kind: str, level: str) -
         assert torch.equal(F.linear(x[:num_rows], weight), alone[:num_rows])
 
 
+@pytest.mark.parametrize("bits", [8, 12, 16])
+@pytest.mark.parametrize("num_groups", [1, 3, 5, 9, 19])
+def test_a_row_has_the_same_bits_with_any_number_of_groups_and_panels(
+    num_groups: int, bits: int, level: str
+) -> None:
+    """Whatever is left when kernels have taken two or four of them at a time, of many rows and of few"""
+    x = rows(130, 32 * num_groups)
+    for name in ("Q4_0", "Q4_1", "Q8_0"):
+        for num_outputs in (16, 17, 48):
+            weight = random_blocks(BlockType[name], num_outputs, num_groups).pack(bits)
+            alone = torch.cat([F.linear(row[None], weight) for row in x[::16]])
+            for num_rows in (63, 64, 95, 96, 130):
+                assert torch.equal(F.linear(x[:num_rows], weight)[::16], alone[: -(-num_rows // 16)])
+
+
 @pytest.mark.parametrize("kind", INT8 + INT12 + INT16)
 def test_a_gated_row_and_a_sum_have_the_same_bits_alone_and_among_others(kind: str, level: str) -> None:
     weight, x, residual = weight_of(kind, 37), rows(70, 768), rows(70, 37)
