@@ -24,8 +24,8 @@ struct alignas(64) TileConfig {
 inline void configure_tiles(const TileConfig& config) { asm volatile("ldtilecfg %0" ::"m"(config)); }
 inline void release_tiles() { asm volatile("tilerelease"); }
 
-// Where two threads share a core, tile instructions that follow one another hold each other up, and take a third
-// less time if others stand between them. A core that has one thread does not notice.
+// Where two threads share a core, tile instructions that follow one another hold each other up, and take a
+// third less time if others stand between them. A core that has one thread does not notice.
 #define INFINI_APART "\n nop\n nop\n nop\n nop\n nop\n nop"
 
 // What bytes of weight are, those of x have signs; or values of bfloat16 in pairs

@@ -110,8 +110,8 @@ struct Tiles {
         const int64_t at = x.group_at(first, row);
         alignas(kPage) TileDots dots[kPlaces];
         const int8_t *q = x.q + at * P * kGroup, *w = chunk.q;
-        // Dots of group g do not lie as weights of g + 2 and g + 3, which are loaded after those are stored; nor
-        // as those groups of x, but where x lies two groups off, which leaves one of them.
+        // Dots of group g do not lie as weights of g + 2 and g + 3, which are loaded after those are stored;
+        // nor as those groups of x, but where x lies two groups off, which leaves one of them.
         const int64_t apart = (place_of(q) - place_of(w)) & (kPlaces - 1), shift = apart == 1 || apart == 2;
         const auto dots_of = [&](int64_t g) INFINI_INLINE { return dots + (g + shift) * kPlanes % kPlaces; };
         vf t[R];
@@ -128,7 +128,8 @@ struct Tiles {
         constexpr std::integral_constant<int, 0> even;
         constexpr std::integral_constant<int, 1> odd;
         const int64_t last = num_groups - 1;
-        // What is made leaves its tile register two groups later, and takes a while to arrive: others are scaled.
+        // What is made leaves its tile register two groups later, and takes a while to arrive: others are
+        // scaled.
         multiply_group(even, 0);
         if (last > 0) multiply_group(odd, 1);
         leave<0>(dots_of(0));
@@ -147,8 +148,8 @@ struct Tiles {
 constexpr int kWeightTiles = 4;     // stay while rows of x come and go: of one panel, or of two side by side
 constexpr int64_t kPassRows = 128;  // of x, whose totals are near, meet these before the next ones do
 
-// Tiles 0 and 1 take products, 2 and 3 have x, 4 to 7 weights. Where a core is shared, every instruction counts:
-// all that can be known before is.
+// The same of many rows. Tiles 0 and 1 take products, 2 and 3 have x, 4 to 7 weights. Where a core is shared,
+// every instruction counts: what belongs to a pass is worked out before its rows.
 template <bool kHasMinimum, bool is_unsigned, int P, int R, int kCopies>
 class Passes : Tiles<kHasMinimum, is_unsigned, P, R, kCopies> {
     using T = Tiles<kHasMinimum, is_unsigned, P, R, kCopies>;
